@@ -1,0 +1,251 @@
+//! What passes between the daemon and the agent inside a program.
+//!
+//! Two channels. A `SOCK_SEQPACKET` unix socket carries the handshake, one
+//! [`Hello`], [`Welcome`], [`Userfaultfd`], [`Ready`] each, with descriptors as
+//! `SCM_RIGHTS`; afterwards it only tells either side that the other is gone.
+//! Everything else goes through the [`Control`] block, a sealed memfd that both
+//! map: commands are idempotent and their results stay in the block, so that a
+//! daemon that died in between finds them.
+//!
+//! The daemon trusts none of it; the agent trusts the daemon.
+
+use core::sync::atomic::{AtomicI32, AtomicU32, AtomicU64};
+
+/// First word of [`Hello`] and [`Control`]: "STRATA" and the layout's version.
+pub const MAGIC: u64 = 0x5354_5241_5441_0001;
+
+/// Pages of one batch, and of one half (bank) of the transfer range.
+pub const BATCH_PAGES: usize = 256;
+/// Pages of the transfer range: two banks, so that one is read while the other
+/// is filled.
+pub const TRANSFER_PAGES: usize = 2 * BATCH_PAGES;
+/// Threads that the control block can tell apart. A program with more keeps
+/// running; the daemon then manages no mapping younger than the overflow.
+pub const THREAD_SLOTS: usize = 4096;
+/// Pages that hold priority-inheriting mutexes.
+pub const PINNED_SLOTS: usize = 1024;
+
+/// Environment variable: path of the daemon's agent socket.
+pub const ENV_SOCKET: &str = "STRATA_AGENT_SOCKET";
+/// Environment variable: the tenant's token, 16 hex digits.
+pub const ENV_TOKEN: &str = "STRATA_TOKEN";
+/// Where the agent looks for a socket when the environment names none (the
+/// library came in through `/etc/ld.so.preload`).
+pub const DEFAULT_AGENT_SOCKET: &str = "/run/strata/agent.sock";
+
+/// Why an agent calls.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum HelloKind {
+    /// A program starts (after exec).
+    Start = 1,
+    /// The child of a fork.
+    Forked = 2,
+    /// The same process again: its connection was lost, not its userfaultfd.
+    Resumed = 3,
+}
+
+/// Agent → daemon, first message. For [`HelloKind::Resumed`] the userfaultfd
+/// travels with it.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct Hello {
+    /// [`MAGIC`].
+    pub magic: u64,
+    /// A [`HelloKind`].
+    pub kind: u32,
+    /// The process's own idea of its pid (its namespace's). The daemon uses
+    /// the kernel's (`SO_PEERCRED`) and only logs this one.
+    pub pid: u32,
+    /// The tenant's token from [`ENV_TOKEN`], 0 when absent.
+    pub token: u64,
+    /// First byte of the transfer range: [`TRANSFER_PAGES`] private anonymous
+    /// pages, page-aligned, nothing resident. A forked child keeps its
+    /// parent's address and must not touch it.
+    pub transfer: u64,
+    /// First byte of one private anonymous page that this process mapped for
+    /// this handshake at an address drawn at random: the daemon tells by it
+    /// which forked userfaultfd belongs to this process.
+    pub probe: u64,
+    /// The agent's own memory (stack and data), never managed.
+    pub own_start: u64,
+    /// End of the agent's own memory, exclusive.
+    pub own_end: u64,
+}
+
+/// What the daemon answers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum Verdict {
+    /// Not to be managed: the agent closes everything and its thread ends.
+    Unmanaged = 1,
+    /// Managed. Descriptors: the control memfd, then `/dev/userfaultfd` (on
+    /// which the agent makes its userfaultfd with `USERFAULTFD_IOC_NEW`).
+    Create = 2,
+    /// Managed, and the userfaultfd exists (a fork made it). Descriptors: the
+    /// control memfd, then that userfaultfd.
+    Adopt = 3,
+    /// Managed on, after [`HelloKind::Resumed`]. Descriptor: the control memfd.
+    Resume = 4,
+}
+
+/// Daemon → agent, second message.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct Welcome {
+    /// [`MAGIC`].
+    pub magic: u64,
+    /// A [`Verdict`].
+    pub verdict: u32,
+    /// The space's number, for messages only.
+    pub space: u32,
+}
+
+/// Agent → daemon after [`Verdict::Create`], with the new userfaultfd, made
+/// with `O_CLOEXEC | O_NONBLOCK` and without the API handshake.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct Userfaultfd {
+    /// [`MAGIC`].
+    pub magic: u64,
+}
+
+/// Daemon → agent, last message: the daemon holds the userfaultfd, the program
+/// may run.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct Ready {
+    /// [`MAGIC`].
+    pub magic: u64,
+}
+
+/// What the daemon asks of the agent through the control block.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum Command {
+    /// `UFFDIO_MOVE` each entry's page to its transfer slot.
+    Move = 1,
+    /// `MADV_DONTNEED` on the transfer slots `first_slot..first_slot + count`.
+    Discard = 2,
+    /// `MADV_POPULATE_WRITE` each entry's page (breaks copy-on-write sharing).
+    Populate = 3,
+    /// Close everything and end: the space is released, the program runs on
+    /// natively.
+    Leave = 4,
+}
+
+/// [`Entry::result`] before the agent has come to it.
+pub const RESULT_PENDING: i32 = 1;
+/// [`Entry::result`]: the agent did not try, because [`Control::epoch`] or
+/// [`Control::thread_seq`] moved on.
+pub const RESULT_CANCELLED: i32 = 2;
+
+/// One page of a batch. Entry `i` of a batch with `first_slot` `s` goes to the
+/// transfer slot `s + i`.
+#[derive(Debug)]
+#[repr(C)]
+pub struct Entry {
+    /// The page's virtual address.
+    pub address: AtomicU64,
+    /// 0: done. Negative: the kernel's errno. Else a `RESULT_` constant.
+    pub result: AtomicI32,
+    /// Padding.
+    pub reserved: AtomicU32,
+}
+
+/// One thread of the program. Written by the thread itself before it runs the
+/// program's code; never removed (glibc reuses a dead thread's stack), the
+/// daemon drops those whose tid is gone.
+#[derive(Debug)]
+#[repr(C)]
+pub struct ThreadSlot {
+    /// `pthread_self()`: the thread control block, with the rseq area, the
+    /// robust list and the clear-child-tid word. 0: empty slot.
+    pub control_block: AtomicU64,
+    /// An address on its stack.
+    pub stack: AtomicU64,
+    /// Its kernel thread id.
+    pub tid: AtomicU32,
+    /// Padding.
+    pub reserved: AtomicU32,
+}
+
+/// The control block, at offset 0 of the control memfd.
+///
+/// *Commands.* The daemon fills `entries`, `count`, `first_slot`, `batch_epoch`,
+/// `batch_thread_seq` and `command`, stores `command_seq + 1` (release) and
+/// wakes its futex. The agent works, stores that number in `done_seq` (release)
+/// and wakes its futex. One command is under way at a time.
+///
+/// *Moving and reading exclude each other.* A message read from the userfaultfd
+/// may say that a range is gone, and its addresses may be in use again for
+/// memory that the daemon does not know; a `MOVE` that is under way then would
+/// steal from it. (While such a message is unread the kernel refuses `MOVE`.)
+/// So, Dekker's way, all sequentially consistent:
+/// - agent, for each page: `mover_busy = 1`; if `reader_busy != 0`, set
+///   `mover_busy = 0`, wake it, wait on `reader_busy` as a futex, and try again;
+///   if `epoch != batch_epoch` or `thread_seq != batch_thread_seq`, the result
+///   is [`RESULT_CANCELLED`]; else `MOVE`; then `mover_busy = 0` and wake it if
+///   `reader_busy` is set;
+/// - daemon, for each read: `reader_busy = 1`; wait while `mover_busy != 0`;
+///   read; if there was an unmap, remap, remove or fork, `epoch += 1`; then
+///   `reader_busy = 0` and wake it.
+///
+/// *Threads.* A new thread fills its slot, adds 1 to `thread_seq`, waits while
+/// `mover_busy != 0`, then touches its own control block (which brings it back
+/// if it had just been moved).
+#[derive(Debug)]
+#[repr(C)]
+pub struct Control {
+    /// [`MAGIC`].
+    pub magic: AtomicU64,
+    /// Number of the newest command; futex. 0: none yet.
+    pub command_seq: AtomicU32,
+    /// A [`Command`].
+    pub command: AtomicU32,
+    /// Entries (or slots) of the command, at most [`BATCH_PAGES`] (entries).
+    pub count: AtomicU32,
+    /// First transfer slot.
+    pub first_slot: AtomicU32,
+    /// `epoch` for which the batch holds.
+    pub batch_epoch: AtomicU32,
+    /// `thread_seq` for which the batch holds.
+    pub batch_thread_seq: AtomicU32,
+    /// Number of the newest finished command; futex.
+    pub done_seq: AtomicU32,
+    /// Changes of the address space that the daemon has read.
+    pub epoch: AtomicU32,
+    /// The daemon is taking messages; futex.
+    pub reader_busy: AtomicU32,
+    /// The agent is inside a `MOVE`; futex.
+    pub mover_busy: AtomicU32,
+    /// Threads recorded so far.
+    pub thread_seq: AtomicU32,
+    /// Set when `threads` was full: new mappings are not managed any more.
+    pub thread_overflow: AtomicU32,
+    /// Pinned pages recorded so far.
+    pub pinned_seq: AtomicU32,
+    /// Padding.
+    pub reserved: AtomicU32,
+    /// The batch.
+    pub entries: [Entry; BATCH_PAGES],
+    /// Hash table by control block, open addressing from
+    /// [`thread_slot`]`(control_block)` on.
+    pub threads: [ThreadSlot; THREAD_SLOTS],
+    /// Page addresses that hold a priority-inheriting mutex; 0: empty.
+    pub pinned: [AtomicU64; PINNED_SLOTS],
+}
+
+/// Bytes of the control memfd: [`Control`] rounded up to pages.
+pub const CONTROL_BYTES: usize = size_of::<Control>().next_multiple_of(crate::PAGE_SIZE);
+
+/// First slot to try for a thread's control block.
+#[must_use]
+pub const fn thread_slot(control_block: u64) -> usize {
+    ((control_block >> 6).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as usize % THREAD_SLOTS
+}
+
+const _: () = assert!(size_of::<Hello>() == 56);
+const _: () = assert!(size_of::<Welcome>() == 16);
+const _: () = assert!(size_of::<Entry>() == 16);
+const _: () = assert!(size_of::<ThreadSlot>() == 24);

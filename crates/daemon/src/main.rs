@@ -1,2 +1,5 @@
 //! See ARCHITECTURE.md.
+#![forbid(unsafe_code)]
+#![allow(dead_code)]
+mod control;
 fn main() {}

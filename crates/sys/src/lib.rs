@@ -1,1 +1,4 @@
-//! See ARCHITECTURE.md.
+//! What Strata asks of the kernel, behind safe functions.
+
+pub mod peer;
+pub mod probe;

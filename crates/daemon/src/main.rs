@@ -3,4 +3,6 @@
 #![allow(dead_code)]
 mod config;
 mod control;
+mod metrics;
+mod program;
 fn main() {}

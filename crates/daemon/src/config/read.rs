@@ -366,7 +366,7 @@ fn control_group(value: &DeValue<'_>) -> Result<String, Refusal> {
     const WANTED: &str = "a path from the hierarchy's root: \"/system.slice/redis.service\"";
     let text = text(value, WANTED)?;
     let inner = text.strip_prefix('/').unwrap_or_default().trim_end_matches('/');
-    if inner.is_empty() || inner.split('/').any(|part| part.is_empty() || part.starts_with("..")) {
+    if inner.is_empty() || inner.split('/').any(|part| part.is_empty() || part == "..") {
         return Err((format!("{text:?} is not a control group"), format!("write {WANTED}")));
     }
     Ok(format!("/{inner}"))

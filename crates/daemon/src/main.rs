@@ -3,6 +3,9 @@
 #![allow(dead_code)]
 mod config;
 mod control;
+mod doctor;
 mod metrics;
 mod program;
-fn main() {}
+fn main() {
+    println!("{}", doctor::examine());
+}

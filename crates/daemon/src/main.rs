@@ -1,2 +1,11 @@
 //! See ARCHITECTURE.md.
-fn main() {}
+#![forbid(unsafe_code)]
+#![allow(dead_code)]
+mod config;
+mod control;
+mod doctor;
+mod metrics;
+mod program;
+fn main() {
+    println!("{}", doctor::examine());
+}

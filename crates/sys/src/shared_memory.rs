@@ -222,7 +222,7 @@ impl SharedMemory {
 
     /// The aligned word at `at`, which the caller has checked.
     fn word(&self, at: u64) -> &AtomicU64 {
-        debug_assert!(at % WORD as u64 == 0 && at < self.len_bytes);
+        debug_assert!(at.is_multiple_of(WORD as u64) && at < self.len_bytes);
         // SAFETY: `at` is a multiple of 8 below `len_bytes`, itself a multiple of
         // 4096: every caller checked its byte range with `check` and rounds down
         // to the word that holds a byte of it. So the word lies inside the
@@ -290,6 +290,14 @@ impl SharedMemory {
     }
 
     #[inline]
+    /// Where `len` bytes at `offset` are mapped, for system calls of this crate
+    /// that write there.
+    pub(crate) fn raw_range(&self, offset: u64, len: usize) -> *mut u8 {
+        self.check(offset, len);
+        // SAFETY: checked to lie inside the mapping.
+        unsafe { self.base.as_ptr().add(offset as usize) }
+    }
+
     fn check(&self, offset: u64, len: usize) {
         assert!(
             offset.checked_add(len as u64).is_some_and(|end| end <= self.len_bytes),
@@ -301,7 +309,7 @@ impl SharedMemory {
     #[inline]
     fn check_aligned(&self, offset: u64, width: u64) {
         assert!(
-            offset % width == 0 && offset < self.len_bytes,
+            offset.is_multiple_of(width) && offset < self.len_bytes,
             "word at {offset:#x} unaligned or outside a memory file of {:#x} bytes",
             self.len_bytes
         );

@@ -32,7 +32,7 @@ pub use shared_memory::{SharedMemory, punch_hole};
 pub use socket::{SeqPacket, SeqPacketListener};
 pub use supervise::{
     Signal, WorkerExit, adopt_fd, block_signals, close_fd, kill_process, lock_memory, open_fds,
-    spawn_sharing_files, wait_for_signal, wait_worker,
+    raise_descriptor_limit, spawn_sharing_files, wait_for_signal, wait_worker,
 };
 pub use uffd::{
     Event, FEATURES_REQUIRED, Fill, Range, Registration, UffdError, Userfaultfd, open_device,

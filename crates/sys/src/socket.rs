@@ -55,10 +55,9 @@ impl SeqPacketListener {
         if bound { Ok(Self { fd }) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// One that was bound earlier.
-    #[must_use]
-    pub fn adopt(fd: OwnedFd) -> Self {
-        Self { fd }
+    /// Another descriptor of the same socket.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        Ok(Self { fd: self.fd.try_clone()? })
     }
 
     /// Waits for a connection.

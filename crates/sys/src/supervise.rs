@@ -132,6 +132,19 @@ pub fn kill_process(pid: u32, signal: i32) {
     unsafe { libc::kill(pid as libc::pid_t, signal) };
 }
 
+/// Allows as many descriptors as the hard limit does: each managed process
+/// takes five.
+pub fn raise_descriptor_limit() {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: `limit` is live; both calls only copy it.
+    unsafe {
+        if libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) == 0 {
+            limit.rlim_cur = limit.rlim_max;
+            libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit);
+        }
+    }
+}
+
 /// The numbers of all open descriptors of this process.
 pub fn open_fds() -> io::Result<Vec<RawFd>> {
     let mut fds = Vec::new();

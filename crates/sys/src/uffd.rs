@@ -256,6 +256,11 @@ impl Userfaultfd {
         Self { fd }
     }
 
+    /// Another descriptor of the same address space.
+    pub fn try_clone(&self) -> io::Result<OwnedFd> {
+        self.fd.try_clone()
+    }
+
     fn ioctl<T>(&self, request: libc::c_ulong, arg: &mut T) -> Result<(), i32> {
         // SAFETY: every request constant above is built from the size of the
         // argument type it is used with, `arg` is a live exclusive reference,
@@ -361,11 +366,8 @@ impl Userfaultfd {
         // there, so nothing is filled: ENOENT with, ESRCH without an address
         // space.
         const LOWEST: u64 = 64 << 10;
-        let mut arg = FillArg {
-            range: RangeArg { start: LOWEST, len: PAGE_SIZE as u64 },
-            mode: 0,
-            done: 0,
-        };
+        let mut arg =
+            FillArg { range: RangeArg { start: LOWEST, len: PAGE_SIZE as u64 }, mode: 0, done: 0 };
         !matches!(self.ioctl(UFFDIO_ZEROPAGE, &mut arg), Err(libc::ESRCH))
     }
 

@@ -31,8 +31,7 @@ pub(crate) extern "C" fn thread_main(argument: *mut c_void) -> *mut c_void {
     if let Some(threads) = threads {
         threads.fetch_sub(1, Ordering::SeqCst);
     }
-    // SAFETY: names the calling thread; the kernel copies the string.
-    unsafe { libc::prctl(libc::PR_SET_NAME, c"strata-agent".as_ptr()) };
+    kernel::name_thread(c"strata-agent");
     live(block);
     if let Some(threads) = threads {
         threads.fetch_add(1, Ordering::SeqCst);

@@ -125,7 +125,7 @@ pub(crate) fn obtain() -> Option<&'static Block> {
     // long enough for the four parts, each a whole number of pages. Nobody else
     // knows it yet.
     unsafe {
-        let guarded = libc::mprotect(start as *mut c_void, PAGE_SIZE, libc::PROT_NONE) == 0;
+        let guarded = kernel::forbid(start, PAGE_SIZE);
         let wiped = kernel::advise(start, wiped_bytes, libc::MADV_WIPEONFORK) == 0;
         if !guarded || !wiped {
             kernel::unmap(start, length_bytes);
@@ -209,8 +209,7 @@ impl Block {
 /// What the C library needs of a stack for itself. A private symbol, but the
 /// only way to learn the size of the static TLS, which lies on the stack.
 fn minimum_stack_bytes() -> usize {
-    // SAFETY: a lookup by name.
-    let symbol = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"__pthread_get_minstack".as_ptr()) };
+    let symbol = next::any(c"__pthread_get_minstack");
     if symbol.is_null() {
         return DEFAULT_MINIMUM_STACK_BYTES;
     }

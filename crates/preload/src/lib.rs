@@ -10,14 +10,16 @@
 //!
 //! The agent thread must never wait for a managed page, for it would wait for
 //! itself: it allocates nothing, has no thread-local storage of its own, reads
-//! no environment and prints nothing. Hence `no_std` (std is linked for its
-//! panic machinery alone) and this rule for memory: inside a command the agent
-//! touches its own [`block`], the control block and this library's code.
+//! no environment and prints nothing. Hence `no_std` and this rule for memory:
+//! inside a command the agent touches its own [`block`], the control block and
+//! this library's code.
 //!
 //! This crate uses `unsafe`: it is made of system calls and of symbols that the
 //! C library looks up.
 #![cfg_attr(not(test), no_std)]
 
+// Linked for its panic machinery alone, which the other crates' std brings with
+// it; nothing here uses it.
 #[cfg(not(test))]
 extern crate std;
 
@@ -32,6 +34,7 @@ mod mutexes;
 mod next;
 mod records;
 mod start;
+mod syscall;
 mod threads;
 
 /// The library's version, a static C string: lets a program (or a person with

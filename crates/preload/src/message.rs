@@ -7,7 +7,8 @@ use core::mem::MaybeUninit;
 use libc::{c_int, c_uint, c_void};
 use strata_units::wire::{Hello, Ready, Userfaultfd, Welcome};
 
-use crate::kernel::{Deadline, Fd, errno, timespec};
+use crate::kernel::{Deadline, Fd, timespec, word};
+use crate::syscall::call;
 
 /// Descriptors that one message may carry.
 pub(crate) const MOST_DESCRIPTORS: usize = 2;
@@ -43,38 +44,35 @@ unsafe impl Message for Ready {}
 
 /// Connects to the daemon's socket.
 pub(crate) fn connect(address: &libc::sockaddr_un, deadline: Deadline) -> Result<Fd, MessageError> {
+    let kind = word(libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC);
     // SAFETY: no pointers.
-    let raw = unsafe { libc::socket(libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0) };
-    if raw < 0 {
-        return Err(MessageError::Gone);
-    }
-    let socket = Fd::own(raw);
+    let socket = unsafe { call(libc::SYS_socket, [word(libc::AF_UNIX), kind, 0, 0, 0, 0]) }
+        .map(|raw| Fd::own(raw as c_int))
+        .map_err(|_| MessageError::Gone)?;
     // Bounds the connect too, which waits while the listener's queue is full.
     let left = deadline.left().ok_or(MessageError::Late)?;
     let timeout = libc::timeval {
         tv_sec: left.as_secs().cast_signed(),
         tv_usec: i64::from(left.subsec_micros().max(1)),
     };
+    let option = [
+        socket.word(),
+        word(libc::SOL_SOCKET),
+        word(libc::SO_SNDTIMEO),
+        &raw const timeout as u64,
+        size_of::<libc::timeval>() as u64,
+        0,
+    ];
+    let peer = core::ptr::from_ref(address) as u64;
+    let peer = [socket.word(), peer, size_of::<libc::sockaddr_un>() as u64, 0, 0, 0];
     // SAFETY: the kernel copies the option's value and the address, both valid
     // for the calls and of the sizes given.
-    let result = unsafe {
-        libc::setsockopt(
-            socket.raw(),
-            libc::SOL_SOCKET,
-            libc::SO_SNDTIMEO,
-            (&raw const timeout).cast(),
-            size_of::<libc::timeval>() as libc::socklen_t,
-        );
-        libc::connect(
-            socket.raw(),
-            core::ptr::from_ref(address).cast(),
-            size_of::<libc::sockaddr_un>() as libc::socklen_t,
-        )
-    };
-    match (result, errno()) {
-        (0, _) => Ok(socket),
-        (_, libc::EAGAIN) => Err(MessageError::Late),
-        _ => Err(MessageError::Gone),
+    let result =
+        unsafe { call(libc::SYS_setsockopt, option).and_then(|_| call(libc::SYS_connect, peer)) };
+    match result {
+        Ok(_) => Ok(socket),
+        Err(libc::EAGAIN) => Err(MessageError::Late),
+        Err(_) => Err(MessageError::Gone),
     }
 }
 
@@ -109,12 +107,13 @@ pub(crate) fn send<T: Message>(
     }
     // SAFETY: the header points to valid buffers, which the call only reads.
     let sent = unsafe {
-        libc::syscall(libc::SYS_sendmsg, socket.raw(), &raw const header, libc::MSG_NOSIGNAL)
+        let flags = word(libc::MSG_NOSIGNAL);
+        call(libc::SYS_sendmsg, [socket.word(), &raw const header as u64, flags, 0, 0, 0])
     };
-    match (sent, errno()) {
-        (sent, _) if sent == size_of::<T>() as i64 => Ok(()),
-        (-1, libc::EAGAIN) => Err(MessageError::Late),
-        _ => Err(MessageError::Gone),
+    match sent {
+        Ok(_) => Ok(()),
+        Err(libc::EAGAIN) => Err(MessageError::Late),
+        Err(_) => Err(MessageError::Gone),
     }
 }
 
@@ -137,19 +136,13 @@ pub(crate) fn receive<T: Message>(
     // SAFETY: the header points to valid buffers of the sizes given; T takes
     // any bytes.
     let received = unsafe {
-        libc::syscall(
-            libc::SYS_recvmsg,
-            socket.raw(),
-            &raw mut header,
-            libc::MSG_CMSG_CLOEXEC | libc::MSG_DONTWAIT,
-        )
+        let flags = word(libc::MSG_CMSG_CLOEXEC | libc::MSG_DONTWAIT);
+        call(libc::SYS_recvmsg, [socket.word(), &raw mut header as u64, flags, 0, 0, 0])
     };
-    if received <= 0 {
-        return Err(MessageError::Gone);
-    }
+    let received = received.ok().filter(|bytes| *bytes != 0).ok_or(MessageError::Gone)?;
     let (descriptors, too_many) = take_descriptors(&header);
     let truncated = header.msg_flags & (libc::MSG_TRUNC | libc::MSG_CTRUNC) != 0;
-    if received != size_of::<T>() as i64 || truncated || too_many {
+    if received != size_of::<T>() as u64 || truncated || too_many {
         return Err(MessageError::Malformed);
     }
     Ok((message, descriptors))
@@ -187,10 +180,10 @@ fn wait_readable(socket: &Fd, deadline: Deadline) -> Result<(), MessageError> {
     loop {
         let left = timespec(deadline.left().ok_or(MessageError::Late)?);
         match poll(socket, libc::POLLIN, &left) {
-            0 => return Err(MessageError::Late),
-            -1 if errno() == libc::EINTR => {}
-            -1 => return Err(MessageError::Gone),
-            _ => return Ok(()),
+            Ok(0) => return Err(MessageError::Late),
+            Ok(_) => return Ok(()),
+            Err(libc::EINTR) => {}
+            Err(_) => return Err(MessageError::Gone),
         }
     }
 }
@@ -198,13 +191,14 @@ fn wait_readable(socket: &Fd, deadline: Deadline) -> Result<(), MessageError> {
 /// Has the daemon closed its end? After the handshake it sends nothing, so
 /// there is nothing else to find.
 pub(crate) fn hung_up(socket: &Fd) -> bool {
-    poll(socket, libc::POLLRDHUP, &libc::timespec { tv_sec: 0, tv_nsec: 0 }) > 0
+    poll(socket, libc::POLLRDHUP, &libc::timespec { tv_sec: 0, tv_nsec: 0 })
+        .is_ok_and(|ready| ready != 0)
 }
 
-fn poll(socket: &Fd, events: i16, timeout: &libc::timespec) -> i64 {
+fn poll(socket: &Fd, events: i16, timeout: &libc::timespec) -> Result<u64, c_int> {
     let mut entry = libc::pollfd { fd: socket.raw(), events, revents: 0 };
     // The kernel writes the time left back into its argument.
     let mut timeout = *timeout;
     // SAFETY: one entry and one time, both valid for the call; no signal mask.
-    unsafe { libc::syscall(libc::SYS_ppoll, &raw mut entry, 1, &raw mut timeout, 0, 0) }
+    unsafe { call(libc::SYS_ppoll, [&raw mut entry as u64, 1, &raw mut timeout as u64, 0, 0, 0]) }
 }

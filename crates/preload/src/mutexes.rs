@@ -36,11 +36,9 @@ pub(crate) unsafe extern "C" fn pthread_mutex_init(
     let init = unsafe { core::mem::transmute::<*mut c_void, Init>(address) };
     // SAFETY: the caller's own arguments.
     let result = unsafe { init(mutex, attributes) };
-    // SAFETY: attributes that the C library has just accepted.
-    if result == 0
-        && unsafe { inherits_priority(attributes) }
-        && let Some(block) = start::recording()
-    {
+    // SAFETY: null, or attributes that the C library has just accepted.
+    let inherits = result == 0 && unsafe { inherits_priority(attributes) };
+    if inherits && let Some(block) = start::recording() {
         records::record_mutex(block, mutex as u64, size_of::<libc::pthread_mutex_t>());
     }
     result

@@ -104,8 +104,7 @@ fn pin(block: &Block, record: u64) {
     }
     // No slot is left: lock the page, which MOVE refuses. If even that fails
     // (RLIMIT_MEMLOCK), the limit that `docs/agent.md` states is reached.
-    // SAFETY: locking changes no content.
-    unsafe { libc::mlock(pinned_page(record) as *const libc::c_void, PAGE_SIZE) };
+    kernel::lock_page(pinned_page(record));
 }
 
 /// Puts `control`, fresh from the daemon, in use and brings it up to date.

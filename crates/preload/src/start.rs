@@ -100,7 +100,7 @@ impl Wishes<'_> {
         }
         let socket = match socket {
             Some(socket) => socket,
-            None if exists(DEFAULT_SOCKET) => DEFAULT_SOCKET,
+            None if kernel::exists(DEFAULT_SOCKET) => DEFAULT_SOCKET,
             None => return None,
         };
         Some(Self { socket, token })
@@ -139,11 +139,6 @@ fn parse_token(text: &[u8]) -> u64 {
             Some(token << 4 | u64::from(char::from(digit).to_digit(16)?))
         })
         .unwrap_or(0)
-}
-
-fn exists(path: &CStr) -> bool {
-    // SAFETY: a C string.
-    unsafe { libc::access(path.as_ptr(), libc::F_OK) == 0 }
 }
 
 /// Starts the program's first agent and waits for it; false: it runs unmanaged.
@@ -320,8 +315,7 @@ fn complain(failure: Failure) {
 
 /// Writes one line to standard error, from a thread of the program.
 pub(crate) fn say(line: &str) {
-    // SAFETY: the buffer is valid for its length.
-    unsafe { libc::write(libc::STDERR_FILENO, line.as_ptr().cast(), line.len()) };
+    kernel::write(libc::STDERR_FILENO, line);
 }
 
 #[cfg(test)]

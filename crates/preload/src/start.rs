@@ -52,7 +52,6 @@ pub(crate) fn recording() -> Option<&'static Block> {
 static CONSTRUCTOR: extern "C" fn(c_int, *const *const c_char, *const *const c_char) = constructor;
 
 /// What the dynamic linker calls before `main`, with `main`'s arguments.
-#[cfg_attr(test, expect(dead_code, reason = "unit tests must not be managed programs"))]
 extern "C" fn constructor(
     _count: c_int,
     _arguments: *const *const c_char,

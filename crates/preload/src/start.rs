@@ -172,6 +172,7 @@ fn start_program(wishes: &Wishes) -> bool {
     }
     MODE.store(MODE_ON, Ordering::SeqCst);
     records::record_thread(block, 0);
+    wake_allocator();
     if !fork::register() {
         complain(Failure::NoMemory);
         return false;
@@ -205,6 +206,13 @@ fn start_program(wishes: &Wishes) -> bool {
         complain_of(outcome);
     }
     false
+}
+
+/// Has the program's allocator initialise itself, and so register its fork
+/// handlers before ours.
+fn wake_allocator() {
+    // SAFETY: any pointer from malloc may be freed.
+    unsafe { libc::free(core::hint::black_box(libc::malloc(1))) };
 }
 
 fn socket_address(path: &CStr) -> Option<libc::sockaddr_un> {

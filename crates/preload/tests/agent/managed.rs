@@ -210,6 +210,35 @@ fn a_forked_child_can_be_created_anew() {
 }
 
 #[test]
+fn an_allocator_that_is_locked_across_fork_is_no_deadlock() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let mut program = Program::start_other(&daemon, "allocator");
+    let _space = daemon.manage();
+    let child = daemon.accept();
+    assert_eq!(child.hello.kind, HelloKind::Forked as u32);
+    let _child = child.create();
+    assert_eq!(program.end().0.code(), Some(7));
+}
+
+#[test]
+fn a_fork_of_the_c_library_has_an_agent_too() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let mut program = Program::start_other(&daemon, "daemonise");
+    let space = daemon.manage();
+    let child = daemon.accept();
+    assert_eq!(child.hello.kind, HelloKind::Forked as u32);
+    assert_ne!(child.pid, space.pid);
+    let _child = child.create();
+    assert_eq!(program.hear(), "daemon");
+}
+
+#[test]
 fn threads_are_recorded_and_end_in_every_way() {
     if cannot_run() {
         return;

@@ -34,6 +34,9 @@ fn compile(source: &str, arguments: &[&str]) -> PathBuf {
     built
 }
 
+/// What the programs are told in `STRATA_TOKEN`: 0xab.
+pub(crate) const TOKEN: &str = "00000000000000ab";
+
 /// A program under the library.
 pub(crate) struct Program {
     child: Child,
@@ -49,12 +52,22 @@ impl Program {
 
     /// The same with chosen libraries.
     pub(crate) fn start_at(daemon: &Daemon, preload: &str) -> Self {
-        Self::start_with(Some(daemon.path()), Some("00000000000000ab"), preload)
+        Self::start_with(Some(daemon.path()), Some(TOKEN), preload)
     }
 
     /// `tenant.c` with a chosen environment.
     pub(crate) fn start_with(socket: Option<&Path>, token: Option<&str>, preload: &str) -> Self {
-        let mut command = Command::new(compile("tenant", &[]));
+        Self::run("tenant", socket, token, preload)
+    }
+
+    /// Another of `tests/programs`.
+    pub(crate) fn start_other(daemon: &Daemon, source: &str) -> Self {
+        let preload = library();
+        Self::run(source, Some(daemon.path()), Some(TOKEN), &preload.to_string_lossy())
+    }
+
+    fn run(source: &str, socket: Option<&Path>, token: Option<&str>, preload: &str) -> Self {
+        let mut command = Command::new(compile(source, &[]));
         command.env_remove(ENV_SOCKET).env_remove(ENV_TOKEN).env("LD_PRELOAD", preload);
         if let Some(socket) = socket {
             command.env(ENV_SOCKET, socket);

@@ -6,7 +6,7 @@ use std::path::Path;
 use strata_units::wire::Verdict;
 
 use crate::daemon::Daemon;
-use crate::program::{Program, library, thread_names};
+use crate::program::{Program, TOKEN, library, thread_names};
 
 #[test]
 fn without_a_daemon_nothing_happens() {
@@ -15,7 +15,7 @@ fn without_a_daemon_nothing_happens() {
         eprintln!("skipped: a daemon runs on this machine");
         return;
     }
-    let mut program = Program::start_with(None, Some("00000000000000ab"), &preload);
+    let mut program = Program::start_with(None, Some(TOKEN), &preload);
     assert_eq!(program.ask("ends"), "41 cancelled -42");
     assert_eq!(thread_names(program.pid()).len(), 1);
     let (status, complaint) = program.end();
@@ -26,7 +26,7 @@ fn without_a_daemon_nothing_happens() {
 fn an_unreachable_daemon_is_a_line_only_for_a_tenant() {
     let preload = library().to_string_lossy().into_owned();
     let nowhere = Path::new("/nonexistent/agent.sock");
-    for (token, lines) in [(Some("00000000000000ab"), 1), (None, 0)] {
+    for (token, lines) in [(Some(TOKEN), 1), (None, 0)] {
         let mut program = Program::start_with(Some(nowhere), token, &preload);
         assert_eq!(program.ask("ends"), "41 cancelled -42");
         assert_eq!(thread_names(program.pid()).len(), 1);

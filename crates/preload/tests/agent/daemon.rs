@@ -313,7 +313,8 @@ impl Space {
         pages
     }
 
-    fn stop(&mut self) {
+    /// Nobody reads the userfaultfd any more.
+    pub(crate) fn stop(&mut self) {
         self.served.stop.store(true, Ordering::Relaxed);
         if let Some(server) = self.server.take() {
             server.join().expect("the fault thread does not panic");

@@ -6,7 +6,7 @@ use strata_units::PAGE_SIZE;
 use strata_units::wire::{Command, HelloKind, RESULT_CANCELLED, Verdict};
 
 use crate::daemon::Daemon;
-use crate::program::{Program, early_library, library, thread_names};
+use crate::program::{Program, agent_descriptors, early_library, library, thread_names};
 use crate::{cannot_run, raw, wait_until};
 
 const PAGES: usize = 64;
@@ -369,6 +369,57 @@ fn the_agent_comes_back_and_leaves_when_told() {
     // Its children are not managed either: nobody calls.
     assert_eq!(program.ask("fork"), "7");
     assert_eq!(program.end().0.code(), Some(5));
+}
+
+#[test]
+fn the_agent_has_two_descriptors_of_its_own() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let _program = Program::start(&daemon);
+    let space = daemon.manage();
+    let (_, descriptors) = agent_descriptors(space.pid);
+    let mut kinds: Vec<&str> = descriptors
+        .iter()
+        .map(|(_, target)| target.split(['[', ']', ':']).find(|s| !s.is_empty()).unwrap_or(""))
+        .collect();
+    kinds.sort_unstable();
+    assert_eq!(kinds, ["anon_inode", "socket"], "{descriptors:?}");
+}
+
+#[test]
+fn an_agent_that_waits_for_a_dead_daemon_can_be_freed() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let mut program = Program::start(&daemon);
+    let mut space = daemon.manage();
+    let memory = program.fill(PAGES);
+    space.register(memory, PAGES);
+    space.register_transfer();
+    assert_eq!(space.batch(Command::Move, &[memory], 0), [0]);
+    let page = raw::read_memory(space.pid, space.hello.transfer, PAGE_SIZE).expect("readable");
+    space.served.stored.lock().expect("no panic").insert(memory, page);
+
+    // The daemon dies between a Discard and reading its event: the agent stands
+    // in the kernel and cannot call.
+    space.stop();
+    space.give(Command::Discard, &[], 0, 1);
+    assert!(raw::readable(&space.served.userfaultfd, 10_000), "an event");
+    let pid = space.pid;
+    let stored = space.lose();
+
+    // The next daemon takes the userfaultfd from the agent's table and reads.
+    let (agent, descriptors) = agent_descriptors(pid);
+    let is_userfaultfd = |target: &str| target.contains("userfaultfd");
+    let (number, _) = descriptors.iter().find(|(_, t)| is_userfaultfd(t)).expect("its own");
+    let taken = raw::take_descriptor(agent, *number);
+    assert!(raw::event(&taken).is_some(), "the event that the agent waits for");
+    drop(taken);
+    let _space = daemon.accept().resume(stored);
+    assert_eq!(program.ask("verify"), "0");
 }
 
 #[test]

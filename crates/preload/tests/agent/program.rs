@@ -1,5 +1,6 @@
 //! Programs that run under the library, built from `tests/programs`.
 
+use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
@@ -135,9 +136,31 @@ pub(crate) fn early_library() -> PathBuf {
 
 /// Names of a process's threads.
 pub(crate) fn thread_names(pid: i32) -> Vec<String> {
-    let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };
+    threads(pid).into_values().collect()
+}
+
+/// A process's threads: ids and names.
+pub(crate) fn threads(pid: i32) -> HashMap<u32, String> {
+    let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return HashMap::new() };
     tasks
-        .filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok())
-        .map(|name| name.trim().to_owned())
+        .filter_map(|task| {
+            let task = task.ok()?;
+            let name = std::fs::read_to_string(task.path().join("comm")).ok()?;
+            Some((task.file_name().to_str()?.parse().ok()?, name.trim().to_owned()))
+        })
         .collect()
+}
+
+/// The agent's thread id and the descriptors that it has open: number and what
+/// it is.
+pub(crate) fn agent_descriptors(pid: i32) -> (u32, Vec<(u32, String)>) {
+    let agents = threads(pid).into_iter().filter(|(_, name)| name == "strata-agent");
+    let (agent, _) = agents.last().expect("an agent");
+    let directory = std::fs::read_dir(format!("/proc/{pid}/task/{agent}/fd")).expect("as root");
+    let descriptors = directory.filter_map(|entry| {
+        let entry = entry.ok()?;
+        let target = std::fs::read_link(entry.path()).ok()?;
+        Some((entry.file_name().to_str()?.parse().ok()?, target.to_string_lossy().into_owned()))
+    });
+    (agent, descriptors.collect())
 }

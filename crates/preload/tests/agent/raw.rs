@@ -232,6 +232,19 @@ pub(crate) fn futex_wake(word: &AtomicU32) {
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
 }
 
+/// A descriptor out of the table of one thread of another process.
+pub(crate) fn take_descriptor(thread: u32, number: u32) -> OwnedFd {
+    /// Linux 6.9.
+    const PIDFD_THREAD: i32 = libc::O_EXCL;
+    // SAFETY: no pointers.
+    unsafe {
+        let raw = libc::syscall(libc::SYS_pidfd_open, thread, PIDFD_THREAD);
+        let pidfd = owned(check(raw, "pidfd_open of a thread"));
+        let raw = libc::syscall(libc::SYS_pidfd_getfd, pidfd.as_raw_fd(), number, 0);
+        owned(check(raw, "pidfd_getfd"))
+    }
+}
+
 /// The descriptor that a fork event named.
 pub(crate) fn adopt(number: u64) -> OwnedFd {
     owned(number.cast_signed())

@@ -210,6 +210,28 @@ fn a_forked_child_can_be_created_anew() {
 }
 
 #[test]
+fn a_childs_agent_tries_until_it_is_heard() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let mut program = Program::start(&daemon);
+    let space = daemon.manage();
+    let memory = program.fill(PAGES);
+    space.register(memory, PAGES);
+    space.register_transfer();
+    space.evict(&some(memory, 2), 0);
+
+    program.say("fork");
+    drop(daemon.accept());
+    let caller = daemon.accept();
+    assert_eq!(caller.hello.kind, HelloKind::Forked as u32);
+    let stored = space.served.stored.lock().expect("no panic").clone();
+    let _child = caller.adopt(space.forked(), stored);
+    assert_eq!(program.hear(), "7");
+}
+
+#[test]
 fn an_allocator_that_is_locked_across_fork_is_no_deadlock() {
     if cannot_run() {
         return;

@@ -224,6 +224,16 @@ pub struct Stats {
     pub notes: Vec<String>,
 }
 
+impl Stats {
+    /// What the tenant costs in DRAM: what its budget bounds.
+    #[must_use]
+    pub fn dram_bytes(&self) -> u64 {
+        [self.resident_bytes, self.unmanaged_bytes, self.compressed_bytes, self.metadata_bytes]
+            .iter()
+            .fold(0, |sum, part| sum.saturating_add(*part))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

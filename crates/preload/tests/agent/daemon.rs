@@ -82,8 +82,8 @@ impl Caller {
             .open("/dev/userfaultfd")
             .expect("root may open it")
             .into();
-        let (file, control) = raw::control();
-        self.welcome(Verdict::Create, &[&file, &device]);
+        let control = raw::control();
+        self.welcome(Verdict::Create, &[&control.0, &device]);
         let (message, userfaultfd) =
             raw::receive::<Userfaultfd>(&self.socket).expect("a Userfaultfd");
         assert_eq!(message.magic, MAGIC);
@@ -94,20 +94,25 @@ impl Caller {
 
     /// Goes on to Ready with the userfaultfd that a fork made.
     pub(crate) fn adopt(self, userfaultfd: OwnedFd, stored: Pages) -> Space {
-        let (file, control) = raw::control();
-        self.welcome(Verdict::Adopt, &[&file, &userfaultfd]);
+        let control = raw::control();
+        self.welcome(Verdict::Adopt, &[&control.0, &userfaultfd]);
         self.ready(control, userfaultfd, stored)
     }
 
-    /// Goes on to Ready with the userfaultfd that the agent brought.
-    pub(crate) fn resume(mut self, stored: Pages) -> Space {
+    /// Goes on to Ready with the userfaultfd that the agent brought and a new
+    /// control block.
+    pub(crate) fn resume(self, stored: Pages) -> Space {
+        self.resume_with(raw::control(), stored)
+    }
+
+    /// The same with a control block from before.
+    pub(crate) fn resume_with(mut self, control: ControlBlock, stored: Pages) -> Space {
         let userfaultfd = self.userfaultfd.take().expect("Resumed carries a userfaultfd");
-        let (file, control) = raw::control();
-        self.welcome(Verdict::Resume, &[&file]);
+        self.welcome(Verdict::Resume, &[&control.0]);
         self.ready(control, userfaultfd, stored)
     }
 
-    fn ready(self, control: &'static Control, userfaultfd: OwnedFd, stored: Pages) -> Space {
+    fn ready(self, (file, control): ControlBlock, userfaultfd: OwnedFd, stored: Pages) -> Space {
         let shared = Arc::new(Served {
             control,
             userfaultfd,
@@ -121,9 +126,12 @@ impl Caller {
         });
         raw::send(&self.socket, &Ready { magic: MAGIC }, &[]);
         let Self { socket, pid, hello, .. } = self;
-        Space { socket: Some(socket), pid, hello, served: shared, server: Some(server) }
+        Space { socket: Some(socket), pid, hello, file, served: shared, server: Some(server) }
     }
 }
+
+/// The memfd and where it is mapped.
+pub(crate) type ControlBlock = (OwnedFd, &'static Control);
 
 /// Content of pages that are out of an address space.
 pub(crate) type Pages = HashMap<u64, Vec<u8>>;
@@ -193,6 +201,7 @@ pub(crate) struct Space {
     socket: Option<OwnedFd>,
     pub(crate) pid: i32,
     pub(crate) hello: Hello,
+    file: OwnedFd,
     pub(crate) served: Arc<Served>,
     server: Option<JoinHandle<()>>,
 }
@@ -288,6 +297,11 @@ impl Space {
         self.stop();
         self.socket = None;
         std::mem::take(&mut *self.served.stored.lock().expect("no panic"))
+    }
+
+    /// A copy of its control block, for a daemon to come.
+    pub(crate) fn control_block(&self) -> ControlBlock {
+        (self.file.try_clone().expect("a descriptor is free"), self.control())
     }
 
     /// Waits for the agent to close its end.

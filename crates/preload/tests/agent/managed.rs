@@ -3,7 +3,9 @@
 use std::sync::atomic::Ordering;
 
 use strata_units::PAGE_SIZE;
-use strata_units::wire::{Command, HelloKind, RESULT_CANCELLED, Verdict};
+use strata_units::wire::{
+    Command, HelloKind, RESULT_CANCELLED, RESULT_PENDING, TRANSFER_PAGES, Verdict,
+};
 
 use crate::daemon::Daemon;
 use crate::program::{Program, agent_descriptors, early_library, library, thread_names};
@@ -391,6 +393,64 @@ fn the_agent_comes_back_and_leaves_when_told() {
     // Its children are not managed either: nobody calls.
     assert_eq!(program.ask("fork"), "7");
     assert_eq!(program.end().0.code(), Some(5));
+}
+
+#[test]
+fn a_command_survives_the_daemon() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let mut program = Program::start(&daemon);
+    let mut space = daemon.manage();
+    let memory = program.fill(PAGES);
+    space.register(memory, PAGES);
+    space.register_transfer();
+    let pages = some(memory, 32);
+    assert_eq!(space.batch(Command::Move, &pages, 0), [0, 0]);
+
+    // The daemon dies while it keeps the agent from moving.
+    space.stop();
+    let control = space.control();
+    space.freshen();
+    control.reader_busy.store(1, Ordering::SeqCst);
+    space.give(Command::Move, &[memory + PAGE_SIZE as u64, pages[0]], 2, 2);
+    // The second entry has been dealt with before: it is not to be touched.
+    control.entries[1].result.store(0, Ordering::SeqCst);
+    let block = space.control_block();
+    let stored = space.lose();
+
+    let caller = daemon.accept();
+    assert_eq!(control.entries[0].result.load(Ordering::SeqCst), RESULT_PENDING);
+    control.reader_busy.store(0, Ordering::SeqCst);
+    let space = caller.resume_with(block, stored);
+    // What was left is not done on knowledge from before.
+    assert_eq!(space.done(2), [RESULT_CANCELLED, 0]);
+    space.give(Command::Discard, &[], 0, 2);
+    space.done(0);
+    assert_eq!(space.batch(Command::Move, &[memory + PAGE_SIZE as u64], 0), [0]);
+    assert_eq!(space.pid, program.pid());
+}
+
+#[test]
+fn locked_pages_stay() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let mut program = Program::start(&daemon);
+    let space = daemon.manage();
+    let memory = program.fill(PAGES);
+    space.register(memory, PAGES);
+    space.register_transfer();
+    space.evict(&[memory], 0);
+    // mlockall covers the transfer range, too, and brings every page back.
+    assert_eq!(program.ask("lock"), "0");
+    let next = memory + PAGE_SIZE as u64;
+    space.give(Command::Discard, &[], 0, TRANSFER_PAGES as u32);
+    space.done(0);
+    assert_eq!(space.batch(Command::Move, &[next], 1), [-libc::EINVAL]);
+    assert_eq!(program.ask("verify"), "0");
 }
 
 #[test]

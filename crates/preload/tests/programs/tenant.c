@@ -159,6 +159,7 @@ int main(void) {
         else if (!strncmp(line, "fork", 4)) fork_and_verify(0);
         else if (!strncmp(line, "descriptors", 11)) list_descriptors();
         else if (!strncmp(line, "mutex", 5)) make_mutex();
+        else if (!strncmp(line, "lock", 4)) printf("%d\n", mlockall(MCL_CURRENT));
         else if (!strncmp(line, "destroy", 7)) printf("%d\n", pthread_mutex_destroy(inheriting));
         else if (!strncmp(line, "discard", 7))
             printf("%d\n", madvise(memory + number * PAGE, PAGE, MADV_DONTNEED));

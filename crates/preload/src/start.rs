@@ -221,7 +221,7 @@ fn socket_address(path: &CStr) -> Option<libc::sockaddr_un> {
     address.sun_family = libc::AF_UNIX as libc::sa_family_t;
     let path = path.to_bytes_with_nul();
     for (to, from) in address.sun_path.get_mut(..path.len())?.iter_mut().zip(path) {
-        *to = from.cast_signed();
+        *to = *from as c_char;
     }
     Some(address)
 }

@@ -1,6 +1,6 @@
 //! A fake daemon: as little of the real one as the agent's contract needs.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -117,6 +117,7 @@ impl Caller {
             control,
             userfaultfd,
             stored: Mutex::new(stored),
+            resident: Mutex::default(),
             forked: Mutex::new(Vec::new()),
             stop: AtomicBool::new(false),
         });
@@ -141,6 +142,8 @@ pub(crate) struct Served {
     pub(crate) control: &'static Control,
     pub(crate) userfaultfd: OwnedFd,
     pub(crate) stored: Mutex<Pages>,
+    /// Pages known to be there; locked after `stored`.
+    pub(crate) resident: Mutex<BTreeSet<u64>>,
     pub(crate) forked: Mutex<Vec<OwnedFd>>,
     stop: AtomicBool,
 }
@@ -150,47 +153,61 @@ impl Served {
     /// contract says.
     fn serve(&self) {
         let control = self.control;
+        let mut faults: Vec<u64> = Vec::new();
         while !self.stop.load(Ordering::Relaxed) {
-            if !raw::readable(&self.userfaultfd, 20) {
-                continue;
-            }
-            control.reader_busy.store(1, Ordering::SeqCst);
-            while control.mover_busy.load(Ordering::SeqCst) != 0 {
-                std::thread::yield_now();
-            }
-            let event = raw::event(&self.userfaultfd);
-            if let Some((kind, number, _)) = event
-                && kind != raw::EVENT_PAGEFAULT
-            {
-                control.epoch.fetch_add(1, Ordering::SeqCst);
-                if kind == raw::EVENT_FORK {
-                    self.forked.lock().expect("no panic").push(raw::adopt(number));
+            let patience_ms = if faults.is_empty() { 20 } else { 0 };
+            if raw::readable(&self.userfaultfd, patience_ms) {
+                control.reader_busy.store(1, Ordering::SeqCst);
+                while control.mover_busy.load(Ordering::SeqCst) != 0 {
+                    std::thread::yield_now();
+                }
+                let event = raw::event(&self.userfaultfd);
+                if event.is_some_and(|(kind, ..)| kind != raw::EVENT_PAGEFAULT) {
+                    control.epoch.fetch_add(1, Ordering::SeqCst);
+                }
+                control.reader_busy.store(0, Ordering::SeqCst);
+                raw::futex_wake(&control.reader_busy);
+                // Only now: whoever moves pages holds the lock.
+                match event {
+                    Some((raw::EVENT_PAGEFAULT, _, address)) => {
+                        faults.push(address & !(PAGE_SIZE as u64 - 1));
+                    }
+                    Some(event) => self.act(event),
+                    None => {}
                 }
             }
-            control.reader_busy.store(0, Ordering::SeqCst);
-            raw::futex_wake(&control.reader_busy);
-            if let Some((raw::EVENT_PAGEFAULT, _, address)) = event {
-                self.answer(address & !(PAGE_SIZE as u64 - 1));
-            }
+            faults.retain(|address| !self.answer(*address));
         }
     }
 
-    fn answer(&self, address: u64) {
-        let page = self.stored.lock().expect("no panic").remove(&address);
-        let page = page.unwrap_or_else(|| vec![0; PAGE_SIZE]);
-        match raw::fill(&self.userfaultfd, address, &page) {
-            // Already there, or the process is gone.
-            Ok(()) | Err(libc::EEXIST | libc::ESRCH | libc::ENOENT) => {}
-            // An event is to be read first; the fault is not delivered again.
-            Err(libc::EAGAIN) => {
-                self.stored.lock().expect("no panic").insert(address, page);
-                if let Some((kind, number, _)) = raw::event(&self.userfaultfd)
-                    && kind == raw::EVENT_FORK
-                {
-                    self.forked.lock().expect("no panic").push(raw::adopt(number));
-                }
-                self.answer(address);
+    fn act(&self, event: (u8, u64, u64)) {
+        match event {
+            (raw::EVENT_FORK, number, _) => {
+                self.forked.lock().expect("no panic").push(raw::adopt(number));
             }
+            (raw::EVENT_REMOVE | raw::EVENT_UNMAP, start, end) => {
+                let mut stored = self.stored.lock().expect("no panic");
+                stored.retain(|address, _| !(start..end).contains(address));
+                let mut resident = self.resident.lock().expect("no panic");
+                resident.retain(|address| !(start..end).contains(address));
+            }
+            _ => {}
+        }
+    }
+
+    /// False: an event is to be read first.
+    fn answer(&self, address: u64) -> bool {
+        let mut stored = self.stored.lock().expect("no panic");
+        let zeroes = vec![0; PAGE_SIZE];
+        let page = stored.get(&address).unwrap_or(&zeroes);
+        match raw::fill(&self.userfaultfd, address, page) {
+            // Done, or already there, or the process is gone.
+            Ok(()) | Err(libc::EEXIST | libc::ESRCH | libc::ENOENT) => {
+                stored.remove(&address);
+                self.resident.lock().expect("no panic").insert(address);
+                true
+            }
+            Err(libc::EAGAIN) => false,
             Err(error) => panic!("UFFDIO_COPY: errno {error}"),
         }
     }
@@ -289,6 +306,36 @@ impl Space {
         let forked = || self.served.forked.lock().expect("no panic");
         wait_until("a fork event", || !forked().is_empty());
         forked().remove(0)
+    }
+
+    /// Evicts what can be evicted of some resident pages while the program
+    /// runs; returns how many. A fault on a page that is leaving waits for the
+    /// lock.
+    pub(crate) fn evict_some(&self) -> usize {
+        let mut stored = self.served.stored.lock().expect("no panic");
+        self.freshen();
+        let pages: Vec<u64> = {
+            let resident = self.served.resident.lock().expect("no panic");
+            resident.iter().copied().take(BATCH_PAGES).collect()
+        };
+        let mut evicted = 0;
+        let results = {
+            self.give(wire::Command::Move, &pages, 0, pages.len() as u32);
+            self.done(pages.len())
+        };
+        for (i, (address, result)) in pages.iter().zip(results).enumerate() {
+            if result == 0 {
+                let there = self.hello.transfer + (i * PAGE_SIZE) as u64;
+                let page = raw::read_memory(self.pid, there, PAGE_SIZE).expect("readable");
+                stored.insert(*address, page);
+                self.served.resident.lock().expect("no panic").remove(address);
+                evicted += 1;
+            }
+        }
+        drop(stored);
+        self.give(wire::Command::Discard, &[], 0, BATCH_PAGES as u32);
+        self.done(0);
+        evicted
     }
 
     /// The daemon's end of the connection breaks; what was stored is handed

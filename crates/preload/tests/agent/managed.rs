@@ -8,7 +8,9 @@ use strata_units::wire::{
 };
 
 use crate::daemon::Daemon;
-use crate::program::{Program, agent_descriptors, early_library, library, thread_names};
+use crate::program::{
+    Program, agent_descriptors, blocked_signals, early_library, library, thread_names,
+};
 use crate::{cannot_run, raw, wait_until};
 
 const PAGES: usize = 64;
@@ -78,6 +80,33 @@ fn moved_pages_come_back_as_they_were() {
     // The discarded slots take pages again.
     space.evict(&some(memory, 3), 0);
     assert_eq!(program.ask("verify"), "0");
+}
+
+#[test]
+fn a_busy_program_sees_no_wrong_byte() {
+    if cannot_run() {
+        return;
+    }
+    const STRESS_PAGES: usize = 256;
+    let daemon = Daemon::new();
+    let mut program = Program::start(&daemon);
+    let space = daemon.manage();
+    let memory = program.fill(STRESS_PAGES);
+    space.register(memory, STRESS_PAGES);
+    space.register_transfer();
+    let pages = (0..STRESS_PAGES).map(|page| memory + (page * PAGE_SIZE) as u64);
+    space.served.resident.lock().expect("no panic").extend(pages);
+
+    program.say("stress 10000");
+    // It gives the program back, which is to live as long as the moving does.
+    let answer = std::thread::spawn(move || (program.hear(), program));
+    let mut evicted = 0;
+    while !answer.is_finished() {
+        evicted += space.evict_some();
+    }
+    let (wrong, _program) = answer.join().expect("no panic");
+    assert_eq!(wrong, "0", "pages with wrong bytes");
+    assert!(evicted > 2 * STRESS_PAGES, "only {evicted} evicted: that was no test");
 }
 
 #[test]
@@ -392,7 +421,8 @@ fn the_agent_comes_back_and_leaves_when_told() {
     assert_eq!(program.ask("ends"), "41 cancelled -42");
     // Its children are not managed either: nobody calls.
     assert_eq!(program.ask("fork"), "7");
-    assert_eq!(program.end().0.code(), Some(5));
+    let (status, complaint) = program.end();
+    assert_eq!((status.code(), complaint.as_str()), (Some(5), ""));
 }
 
 #[test]
@@ -468,6 +498,20 @@ fn the_agent_has_two_descriptors_of_its_own() {
         .collect();
     kinds.sort_unstable();
     assert_eq!(kinds, ["anon_inode", "socket"], "{descriptors:?}");
+}
+
+#[test]
+fn the_agent_takes_no_signals_of_the_program() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let _program = Program::start(&daemon);
+    let space = daemon.manage();
+    // SIGKILL and SIGSTOP cannot be blocked; 32 and 33 are the C library's own.
+    const ALL: u64 = !(1 << 8 | 1 << 18 | 1 << 31 | 1 << 32);
+    assert_eq!(blocked_signals(space.pid, agent_descriptors(space.pid).0), ALL);
+    assert_eq!(blocked_signals(space.pid, space.pid.cast_unsigned()), 0);
 }
 
 #[test]

@@ -164,3 +164,11 @@ pub(crate) fn agent_descriptors(pid: i32) -> (u32, Vec<(u32, String)>) {
     });
     (agent, descriptors.collect())
 }
+
+/// The signals that a thread has blocked, signal `n` as bit `n - 1`.
+pub(crate) fn blocked_signals(pid: i32, thread: u32) -> u64 {
+    let path = format!("/proc/{pid}/task/{thread}/status");
+    let status = std::fs::read_to_string(path).expect("the thread lives");
+    let blocked = status.lines().find_map(|line| line.strip_prefix("SigBlk:")).expect("a mask");
+    u64::from_str_radix(blocked.trim(), 16).expect("in hex")
+}

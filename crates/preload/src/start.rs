@@ -57,6 +57,7 @@ extern "C" fn constructor(
     _arguments: *const *const c_char,
     environment: *const *const c_char,
 ) {
+    fork::prepare();
     // SAFETY: the dynamic linker passes the process's environment, a
     // null-terminated array of C strings; nothing else runs that could write it.
     let wishes = unsafe { Wishes::read(environment) };

@@ -131,12 +131,11 @@ impl Space {
         for (piece, leaf, part) in gate.pages_in(range) {
             for (_, page) in ids_in(leaf, part) {
                 let entry = tenant.map.get(page);
-                match entry {
-                    Entry::Untouched => continue,
-                    Entry::Leaving { slot, .. } => gate.slots[usize::from(slot)] = 0,
-                    _ => {}
+                if let Entry::Leaving { slot, .. } = entry {
+                    gate.slots[usize::from(slot)] = 0;
                 }
-                tenant.map.set(page, Entry::Untouched);
+                let after = if unmapped { Entry::Untouched } else { Entry::Discarded };
+                tenant.map.set(page, after);
                 tenant.uncharge(entry);
             }
             if unmapped && part.len() == (PAGE_SIZE * PAGES_PER_LEAF) as u64 {
@@ -276,7 +275,7 @@ impl Space {
                     Entry::Stored(handle) | Entry::Arriving(handle) => {
                         tenant.store.retain(handle);
                     }
-                    Entry::Lost => {}
+                    Entry::Lost | Entry::Discarded => {}
                 }
                 let age = tenant.map.age(from).load(Ordering::Relaxed);
                 tenant.map.age(to).store(age, Ordering::Relaxed);

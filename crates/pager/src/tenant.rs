@@ -279,10 +279,9 @@ impl Tenant {
         let mut notes = lock(&self.notes);
         match text {
             Some(text) => {
-                if notes.get(cause) != Some(&text) {
+                if notes.insert(cause, text.clone()).is_none() {
                     self.log(&text);
                 }
-                notes.insert(cause, text);
             }
             None => {
                 notes.remove(cause);
@@ -544,7 +543,10 @@ impl Tenant {
                 self.headroom_pages.fetch_add(1, Ordering::Relaxed);
             }
             Entry::Stored(handle) | Entry::Arriving(handle) => self.store.release(handle),
-            Entry::Resident { shared: true } | Entry::Untouched | Entry::Lost => {}
+            Entry::Resident { shared: true }
+            | Entry::Untouched
+            | Entry::Discarded
+            | Entry::Lost => {}
         }
     }
 

@@ -172,9 +172,11 @@ impl Tenant {
     }
 
     fn make_room(&mut self) {
-        self.evict(self.shape.batch_pages);
-        let room = self.shape.capacity_pages - self.shape.batch_pages.min(self.victims.len());
-        self.store_staged(self.shape.staged_pages, room);
+        let Shape { capacity_pages, staged_pages, batch_pages, .. } = self.shape;
+        // So many that the staged ones keep their share of the room.
+        let resident_pages = capacity_pages - staged_pages - batch_pages;
+        self.evict(self.resident.saturating_sub(resident_pages).max(batch_pages));
+        self.store_staged(staged_pages, capacity_pages - batch_pages.min(self.victims.len()));
     }
 
     fn evict(&mut self, want: usize) {

@@ -158,7 +158,7 @@ impl Replacement {
     /// by [`Self::victims`]; the owner calls it on its tick too, for a tenant
     /// that discards and touches memory without ever being squeezed.
     pub fn maintain(&mut self, census: Census, pages: &impl Pages) {
-        let bound = census.resident + census.resident / 4 + 1024;
+        let bound = census.resident + census.resident / 8 + 1024;
         let slack = self.queues.slack_chunks();
         if self.queues.entries() <= bound && slack <= 64 + self.queues.entries() / 128 {
             return;

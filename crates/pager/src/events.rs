@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use strata_policy::gap;
 use strata_sys::{Event, EventFd, Range, Userfaultfd, adopt_fd, futex_wait, futex_wake};
 use strata_units::{LeafIndex, PAGE_SHIFT, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
 
@@ -134,6 +135,7 @@ impl Space {
                 if let Entry::Leaving { slot, .. } = entry {
                     gate.slots[usize::from(slot)] = 0;
                 }
+                tenant.map.age(page).store(gap::NEW, Ordering::Relaxed);
                 let after = if unmapped { Entry::Untouched } else { Entry::Discarded };
                 tenant.map.set(page, after);
                 tenant.uncharge(entry);

@@ -195,8 +195,8 @@ impl Keeper<'_> {
         let arrivals = std::mem::take(&mut *lock(&self.tenant.arrivals));
         let now = self.tenant.counters.get(Counter::PolicyTime) as u32;
         let lost = arrivals.len() >= MOST_ARRIVALS;
-        for (page, arrival) in arrivals {
-            self.replacement.arrived(page, arrival, now);
+        for page in arrivals {
+            self.replacement.arrived(page, now);
         }
         let due = Instant::now();
         let mut still = Vec::new();
@@ -337,6 +337,7 @@ impl Keeper<'_> {
         let now = tenant.counters.get(Counter::PolicyTime) as u32;
         let census = tenant.census();
         let mut victims = Vec::with_capacity(want);
+        self.replacement.maintain(census, tenant.as_ref());
         self.replacement.victims(now, want, census, tenant.as_ref(), &mut victims);
         if victims.len() < want / 2 && census.resident > victims.len() + 4096 {
             self.rebuild();

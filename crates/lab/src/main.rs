@@ -1,2 +1,5 @@
-//! See ARCHITECTURE.md.
+//! scratch
+#![forbid(unsafe_code)]
+mod random;
+mod records;
 fn main() {}

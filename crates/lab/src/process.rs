@@ -47,6 +47,12 @@ fn parse_times(stat: &str) -> Option<Times> {
     })
 }
 
+/// Ended, but not yet collected by its parent.
+pub(crate) fn is_zombie(pid: u32) -> bool {
+    fs::read_to_string(format!("/proc/{pid}/stat"))
+        .is_ok_and(|stat| stat.rfind(')').is_some_and(|end| stat[end + 1..].starts_with(" Z")))
+}
+
 /// None when the process is gone.
 pub(crate) fn times(pid: u32) -> Option<Times> {
     parse_times(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
@@ -56,7 +62,9 @@ fn parse_memory(status: &str) -> Memory {
     let field = |name: &str| {
         status
             .lines()
-            .find_map(|line| line.strip_prefix(name)?.trim().strip_suffix("kB")?.trim().parse().ok())
+            .find_map(|line| {
+                line.strip_prefix(name)?.trim().strip_suffix("kB")?.trim().parse().ok()
+            })
             .map_or(0, |kib: u64| kib * 1024)
     };
     Memory {
@@ -68,7 +76,8 @@ fn parse_memory(status: &str) -> Memory {
 
 /// All zero when the process is gone.
 pub(crate) fn memory(pid: u32) -> Memory {
-    fs::read_to_string(format!("/proc/{pid}/status")).map_or_else(|_| Memory::default(), |s| parse_memory(&s))
+    fs::read_to_string(format!("/proc/{pid}/status"))
+        .map_or_else(|_| Memory::default(), |s| parse_memory(&s))
 }
 
 fn parse_machine_busy(stat: &str) -> Option<u64> {

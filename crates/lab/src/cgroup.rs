@@ -1,0 +1,124 @@
+//! The rival's limit: a memory control group of our own, version 1 or 2.
+//!
+//! A program joins it before it executes, so that every page it touches is
+//! charged there. Nothing of the groups that exist is changed.
+
+use crate::janitor::{Janitor, Registered, Undo, write};
+use anyhow::{Context, Result, bail};
+use std::{
+    ffi::OsString,
+    fs,
+    path::{Path, PathBuf},
+};
+
+/// A group with a limit; removed when the guard drops (its processes must have
+/// ended by then, or their end is waited for).
+pub(crate) struct Group {
+    path: PathBuf,
+    version: Version,
+    registered: Option<Registered>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Version {
+    One,
+    Two,
+}
+
+impl Group {
+    /// Makes a group of the given name with a limit on resident memory.
+    pub(crate) fn create(janitor: &Janitor, name: &str, limit_bytes: u64) -> Result<Self> {
+        let mounts = fs::read_to_string("/proc/self/mounts").context("read the mounts")?;
+        let (root, version) =
+            memory_root(&mounts).context("no memory control group hierarchy is mounted")?;
+        if version == Version::Two {
+            let enabled = fs::read_to_string(root.join("cgroup.subtree_control"))
+                .context("read cgroup.subtree_control")?;
+            if !enabled.split_whitespace().any(|controller| controller == "memory") {
+                bail!("the memory controller is not enabled in {}", root.display());
+            }
+        }
+        let path = root.join(name);
+        let registered = janitor.register(Undo::RemoveGroup { path: path.clone() })?;
+        fs::create_dir(&path)
+            .with_context(|| format!("make the control group {}", path.display()))?;
+        let group = Self { path, version, registered: Some(registered) };
+        match version {
+            Version::One => {
+                // Anonymous memory goes first: what is compared is its store.
+                write(&group.path.join("memory.swappiness"), "100")?;
+                write(&group.path.join("memory.limit_in_bytes"), &limit_bytes.to_string())?;
+            }
+            // The hard limit: `memory.high` would put the rival to sleep on top
+            // of the reclaim that it does itself.
+            Version::Two => write(&group.path.join("memory.max"), &limit_bytes.to_string())?,
+        }
+        Ok(group)
+    }
+
+    /// The command line that joins the group and then becomes `program`.
+    pub(crate) fn wrap(&self, program: &[OsString]) -> Vec<OsString> {
+        let join = "echo $$ > \"$0\" && exec \"$@\"";
+        let mut line: Vec<OsString> = vec!["/bin/sh".into(), "-c".into(), join.into()];
+        line.push(self.path.join("cgroup.procs").into());
+        line.extend_from_slice(program);
+        line
+    }
+
+    /// Anonymous memory charged to the group now.
+    pub(crate) fn anonymous_bytes(&self) -> u64 {
+        let name = if self.version == Version::One { "rss" } else { "anon" };
+        fs::read_to_string(self.path.join("memory.stat"))
+            .ok()
+            .and_then(|text| stat_field(&text, name))
+            .unwrap_or(0)
+    }
+
+    pub(crate) fn remove(mut self) -> Result<()> {
+        self.registered.take().map_or(Ok(()), Registered::undo)
+    }
+}
+
+fn stat_field(text: &str, name: &str) -> Option<u64> {
+    text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.trim().parse().ok())
+}
+
+/// Where groups with the memory controller live. Version 1 wins when both are
+/// mounted: the controller is then bound to it.
+fn memory_root(mounts: &str) -> Option<(PathBuf, Version)> {
+    let found = |kind: &str, option: Option<&str>| {
+        mounts.lines().find_map(|line| {
+            let fields: Vec<&str> = line.split_whitespace().collect();
+            let [_, path, this_kind, options, ..] = fields[..] else { return None };
+            let fits = this_kind == kind
+                && option.is_none_or(|option| options.split(',').any(|one| one == option));
+            fits.then(|| Path::new(path).to_owned())
+        })
+    };
+    found("cgroup", Some("memory"))
+        .map(|path| (path, Version::One))
+        .or_else(|| found("cgroup2", None).map(|path| (path, Version::Two)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_memory_hierarchy_is_found() {
+        let hybrid = "cgroup /sys/fs/cgroup/cpu cgroup rw,cpu 0 0\n\
+                      cgroup2 /sys/fs/cgroup/unified cgroup2 rw 0 0\n\
+                      cgroup /sys/fs/cgroup/memory cgroup rw,relatime,memory 0 0\n";
+        assert_eq!(memory_root(hybrid), Some(("/sys/fs/cgroup/memory".into(), Version::One)));
+        let unified = "cgroup2 /sys/fs/cgroup cgroup2 rw,nsdelegate 0 0\n";
+        assert_eq!(memory_root(unified), Some(("/sys/fs/cgroup".into(), Version::Two)));
+        assert_eq!(memory_root("proc /proc proc rw 0 0\n"), None);
+    }
+
+    #[test]
+    fn stat_fields_are_told_apart() {
+        let text = "cache 1\nrss_huge 7\nrss 4096\n";
+        assert_eq!(stat_field(text, "rss"), Some(4096));
+        assert_eq!(stat_field(text, "anon"), None);
+    }
+}

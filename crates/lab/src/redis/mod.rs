@@ -1,0 +1,5 @@
+//! Redis as a subject: its protocol, the load on it, and its process.
+pub(crate) mod expect;
+pub(crate) mod load;
+pub(crate) mod resp;
+pub(crate) mod server;

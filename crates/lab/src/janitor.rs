@@ -194,7 +194,7 @@ impl Undo {
                 let swaps = fs::read_to_string("/proc/swaps").context("read /proc/swaps")?;
                 let name = device.to_string_lossy();
                 if swaps.lines().any(|line| line.split_whitespace().next() == Some(&name)) {
-                    run_tool("swapoff", device)?;
+                    run_tool("swapoff", &[], device)?;
                 }
                 Ok(())
             }
@@ -246,14 +246,18 @@ pub(crate) fn write(path: &Path, value: &str) -> Result<()> {
 }
 
 /// Runs a system tool on a device; its complaint becomes the error.
-pub(crate) fn run_tool(tool: &str, device: &Path) -> Result<()> {
+pub(crate) fn run_tool(tool: &str, options: &[&str], device: &Path) -> Result<()> {
     // Not everybody's PATH has the administrator's directories.
     let found = ["/usr/sbin", "/sbin", "/usr/bin"]
         .iter()
         .map(|directory| Path::new(directory).join(tool))
         .find(|path| path.exists())
         .with_context(|| format!("{tool} is not installed (Debian: util-linux, mount)"))?;
-    let output = Command::new(found).arg(device).output().with_context(|| format!("run {tool}"))?;
+    let output = Command::new(found)
+        .args(options)
+        .arg(device)
+        .output()
+        .with_context(|| format!("run {tool}"))?;
     if !output.status.success() {
         let complaint = String::from_utf8_lossy(&output.stderr);
         bail!("{tool} {}: {}", device.display(), complaint.trim());

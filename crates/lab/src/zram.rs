@@ -52,10 +52,10 @@ impl Zram {
         if !this.device.exists() {
             bail!("{} does not appear (no udev or devtmpfs here)", this.device.display());
         }
-        run_tool("mkswap", &this.device)?;
+        run_tool("mkswap", &[], &this.device)?;
         this.swap = Some(janitor.register(Undo::SwapOff { device: this.device.clone() })?);
         // Before any other swap: the rival is to use this one.
-        run_tool_with(&["-p", "32767"], &this.device)?;
+        run_tool("swapon", &["-p", "32767"], &this.device)?;
         Ok(this)
     }
 
@@ -97,18 +97,6 @@ fn pick_device(janitor: &Janitor) -> Result<(u32, Option<Registered>)> {
         return Ok((0, None));
     }
     bail!("this kernel has no zram, or its module is not loaded (modprobe zram)")
-}
-
-fn run_tool_with(options: &[&str], device: &Path) -> Result<()> {
-    let output = std::process::Command::new("/sbin/swapon")
-        .args(options)
-        .arg(device)
-        .output()
-        .context("run swapon")?;
-    if !output.status.success() {
-        bail!("swapon: {}", String::from_utf8_lossy(&output.stderr).trim());
-    }
-    Ok(())
 }
 
 fn read(path: &Path) -> Result<String> {

@@ -1,4 +1,5 @@
 //! Redis as a subject: its protocol, the load on it, and its process.
+pub(crate) mod command;
 pub(crate) mod expect;
 pub(crate) mod load;
 pub(crate) mod resp;

@@ -15,7 +15,6 @@ use std::{
 /// ended by then, or their end is waited for).
 pub(crate) struct Group {
     path: PathBuf,
-    version: Version,
     registered: Option<Registered>,
 }
 
@@ -42,11 +41,9 @@ impl Group {
         let registered = janitor.register(Undo::RemoveGroup { path: path.clone() })?;
         fs::create_dir(&path)
             .with_context(|| format!("make the control group {}", path.display()))?;
-        let group = Self { path, version, registered: Some(registered) };
+        let group = Self { path, registered: Some(registered) };
         match version {
             Version::One => {
-                // Anonymous memory goes first: what is compared is its store.
-                write(&group.path.join("memory.swappiness"), "100")?;
                 write(&group.path.join("memory.limit_in_bytes"), &limit_bytes.to_string())?;
             }
             // The hard limit: `memory.high` would put the rival to sleep on top
@@ -65,12 +62,13 @@ impl Group {
         line
     }
 
-    /// Anonymous memory charged to the group now.
-    pub(crate) fn anonymous_bytes(&self) -> u64 {
-        let name = if self.version == Version::One { "rss" } else { "anon" };
-        fs::read_to_string(self.path.join("memory.stat"))
-            .ok()
-            .and_then(|text| stat_field(&text, name))
+    /// How often the kernel killed a process of the group for its limit.
+    pub(crate) fn oom_kills(&self) -> u64 {
+        // Version 1, then version 2.
+        ["memory.oom_control", "memory.events"]
+            .iter()
+            .filter_map(|name| fs::read_to_string(self.path.join(name)).ok())
+            .find_map(|text| field(&text, "oom_kill"))
             .unwrap_or(0)
     }
 
@@ -79,7 +77,7 @@ impl Group {
     }
 }
 
-fn stat_field(text: &str, name: &str) -> Option<u64> {
+fn field(text: &str, name: &str) -> Option<u64> {
     text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.trim().parse().ok())
 }
 
@@ -116,9 +114,9 @@ mod tests {
     }
 
     #[test]
-    fn stat_fields_are_told_apart() {
-        let text = "cache 1\nrss_huge 7\nrss 4096\n";
-        assert_eq!(stat_field(text, "rss"), Some(4096));
-        assert_eq!(stat_field(text, "anon"), None);
+    fn fields_are_told_apart() {
+        let text = "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n";
+        assert_eq!(field(text, "oom_kill"), Some(3));
+        assert_eq!(field(text, "oom"), None);
     }
 }

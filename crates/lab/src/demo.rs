@@ -11,7 +11,7 @@ use crate::{
     janitor::Janitor,
     keys::Pattern,
     machine::Provenance,
-    picture, process,
+    picture,
     progress::Progress,
     redis::load::Workload,
     table::{Table, mebibytes, short, three_digits},
@@ -67,8 +67,8 @@ pub(crate) struct Report {
     pub provenance: Provenance,
     pub workload: String,
     pub phases: Vec<Phase>,
-    /// Phases that were left out, with the reason.
-    pub skipped: Vec<String>,
+    /// What else the reader must know: phases that were left out, kills.
+    pub notes: Vec<String>,
 }
 
 struct Demo<'a> {
@@ -94,41 +94,23 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     );
     println!("\n  Strata demo: {workload}\n");
     let report =
-        Report { provenance: Provenance::now(), workload, phases: Vec::new(), skipped: Vec::new() };
+        Report { provenance: Provenance::now(), workload, phases: Vec::new(), notes: Vec::new() };
     let mut demo = Demo { janitor: &janitor, plan, report };
     demo.phases(options)?;
     finish(&demo.report, options)
 }
 
 fn plan(options: &Options) -> Result<Plan> {
-    let cores = process::allowed_cores();
-    let (server_core, client_core) = match cores[..] {
-        [first, second, ..] => (Some(first), Some(second)),
-        _ => (None, None),
+    let mut plan = Plan::standard(options.binaries.as_deref())?;
+    plan.records = options.records;
+    plan.workload = Workload {
+        pattern: options.pattern,
+        reads: options.reads,
+        warmup: Duration::from_secs_f64(options.warmup_seconds),
+        duration: Duration::from_secs_f64(options.seconds),
+        ..plan.workload
     };
-    let binaries = match &options.binaries {
-        Some(path) => path.clone(),
-        None => {
-            let program = std::env::current_exe().context("find this program")?;
-            program.parent().context("this program lies in a directory")?.to_owned()
-        }
-    };
-    Ok(Plan {
-        records: options.records,
-        workload: Workload {
-            pattern: options.pattern,
-            reads: options.reads,
-            warmup: Duration::from_secs_f64(options.warmup_seconds),
-            duration: Duration::from_secs_f64(options.seconds),
-            seed: 1,
-        },
-        connections: 8,
-        pipeline: 16,
-        verify: true,
-        server_core,
-        client_core,
-        binaries,
-    })
+    Ok(plan)
 }
 
 impl Demo<'_> {
@@ -185,6 +167,14 @@ impl Demo<'_> {
             Err(_) => progress.finish(&format!("– {label}")),
         }
         let result = result.with_context(|| label.to_owned())?;
+        if result.oom_kills > 0 {
+            let note = format!(
+                "{label}: the kernel's OOM killer ended Redis {} times before this run",
+                result.oom_kills
+            );
+            eprintln!("    {note}");
+            self.report.notes.push(note);
+        }
         self.report.phases.push(Phase {
             label: label.to_owned(),
             detail: detail.to_owned(),
@@ -201,7 +191,7 @@ impl Demo<'_> {
             Err(error) if interrupt::requested() => Err(error),
             Err(error) => {
                 eprintln!("    left out: {error:#}");
-                self.report.skipped.push(format!("{error:#}"));
+                self.report.notes.push(format!("left out: {error:#}"));
                 Ok(None)
             }
         }
@@ -219,8 +209,8 @@ fn finish(report: &Report, options: &Options) -> Result<()> {
     put("demo.html", picture::page(report, &drawing))?;
     put("demo.svg", drawing)?;
     println!("\n{}", table(&report.phases).plain());
-    for reason in &report.skipped {
-        println!("  left out: {reason}");
+    for note in &report.notes {
+        println!("  {note}");
     }
     println!("  {}", report.provenance.line());
     println!("  picture: {0}/demo.svg, {0}/demo.html; raw: {0}/demo.json", options.out.display());

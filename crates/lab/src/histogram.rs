@@ -57,10 +57,6 @@ impl Histogram {
         self.total += other.total;
     }
 
-    pub(crate) const fn total(&self) -> u64 {
-        self.total
-    }
-
     /// The smallest recorded value that `quantile` of all values do not
     /// exceed, in microseconds; 0 when nothing was recorded.
     pub(crate) fn quantile_us(&self, quantile: f64) -> f64 {
@@ -119,7 +115,7 @@ mod tests {
         one.record(1000, 3);
         two.record(9000, 1);
         one.merge(&two);
-        assert_eq!(one.total(), 4);
+        assert_eq!(one.total, 4);
         assert!(one.quantile_us(0.75) < 1.1 && one.quantile_us(1.0) > 8.9);
         assert_eq!(Histogram::default().quantile_us(0.5), 0.0);
     }

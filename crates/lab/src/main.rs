@@ -4,6 +4,8 @@
 //! `docs/benchmarks.md` for how each figure is made.
 #![forbid(unsafe_code)]
 
+mod alloc;
+mod bench;
 mod cgroup;
 mod demo;
 mod histogram;
@@ -37,6 +39,8 @@ struct Cli {
 enum Command {
     /// Redis with all the DRAM it wants, on zram, and on Strata, side by side
     Demo(demo::Options),
+    /// Repeated pairs of measurements with confidence intervals
+    Bench(bench::Options),
     /// Fill, drive and verify a running Redis server
     #[command(subcommand)]
     Redis(redis::command::RedisCommand),
@@ -52,6 +56,12 @@ enum Command {
         #[arg(long, default_value_t = 0)]
         version: u32,
     },
+    /// Touch fresh memory, check it, free it, repeat (a program to be measured)
+    Alloc(alloc::AllocOptions),
+    /// Fill memory once and read it in random order (a program to be measured)
+    Touch(alloc::TouchOptions),
+    /// Print the monotonic clock, in nanoseconds, and end
+    Now,
     /// Puts the machine back as it was when the lab ends; started by the lab
     #[command(hide = true)]
     Janitor,
@@ -59,10 +69,7 @@ enum Command {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    let result = match &cli.command {
-        Command::Janitor => janitor::serve(),
-        other => interrupt::install().and_then(|()| run(other)),
-    };
+    let result = run(&cli.command);
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -74,15 +81,17 @@ fn main() -> ExitCode {
 
 fn run(command: &Command) -> anyhow::Result<()> {
     match command {
-        Command::Demo(options) => demo::run(options),
-        Command::Redis(command) => redis::command::run(command),
+        Command::Demo(options) => interrupt::install().and_then(|()| demo::run(options)),
+        Command::Bench(options) => interrupt::install().and_then(|()| bench::run(options)),
+        Command::Redis(command) => interrupt::install().and_then(|()| redis::command::run(command)),
         Command::Records { count, seed, version } => {
-            let records = records::Records::new(random::mix(*seed));
-            let mut record = Vec::new();
-            for index in 0..*count {
-                records.fill(index, *version, &mut record);
-                println!("{}", String::from_utf8_lossy(&record));
-            }
+            records::print(*count, *seed, *version);
+            Ok(())
+        }
+        Command::Alloc(options) => alloc::churn(options),
+        Command::Touch(options) => alloc::touch(options),
+        Command::Now => {
+            alloc::now();
             Ok(())
         }
         Command::Janitor => janitor::serve(),

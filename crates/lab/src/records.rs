@@ -166,6 +166,16 @@ fn write_date(out: &mut Vec<u8>, name: &str, random: &mut Random) -> std::io::Re
     )
 }
 
+/// Prints records, one a line: to look at them, or to load them elsewhere.
+pub(crate) fn print(count: u64, seed: u64, version: u32) {
+    let records = Records::new(mix(seed));
+    let mut record = Vec::new();
+    for index in 0..count {
+        records.fill(index, version, &mut record);
+        println!("{}", String::from_utf8_lossy(&record));
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

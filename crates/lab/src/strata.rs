@@ -30,6 +30,7 @@ pub(crate) struct Strata {
     program: PathBuf,
     directory: PathBuf,
     daemon: Child,
+    keeper: Option<Child>,
     killed: Vec<Registered>,
     files: Option<Registered>,
 }
@@ -60,8 +61,14 @@ impl Strata {
             .stderr(output)
             .spawn()
             .with_context(|| format!("start {}", daemon.display()))?;
-        let mut strata =
-            Self { program, directory, daemon, killed: Vec::new(), files: Some(files) };
+        let mut strata = Self {
+            program,
+            directory,
+            daemon,
+            keeper: None,
+            killed: Vec::new(),
+            files: Some(files),
+        };
         strata.wait_until_ready(&log)?;
         // The worker too: it would wait for a new supervisor for ever.
         for pid in strata.pids() {
@@ -134,12 +141,34 @@ impl Strata {
         serde_json::from_slice(&output.stdout).context("read what strata stats printed")
     }
 
+    /// A private daemon ends with its last tenant: this one outlives those that
+    /// come and go, and does nothing.
+    pub(crate) fn keep(&mut self, janitor: &Janitor) -> Result<()> {
+        let wrapping = self.wrapping(&format!("keeper-{}", std::process::id()), 64 << 20);
+        let child = Command::new(&wrapping.prefix[0])
+            .args(&wrapping.prefix[1..])
+            .args(["sleep", "infinity"])
+            .envs(wrapping.environment.iter().map(|(key, value)| (key, value)))
+            .stdin(Stdio::null())
+            .spawn()
+            .context("start a tenant that keeps the daemon")?;
+        if let Some(times) = process::times(child.id()) {
+            let undo = Undo::Kill { pid: child.id(), start_ticks: times.start_ticks };
+            self.killed.push(janitor.register(undo)?);
+        }
+        self.keeper = Some(child);
+        Ok(())
+    }
+
     /// Ends the daemon; its tenants must have ended.
     pub(crate) fn stop(mut self) -> Result<()> {
         self.end()
     }
 
     fn end(&mut self) -> Result<()> {
+        if let Some(mut keeper) = self.keeper.take() {
+            stop_child(&mut keeper)?;
+        }
         stop_child(&mut self.daemon)?;
         for killed in self.killed.drain(..) {
             killed.undo()?;

@@ -5,6 +5,7 @@
 use crate::{
     cgroup::Group,
     janitor::Janitor,
+    keys::Pattern,
     process,
     progress::Progress,
     random::mix,
@@ -20,7 +21,7 @@ use crate::{
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
 use std::{
-    path::PathBuf,
+    path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
@@ -54,6 +55,49 @@ pub(crate) struct Plan {
     pub client_core: Option<usize>,
     /// Where `strata` and `stratad` are.
     pub binaries: PathBuf,
+}
+
+impl Plan {
+    /// The setting of all quoted figures: 800,000 values of 1 KiB, read only, the server on
+    /// one core and the client on the other. Binaries: in the given directory,
+    /// or beside this program.
+    pub(crate) fn standard(binaries: Option<&Path>) -> Result<Self> {
+        let (server_core, client_core) = match process::allowed_cores()[..] {
+            [first, second, ..] => (Some(first), Some(second)),
+            _ => (None, None),
+        };
+        let binaries = match binaries {
+            Some(path) => path.to_owned(),
+            None => {
+                let program = std::env::current_exe().context("find this program")?;
+                program.parent().context("this program lies in a directory")?.to_owned()
+            }
+        };
+        let workload = Workload {
+            pattern: Pattern::Uniform,
+            reads: 1.0,
+            warmup: Duration::from_secs(8),
+            duration: Duration::from_secs(12),
+            seed: 1,
+        };
+        Ok(Self {
+            records: 800_000,
+            workload,
+            connections: 8,
+            pipeline: 16,
+            verify: true,
+            server_core,
+            client_core,
+            binaries,
+        })
+    }
+
+    /// For trying things out: figures of this are not to be quoted.
+    pub(crate) fn shorten(&mut self) {
+        self.records /= 8;
+        self.workload.warmup = Duration::from_secs(1);
+        self.workload.duration = Duration::from_secs(3);
+    }
 }
 
 /// What a server costs in DRAM, in bytes.
@@ -108,6 +152,9 @@ pub(crate) struct TrialResult {
     /// Mean of the daemon's own memory (anonymous and memfd) as the kernel
     /// counts it; 0 without one.
     pub daemon_memory_bytes: u64,
+    /// Earlier attempts at this trial in which the kernel's OOM killer ended
+    /// the server under the rival's limit.
+    pub oom_kills: u32,
     /// Strata's own statistics at the end of the run.
     pub strata: Option<strata_api::Stats>,
 }
@@ -127,8 +174,9 @@ impl Stage {
         match setup {
             Setup::DramOnly => {}
             Setup::Zram { resident_limit_bytes } => {
-                // Room for all of it twice over: the device must never be full.
-                let disk_bytes = (plan.records * 4096).max(64 << 20);
+                // Several times what can come: the device must never be full,
+                // and its size costs nothing until it is used.
+                let disk_bytes = (plan.records * 8192).max(256 << 20);
                 zram = Some(Zram::start(janitor, "lz4", disk_bytes).context("zram")?);
                 let group_name = format!("strata-lab-{}", std::process::id());
                 let made = Group::create(janitor, &group_name, resident_limit_bytes)?;
@@ -298,6 +346,10 @@ impl<'a> Watch<'a> {
     }
 }
 
+/// Attempts at a trial of the rival: under a tight limit the kernel sometimes
+/// kills the server although it could swap. The kills are counted and shown.
+const RIVAL_ATTEMPTS: u32 = 3;
+
 /// Runs one trial. Whatever it sets up is gone afterwards, also on an error.
 pub(crate) fn run(
     janitor: &Janitor,
@@ -306,6 +358,30 @@ pub(crate) fn run(
     plan: &Plan,
     progress: &Progress,
 ) -> Result<TrialResult> {
+    let mut oom_kills = 0;
+    loop {
+        match attempt(janitor, setup, name, plan, progress)? {
+            Attempt::Done(result) => return Ok(TrialResult { oom_kills, ..*result }),
+            Attempt::OomKilled if oom_kills + 1 < RIVAL_ATTEMPTS => oom_kills += 1,
+            Attempt::OomKilled => {
+                bail!("the kernel's OOM killer ended redis-server in {RIVAL_ATTEMPTS} attempts")
+            }
+        }
+    }
+}
+
+enum Attempt {
+    Done(Box<TrialResult>),
+    OomKilled,
+}
+
+fn attempt(
+    janitor: &Janitor,
+    setup: Setup,
+    name: &str,
+    plan: &Plan,
+    progress: &Progress,
+) -> Result<Attempt> {
     let cores = process::allowed_cores();
     let mut stage = Stage::start(janitor, setup, name, plan)?;
     // Off the server's core; what the stage started was not to inherit this.
@@ -317,12 +393,14 @@ pub(crate) fn run(
         process::unpin_self(&cores)?;
     }
     let died = !stage.server.is_running();
-    let result = match result {
-        Err(error) if died => Err(error.context("redis-server died")),
-        other => other,
-    };
+    let oom_killed = stage.group.as_ref().is_some_and(|group| group.oom_kills() > 0);
     stage.stop()?;
-    result
+    match result {
+        Ok(result) => Ok(Attempt::Done(Box::new(result))),
+        Err(_) if died && oom_killed => Ok(Attempt::OomKilled),
+        Err(error) if died => Err(error.context("redis-server died")),
+        Err(error) => Err(error),
+    }
 }
 
 fn drive(stage: &Stage, setup: Setup, plan: &Plan, progress: &Progress) -> Result<TrialResult> {
@@ -373,6 +451,7 @@ fn drive(stage: &Stage, setup: Setup, plan: &Plan, progress: &Progress) -> Resul
         peak_total_bytes: watch.peak_total_bytes,
         kernel_resident_bytes: watch.mean(|sample| sample.kernel_resident_bytes),
         daemon_memory_bytes: watch.mean(|sample| sample.daemon_bytes),
+        oom_kills: 0,
         strata: last.stats,
         run,
     })

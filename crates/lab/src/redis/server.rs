@@ -29,7 +29,6 @@ const STOP_GRACE: Duration = Duration::from_secs(5);
 pub(crate) struct Server {
     child: Child,
     endpoint: Endpoint,
-    directory: PathBuf,
     killed: Option<Registered>,
     files: Option<Registered>,
 }
@@ -68,13 +67,8 @@ impl Server {
             .stderr(File::options().append(true).open(&log).context("open the server's log")?)
             .spawn()
             .with_context(|| format!("start {}", line[0].to_string_lossy()))?;
-        let mut server = Self {
-            killed: None,
-            endpoint: Endpoint::Unix(socket),
-            directory,
-            files: Some(files),
-            child,
-        };
+        let mut server =
+            Self { killed: None, endpoint: Endpoint::Unix(socket), files: Some(files), child };
         // Whatever the wrapping is, it executes the server: same pid.
         if let Some(times) = process::times(server.pid()) {
             let undo = Undo::Kill { pid: server.pid(), start_ticks: times.start_ticks };
@@ -112,10 +106,6 @@ impl Server {
 
     pub(crate) const fn endpoint(&self) -> &Endpoint {
         &self.endpoint
-    }
-
-    pub(crate) fn directory(&self) -> &Path {
-        &self.directory
     }
 
     /// False when it has died on its own.

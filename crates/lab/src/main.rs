@@ -19,6 +19,7 @@ mod progress;
 mod random;
 mod records;
 mod redis;
+mod stage;
 mod statistics;
 mod strata;
 mod table;

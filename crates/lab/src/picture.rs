@@ -3,8 +3,8 @@
 
 use crate::{
     demo::{Phase, Report, table},
+    stage::Setup,
     table::{mebibytes, short, three_digits},
-    trial::Setup,
 };
 use std::fmt::Write;
 
@@ -16,14 +16,16 @@ const ROW_HEIGHT: f64 = 46.0;
 const BARS_TOP: f64 = 150.0;
 const TIMELINE_HEIGHT: f64 = 190.0;
 
+/// The parts of a phase's bar (value, opacity) and its caption.
+type Bar = (Vec<(f64, f64)>, String);
+
 /// One column of bars.
 struct Panel {
     title: &'static str,
     note: &'static str,
     left: f64,
     width: f64,
-    /// The parts of a phase's bar (value, opacity) and its caption.
-    parts: fn(&Phase) -> (Vec<(f64, f64)>, String),
+    parts: fn(&Phase) -> Bar,
 }
 
 const PANELS: [Panel; 4] = [

@@ -3,7 +3,6 @@
 //! of trials.
 
 use crate::{
-    cgroup::Group,
     janitor::Janitor,
     keys::Pattern,
     process,
@@ -13,10 +12,9 @@ use crate::{
     redis::{
         expect::Expect,
         load::{Client, Moment, Outcome, Pass, Workload},
-        server::{Server, Wrapping},
+        tally::WrongValues,
     },
-    strata::{self, Strata},
-    zram::{Stored, Zram},
+    stage::{Counters, MemoryUse, Sample, Setup, Stage},
 };
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
@@ -28,19 +26,6 @@ use std::{
 /// Asking `strata stats` costs a process: often enough to see a peak, seldom
 /// enough not to be seen itself.
 const STATS_INTERVAL: Duration = Duration::from_secs(1);
-
-/// What the server has to live in.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
-#[serde(tag = "kind", rename_all = "kebab-case")]
-pub(crate) enum Setup {
-    /// All the DRAM it wants, nothing in between.
-    DramOnly,
-    /// A limit on resident memory; the rest in zram (lz4), whose own cost is
-    /// not counted against the limit.
-    Zram { resident_limit_bytes: u64 },
-    /// A Strata budget: everything counts.
-    Strata { dram_bytes: u64 },
-}
 
 /// What all trials of a comparison share.
 #[derive(Clone, Debug)]
@@ -100,31 +85,6 @@ impl Plan {
     }
 }
 
-/// What a server costs in DRAM, in bytes.
-#[derive(Clone, Copy, Default, Debug, Serialize)]
-pub(crate) struct MemoryUse {
-    /// Its anonymous memory in DRAM.
-    pub resident_bytes: u64,
-    /// What the compressed store costs, fragmentation included.
-    pub compressed_bytes: u64,
-    /// Page map, object table and indexes (zram's are not to be had).
-    pub metadata_bytes: u64,
-    /// Original size of what is stored.
-    pub stored_bytes: u64,
-}
-
-impl MemoryUse {
-    pub(crate) const fn total_bytes(&self) -> u64 {
-        self.resident_bytes + self.compressed_bytes + self.metadata_bytes
-    }
-
-    /// Original to stored; none when nothing is stored.
-    pub(crate) fn ratio(&self) -> Option<f64> {
-        (self.stored_bytes > 0 && self.compressed_bytes > 0)
-            .then(|| self.stored_bytes as f64 / self.compressed_bytes as f64)
-    }
-}
-
 /// Everything measured in one trial.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct TrialResult {
@@ -157,117 +117,6 @@ pub(crate) struct TrialResult {
     pub oom_kills: u32,
     /// Strata's own statistics at the end of the run.
     pub strata: Option<strata_api::Stats>,
-}
-
-/// The surroundings of one server. Fields drop in this order.
-struct Stage {
-    server: Server,
-    group: Option<Group>,
-    zram: Option<Zram>,
-    strata: Option<(Strata, String)>,
-}
-
-impl Stage {
-    fn start(janitor: &Janitor, setup: Setup, name: &str, plan: &Plan) -> Result<Self> {
-        let mut wrapping = Wrapping::default();
-        let (mut group, mut zram, mut strata) = (None, None, None);
-        match setup {
-            Setup::DramOnly => {}
-            Setup::Zram { resident_limit_bytes } => {
-                // Several times what can come: the device must never be full,
-                // and its size costs nothing until it is used.
-                let disk_bytes = (plan.records * 8192).max(256 << 20);
-                zram = Some(Zram::start(janitor, "lz4", disk_bytes).context("zram")?);
-                let group_name = format!("strata-lab-{}", std::process::id());
-                let made = Group::create(janitor, &group_name, resident_limit_bytes)?;
-                wrapping.prefix = made.wrap(&[]);
-                group = Some(made);
-            }
-            Setup::Strata { dram_bytes } => {
-                let daemon = Strata::start(janitor, &plan.binaries).context("Strata")?;
-                let tenant = format!("{name}-{}", std::process::id());
-                wrapping = daemon.wrapping(&tenant, dram_bytes);
-                strata = Some((daemon, tenant));
-            }
-        }
-        let server = Server::start(janitor, name, &wrapping, plan.server_core)?;
-        Ok(Self { server, group, zram, strata })
-    }
-
-    fn stop(self) -> Result<()> {
-        self.server.stop()?;
-        self.group.map_or(Ok(()), Group::remove)?;
-        self.zram.map_or(Ok(()), Zram::stop)?;
-        self.strata.map_or(Ok(()), |(strata, _)| strata.stop())
-    }
-
-    fn sample(&self) -> Result<Sample> {
-        let kernel = process::memory(self.server.pid());
-        let mut sample = Sample {
-            memory: MemoryUse { resident_bytes: kernel.anonymous_bytes, ..MemoryUse::default() },
-            kernel_resident_bytes: kernel.anonymous_bytes,
-            ..Sample::default()
-        };
-        if let Some(zram) = &self.zram {
-            let Stored { original_bytes, used_bytes, .. } = zram.stored();
-            sample.memory.compressed_bytes = used_bytes;
-            sample.memory.stored_bytes = original_bytes;
-        }
-        if let Some((strata, tenant)) = &self.strata {
-            let stats = strata.stats(tenant)?;
-            sample.memory = MemoryUse {
-                resident_bytes: stats.resident_bytes + stats.unmanaged_bytes,
-                compressed_bytes: stats.compressed_bytes,
-                metadata_bytes: stats.metadata_bytes,
-                stored_bytes: stats.stored_bytes,
-            };
-            debug_assert_eq!(sample.memory.total_bytes(), strata::total_bytes(&stats));
-            sample.daemon_bytes = strata
-                .pids()
-                .into_iter()
-                .map(process::memory)
-                .map(|memory| memory.anonymous_bytes + memory.shared_bytes)
-                .max()
-                .unwrap_or(0);
-            sample.stats = Some(stats);
-        }
-        Ok(sample)
-    }
-
-    fn counters(&self) -> Counters {
-        let server = process::times(self.server.pid()).unwrap_or_default();
-        let daemon_cpu_ns = self.strata.as_ref().map_or(0, |(strata, _)| {
-            strata.pids().into_iter().filter_map(process::times).map(|times| times.cpu_ns).sum()
-        });
-        let faults = match &self.strata {
-            Some((strata, tenant)) => strata.stats(tenant).map_or(0, |stats| stats.faults_total),
-            None => server.major_faults,
-        };
-        Counters {
-            server_cpu_ns: server.cpu_ns,
-            daemon_cpu_ns,
-            client_cpu_ns: process::times(std::process::id()).unwrap_or_default().cpu_ns,
-            machine_cpu_ns: process::machine_busy_ns(),
-            faults,
-        }
-    }
-}
-
-#[derive(Clone, Default)]
-struct Sample {
-    memory: MemoryUse,
-    kernel_resident_bytes: u64,
-    daemon_bytes: u64,
-    stats: Option<strata_api::Stats>,
-}
-
-#[derive(Clone, Copy, Default)]
-struct Counters {
-    server_cpu_ns: u64,
-    daemon_cpu_ns: u64,
-    client_cpu_ns: u64,
-    machine_cpu_ns: u64,
-    faults: u64,
 }
 
 /// Watches a stage while the client works.
@@ -392,12 +241,12 @@ fn attempt(
     if plan.client_core.is_some() {
         process::unpin_self(&cores)?;
     }
-    let died = !stage.server.is_running();
-    let oom_killed = stage.group.as_ref().is_some_and(|group| group.oom_kills() > 0);
+    let died = !stage.is_running();
+    let oom_killed = stage.was_oom_killed();
     stage.stop()?;
     match result {
         Ok(result) => Ok(Attempt::Done(Box::new(result))),
-        Err(_) if died && oom_killed => Ok(Attempt::OomKilled),
+        Err(error) if died && oom_killed && !error.is::<WrongValues>() => Ok(Attempt::OomKilled),
         Err(error) if died => Err(error.context("redis-server died")),
         Err(error) => Err(error),
     }
@@ -405,7 +254,7 @@ fn attempt(
 
 fn drive(stage: &Stage, setup: Setup, plan: &Plan, progress: &Progress) -> Result<TrialResult> {
     let client = Client {
-        endpoint: stage.server.endpoint().clone(),
+        endpoint: stage.endpoint().clone(),
         connections: plan.connections,
         pipeline: plan.pipeline,
         core: plan.client_core,

@@ -11,8 +11,9 @@ use crate::{
     keys::Pattern,
     progress::Progress,
     redis::server::Wrapping,
+    stage::Setup,
     strata::Strata,
-    trial::{self, Plan, Setup, TrialResult},
+    trial::{self, Plan, TrialResult},
 };
 use anyhow::{Context, Result, bail};
 use std::{
@@ -59,9 +60,12 @@ impl Bench {
     }
 }
 
-/// The three figures that every pair of Redis trials gives.
+/// Name, unit, and how it is read off a result.
+type Figure = (&'static str, &'static str, fn(&TrialResult) -> f64);
+
+/// The figures that every pair of Redis trials gives.
 fn redis_series(name: &str, sides: [&str; 2], pairs: &[(TrialResult, TrialResult)]) -> Vec<Series> {
-    let figures: [(&str, &str, fn(&TrialResult) -> f64); 4] = [
+    let figures: [Figure; 4] = [
         ("throughput", "ops/s", |result| result.run.operations_per_second),
         ("server CPU", "µs/op", |result| result.server_cpu_us_per_op),
         ("p99", "µs", |result| result.run.p99_us),

@@ -8,9 +8,9 @@
 use super::{
     expect::Expect,
     resp::{Connection, Endpoint, Reply, encode},
+    tally::Tally,
 };
 use crate::{
-    histogram::Histogram,
     interrupt,
     keys::{KeyStream, Keys, Pattern},
     process,
@@ -102,37 +102,6 @@ struct Shared {
     operations: AtomicU64,
     next_index: AtomicU64,
     total: Mutex<Tally>,
-}
-
-#[derive(Default)]
-struct Tally {
-    latency: Histogram,
-    operations: u64,
-    reads: u64,
-    verified: u64,
-    wrong: u64,
-    missing: u64,
-    first_wrong: Option<u64>,
-}
-
-impl Tally {
-    fn merge(&mut self, other: &Self) {
-        self.latency.merge(&other.latency);
-        self.operations += other.operations;
-        self.reads += other.reads;
-        self.verified += other.verified;
-        self.wrong += other.wrong;
-        self.missing += other.missing;
-        self.first_wrong = self.first_wrong.or(other.first_wrong);
-    }
-
-    fn check(&mut self, ok: bool, index: u64) {
-        self.verified += 1;
-        if !ok {
-            self.wrong += 1;
-            self.first_wrong.get_or_insert(index);
-        }
-    }
 }
 
 /// The key of an index: fixed width, as ids usually are.
@@ -381,21 +350,6 @@ impl Client {
     }
 }
 
-impl Tally {
-    fn refuse_wrong(&self) -> Result<()> {
-        if self.wrong + self.missing > 0 {
-            bail!(
-                "{} of {} values were wrong and {} missing (first wrong: record {:?})",
-                self.wrong,
-                self.verified,
-                self.missing,
-                self.first_wrong
-            );
-        }
-        Ok(())
-    }
-}
-
 /// Moves a run through its stages; returns the measured time.
 fn conduct(
     workload: &Workload,
@@ -446,17 +400,5 @@ mod tests {
     fn keys_have_fixed_width() {
         assert_eq!(&key_name(0), b"record:00000000");
         assert_eq!(&key_name(799_999), b"record:00799999");
-    }
-
-    #[test]
-    fn wrong_values_are_a_failure() {
-        let mut tally = Tally::default();
-        tally.check(true, 1);
-        assert!(tally.refuse_wrong().is_ok());
-        tally.check(false, 2);
-        let text = tally.refuse_wrong().expect_err("wrong").to_string();
-        assert!(text.contains("1 of 2") && text.contains("record Some(2)"), "{text}");
-        let missing = Tally { missing: 1, ..Tally::default() };
-        assert!(missing.refuse_wrong().is_err());
     }
 }

@@ -4,3 +4,4 @@ pub(crate) mod expect;
 pub(crate) mod load;
 pub(crate) mod resp;
 pub(crate) mod server;
+pub(crate) mod tally;

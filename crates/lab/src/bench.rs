@@ -74,15 +74,19 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let all = Part::value_variants();
     for part in if options.only.is_empty() { all } else { &options.only } {
         eprintln!("{}", part.title());
+        let mut found = report::PartResults::default();
         let outcome = match part {
-            Part::Fits => parts::fits(&bench),
-            Part::Tight => parts::tight(&bench),
-            Part::Alloc => parts::alloc(&bench),
-            Part::Start => parts::start(&bench),
-            Part::Fault => parts::fault(&bench),
+            Part::Fits => parts::fits(&bench, &mut found),
+            Part::Tight => parts::tight(&bench, &mut found),
+            Part::Alloc => parts::alloc(&bench, &mut found),
+            Part::Start => parts::start(&bench, &mut found),
+            Part::Fault => parts::fault(&bench, &mut found),
         };
-        interrupt::check()?;
-        results.add(*part, outcome);
+        results.add(*part, found, outcome);
+        // What was measured until now is written down all the same.
+        if interrupt::requested() {
+            break;
+        }
     }
     fs::create_dir_all(&options.out).with_context(|| format!("make {}", options.out.display()))?;
     let stem = results.stem();

@@ -186,6 +186,10 @@ impl Demo<'_> {
             eprintln!("    {note}");
             self.report.notes.push(note);
         }
+        if let Some(note) = result.budget_note() {
+            eprintln!("    {note}");
+            self.report.notes.push(format!("{label}: {note}"));
+        }
         self.report.phases.push(Phase {
             label: label.to_owned(),
             detail: detail.to_owned(),
@@ -242,7 +246,6 @@ pub(crate) fn table(phases: &[Phase]) -> Table {
         "meta",
         "total MiB",
         "ratio",
-        "faults/s",
     ]);
     let base = phases.first().map_or(0.0, |phase| phase.result.run.operations_per_second);
     for Phase { label, result, .. } in phases {
@@ -259,7 +262,6 @@ pub(crate) fn table(phases: &[Phase]) -> Table {
             mebibytes(memory.metadata_bytes),
             mebibytes(memory.total_bytes()),
             memory.ratio().map_or_else(|| "–".to_owned(), three_digits),
-            short(result.faults_per_second),
         ]);
     }
     table

@@ -42,6 +42,46 @@ pub(crate) struct Plan {
     pub binaries: PathBuf,
 }
 
+/// A budget may be exceeded by the larger of 2 % and this.
+const ALLOWANCE_BYTES: u64 = 16 << 20;
+
+impl TrialResult {
+    /// What to say when Strata took more DRAM than its budget and allowance,
+    /// by its own account or by the kernel's.
+    pub(crate) fn budget_note(&self) -> Option<String> {
+        let Setup::Strata { dram_bytes } = self.setup else { return None };
+        over_budget(
+            dram_bytes,
+            self.peak_total_bytes,
+            self.kernel_resident_bytes,
+            self.daemon_memory_bytes,
+        )
+    }
+}
+
+fn over_budget(
+    dram_bytes: u64,
+    peak_bytes: u64,
+    server_bytes: u64,
+    daemon_bytes: u64,
+) -> Option<String> {
+    let allowed_bytes = dram_bytes + (dram_bytes / 50).max(ALLOWANCE_BYTES);
+    let budget_mib = dram_bytes >> 20;
+    if peak_bytes > allowed_bytes {
+        let peak_mib = peak_bytes >> 20;
+        Some(format!("over its budget of {budget_mib} MiB: {peak_mib} MiB at its peak"))
+    } else if server_bytes + daemon_bytes > allowed_bytes {
+        Some(format!(
+            "over its budget of {budget_mib} MiB as the kernel counts: {} MiB in the server, \
+             {} MiB in the daemon",
+            server_bytes >> 20,
+            daemon_bytes >> 20
+        ))
+    } else {
+        None
+    }
+}
+
 impl Plan {
     /// The setting of all quoted figures: 800,000 values of 1 KiB, read only, the server on
     /// one core and the client on the other. Binaries: in the given directory,
@@ -278,8 +318,9 @@ fn drive(stage: &Stage, setup: Setup, plan: &Plan, progress: &Progress) -> Resul
     let Some(last) = watch.measured.last().cloned() else {
         bail!("nothing was sampled in the measured time");
     };
+    // Saturating: a worker that died and was replaced takes its counts along.
     let per_op = |of: fn(&Counters) -> u64| {
-        (of(&watch.end) - of(&watch.begin)) as f64 / 1e3 / run.operations.max(1) as f64
+        of(&watch.end).saturating_sub(of(&watch.begin)) as f64 / 1e3 / run.operations.max(1) as f64
     };
     let daemon = per_op(|counters| counters.daemon_cpu_ns);
     Ok(TrialResult {
@@ -290,7 +331,7 @@ fn drive(stage: &Stage, setup: Setup, plan: &Plan, progress: &Progress) -> Resul
         daemon_cpu_us_per_op: daemon,
         machine_cpu_us_per_op: per_op(|counters| counters.machine_cpu_ns)
             - per_op(|counters| counters.client_cpu_ns),
-        faults_per_second: (watch.end.faults - watch.begin.faults) as f64 / run.seconds,
+        faults_per_second: watch.end.faults.saturating_sub(watch.begin.faults) as f64 / run.seconds,
         memory: MemoryUse {
             resident_bytes: watch.mean(|sample| sample.memory.resident_bytes),
             compressed_bytes: watch.mean(|sample| sample.memory.compressed_bytes),
@@ -304,4 +345,22 @@ fn drive(stage: &Stage, setup: Setup, plan: &Plan, progress: &Progress) -> Resul
         strata: last.stats,
         run,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_budget_is_held_to_its_allowance() {
+        const MIB: u64 = 1 << 20;
+        assert_eq!(over_budget(100 * MIB, 116 * MIB, 60 * MIB, 56 * MIB), None);
+        let peak = over_budget(100 * MIB, 117 * MIB, 0, 0).expect("over");
+        assert!(peak.contains("117 MiB at its peak"), "{peak}");
+        let outside = over_budget(100 * MIB, 90 * MIB, 70 * MIB, 47 * MIB).expect("over");
+        assert!(outside.contains("as the kernel counts"), "{outside}");
+        // Two per cent, where that is more.
+        assert_eq!(over_budget(2000 * MIB, 2040 * MIB, 0, 0), None);
+        assert!(over_budget(2000 * MIB, 2041 * MIB, 0, 0).is_some());
+    }
 }

@@ -88,7 +88,13 @@ fn redis_series(name: &str, sides: [&str; 2], pairs: &[(TrialResult, TrialResult
         .collect()
 }
 
-fn keep_raw(results: &mut PartResults, pairs: &[(TrialResult, TrialResult)]) -> Result<()> {
+fn keep(
+    results: &mut PartResults,
+    name: &str,
+    sides: [&str; 2],
+    pairs: &[(TrialResult, TrialResult)],
+) -> Result<()> {
+    results.series.extend(redis_series(name, sides, pairs));
     for (left, right) in pairs {
         results.raw.push(serde_json::to_value(left)?);
         results.raw.push(serde_json::to_value(right)?);
@@ -97,22 +103,18 @@ fn keep_raw(results: &mut PartResults, pairs: &[(TrialResult, TrialResult)]) -> 
 }
 
 /// A program that fits its budget: what does Strata cost it?
-pub(super) fn fits(bench: &Bench) -> Result<PartResults> {
-    let mut results = PartResults::default();
+pub(super) fn fits(bench: &Bench, results: &mut PartResults) -> Result<()> {
     let mut plan = bench.plan.clone();
     plan.workload.pattern = Pattern::Uniform;
     let pairs = bench.pairs(
         || bench.trial(Setup::Strata { dram_bytes: PLENTY_BYTES }, "fits: Strata", &plan),
         || bench.trial(Setup::DramOnly, "fits: native", &plan),
     )?;
-    results.series = redis_series("fits, uniform", ["Strata", "native"], &pairs);
-    keep_raw(&mut results, &pairs)?;
-    Ok(results)
+    keep(results, "fits, uniform", ["Strata", "native"], &pairs)
 }
 
 /// Strata with the DRAM that zram was measured to use, in the same repetition.
-pub(super) fn tight(bench: &Bench) -> Result<PartResults> {
-    let mut results = PartResults::default();
+pub(super) fn tight(bench: &Bench, results: &mut PartResults) -> Result<()> {
     let native = bench.trial(Setup::DramOnly, "tight: size", &bench.plan)?;
     let all_bytes = native.memory.resident_bytes;
     for pattern in [Pattern::Uniform, Pattern::Gaussian] {
@@ -120,7 +122,7 @@ pub(super) fn tight(bench: &Bench) -> Result<PartResults> {
             let mut plan = bench.plan.clone();
             plan.workload.pattern = pattern;
             let mut pairs = Vec::new();
-            for _ in 0..bench.repetitions {
+            let mut repeat = || {
                 interrupt::check()?;
                 let what = |side: &str| format!("{pattern:?} {share} %: {side}");
                 let limit = Setup::Zram { resident_limit_bytes: all_bytes * share / 100 };
@@ -128,13 +130,15 @@ pub(super) fn tight(bench: &Bench) -> Result<PartResults> {
                 let rival = bench.trial(limit, &what("zram"), &plan)?;
                 let budget = Setup::Strata { dram_bytes: rival.memory.total_bytes() };
                 pairs.push((bench.trial(budget, &what("Strata"), &plan)?, rival));
-            }
+                anyhow::Ok(())
+            };
+            let ended = (0..bench.repetitions).try_for_each(|_| repeat());
             let name = format!("{pattern:?} {share} %");
-            results.series.extend(redis_series(&name, ["Strata", "zram"], &pairs));
-            keep_raw(&mut results, &pairs)?;
+            keep(results, &name, ["Strata", "zram"], &pairs)?;
+            ended?;
         }
     }
-    Ok(results)
+    Ok(())
 }
 
 /// A command of this program, perhaps wrapped in `strata run`.
@@ -162,7 +166,7 @@ fn output_of(child: Child) -> Result<String> {
 /// Fresh memory at full speed: with every first touch served by Strata (the
 /// budget is just above what is held, so everything is registered), with
 /// nothing registered, and natively.
-pub(super) fn alloc(bench: &Bench) -> Result<PartResults> {
+pub(super) fn alloc(bench: &Bench, results: &mut PartResults) -> Result<()> {
     let mut strata = Strata::start(&bench.janitor, &bench.plan.binaries)?;
     strata.keep(&bench.janitor)?;
     let (size, held_bytes) =
@@ -199,17 +203,15 @@ pub(super) fn alloc(bench: &Bench) -> Result<PartResults> {
         left: left.clone(),
         right: Some(right.clone()),
     };
-    Ok(PartResults {
-        series: vec![
-            series("first touch registered", &registered, &unregistered),
-            series("far from its budget", &unregistered, &native),
-        ],
-        raw: Vec::new(),
-    })
+    results.series = vec![
+        series("first touch registered", &registered, &unregistered),
+        series("far from its budget", &unregistered, &native),
+    ];
+    Ok(())
 }
 
 /// Spawning a program until its `main`, with and without `strata run`.
-pub(super) fn start(bench: &Bench) -> Result<PartResults> {
+pub(super) fn start(bench: &Bench, results: &mut PartResults) -> Result<()> {
     /// Starts per repetition: one is a few milliseconds.
     const STARTS: usize = 20;
     let mut strata = Strata::start(&bench.janitor, &bench.plan.binaries)?;
@@ -234,18 +236,16 @@ pub(super) fn start(bench: &Bench) -> Result<PartResults> {
     let added = managed.samples.iter().zip(&native.samples).map(|(with, without)| with - without);
     let added = Side { name: "added".to_owned(), samples: added.collect() };
     let unit = "ms".to_owned();
-    Ok(PartResults {
-        series: vec![
-            Series { name: "start".into(), unit: unit.clone(), left: managed, right: Some(native) },
-            Series { name: "strata run adds".into(), unit, left: added, right: None },
-        ],
-        raw: Vec::new(),
-    })
+    results.series = vec![
+        Series { name: "start".into(), unit: unit.clone(), left: managed, right: Some(native) },
+        Series { name: "strata run adds".into(), unit, left: added, right: None },
+    ];
+    Ok(())
 }
 
 /// Random reads of memory that is twice its budget: what a fault costs, and
 /// what Strata itself costs per page and object.
-pub(super) fn fault(bench: &Bench) -> Result<PartResults> {
+pub(super) fn fault(bench: &Bench, results: &mut PartResults) -> Result<()> {
     let mut strata = Strata::start(&bench.janitor, &bench.plan.binaries)?;
     strata.keep(&bench.janitor)?;
     let (size, budget_bytes) =
@@ -259,7 +259,6 @@ pub(super) fn fault(bench: &Bench) -> Result<PartResults> {
         ("metadata per stored object", "B", Side::new("Strata")),
         ("original : compressed", "×", Side::new("Strata")),
     ];
-    let mut raw = Vec::new();
     for repetition in 0..bench.repetitions {
         interrupt::check()?;
         let name = format!("touch-{}-{repetition}", std::process::id());
@@ -290,10 +289,10 @@ pub(super) fn fault(bench: &Bench) -> Result<PartResults> {
         for ((_, _, side), value) in sides.iter_mut().zip(values) {
             side.samples.push(value);
         }
-        raw.push(serde_json::to_value(&stats)?);
+        results.raw.push(serde_json::to_value(&stats)?);
     }
     strata.stop()?;
-    let series = sides
+    results.series = sides
         .into_iter()
         .map(|(name, unit, left)| Series {
             name: name.into(),
@@ -302,5 +301,5 @@ pub(super) fn fault(bench: &Bench) -> Result<PartResults> {
             right: None,
         })
         .collect();
-    Ok(PartResults { series, raw })
+    Ok(())
 }

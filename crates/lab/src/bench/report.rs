@@ -60,14 +60,11 @@ impl Results {
         Self { provenance, quick, parts: Vec::new() }
     }
 
-    pub(crate) fn add(&mut self, part: Part, outcome: Result<PartResults>) {
-        let (results, failure) = match outcome {
-            Ok(results) => (results, None),
-            Err(error) => {
-                eprintln!("  failed: {error:#}");
-                (PartResults::default(), Some(format!("{error:#}")))
-            }
-        };
+    pub(crate) fn add(&mut self, part: Part, results: PartResults, outcome: Result<()>) {
+        let failure = outcome.err().map(|error| format!("{error:#}"));
+        if let Some(failure) = &failure {
+            eprintln!("  failed: {failure}");
+        }
         self.parts.push(Entry { title: part.title(), results, failure });
     }
 
@@ -103,10 +100,11 @@ impl Results {
         for Entry { title, results, failure } in &self.parts {
             out.push_str(&format!("\n## {title}\n\n"));
             if let Some(failure) = failure {
-                out.push_str(&format!("Not measured: {failure}\n"));
-                continue;
+                out.push_str(&format!("Ended early: {failure}\n\n"));
             }
-            out.push_str(&table(&results.series).markdown());
+            if !results.series.is_empty() {
+                out.push_str(&table(&results.series).markdown());
+            }
         }
         out
     }
@@ -181,10 +179,11 @@ mod tests {
     #[test]
     fn a_part_that_failed_is_said_and_is_a_failure() {
         let mut results = Results::new(Provenance::now(), true);
-        results.add(Part::Start, Ok(PartResults { series: series(), raw: Vec::new() }));
+        results.add(Part::Start, PartResults { series: series(), raw: Vec::new() }, Ok(()));
         assert!(results.refuse_failed().is_ok());
-        results.add(Part::Tight, Err(anyhow::anyhow!("swap needs root")));
-        assert!(results.markdown().contains("Not measured: swap needs root"));
+        let failure = Err(anyhow::anyhow!("swap needs root"));
+        results.add(Part::Tight, PartResults::default(), failure);
+        assert!(results.markdown().contains("Ended early: swap needs root"));
         assert!(results.refuse_failed().is_err());
         assert!(results.stem().ends_with("-quick"));
     }

@@ -51,7 +51,7 @@ need_build() {
 
 need_demo() {
     need redis-server redis-server
-    need util-linux taskset
+    need util-linux mkswap
     need mount swapon
 }
 

@@ -11,6 +11,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
+const ZSWAP_SWITCH: &str = "/sys/module/zswap/parameters/enabled";
+
 /// A group with a limit; removed when the guard drops (its processes must have
 /// ended by then, or their end is waited for).
 pub(crate) struct Group {
@@ -42,24 +44,33 @@ impl Group {
         fs::create_dir(&path)
             .with_context(|| format!("make the control group {}", path.display()))?;
         let group = Self { path, registered: Some(registered) };
+        // zswap would keep pages before they reach the zram device, in a pool
+        // that no figure here counts.
+        let zswap = fs::read_to_string(ZSWAP_SWITCH).is_ok_and(|text| text.starts_with('Y'));
         match version {
+            Version::One if zswap => {
+                bail!("zswap is on and would hide what zram costs (echo N > {ZSWAP_SWITCH})")
+            }
             Version::One => {
                 write(&group.path.join("memory.limit_in_bytes"), &limit_bytes.to_string())?;
             }
-            // The hard limit: `memory.high` would put the rival to sleep on top
-            // of the reclaim that it does itself.
-            Version::Two => write(&group.path.join("memory.max"), &limit_bytes.to_string())?,
+            Version::Two => {
+                if zswap {
+                    write(&group.path.join("memory.zswap.max"), "0")?;
+                }
+                // The hard limit: `memory.high` would put the rival to sleep on
+                // top of the reclaim that it does itself.
+                write(&group.path.join("memory.max"), &limit_bytes.to_string())?;
+            }
         }
         Ok(group)
     }
 
-    /// The command line that joins the group and then becomes `program`.
-    pub(crate) fn wrap(&self, program: &[OsString]) -> Vec<OsString> {
+    /// Put before a command line: joins the group, then becomes the command.
+    pub(crate) fn wrapping(&self) -> Vec<OsString> {
         let join = "echo $$ > \"$0\" && exec \"$@\"";
-        let mut line: Vec<OsString> = vec!["/bin/sh".into(), "-c".into(), join.into()];
-        line.push(self.path.join("cgroup.procs").into());
-        line.extend_from_slice(program);
-        line
+        let procs = self.path.join("cgroup.procs");
+        vec!["/bin/sh".into(), "-c".into(), join.into(), procs.into()]
     }
 
     /// How often the kernel killed a process of the group for its limit.

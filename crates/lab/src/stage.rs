@@ -77,7 +77,7 @@ impl Stage {
                 zram = Some(Zram::start(janitor, "lz4", disk_bytes).context("zram")?);
                 let group_name = format!("strata-lab-{}", std::process::id());
                 let made = Group::create(janitor, &group_name, resident_limit_bytes)?;
-                wrapping.prefix = made.wrap(&[]);
+                wrapping.prefix = made.wrapping();
                 group = Some(made);
             }
             Setup::Strata { dram_bytes } => {

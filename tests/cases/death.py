@@ -76,6 +76,19 @@ def new_tenants_after_kill(run):
         run.run("hold", "64", budget="24MiB")
 
 
+def kill_all_of_it(run):
+    """Supervisor and worker; both stopped first, so that neither can do
+    anything about the other's death."""
+    worker = run.daemon.wait_until(run.daemon.worker, "there is one worker")
+    run.daemon_is_dead = True
+    for sign in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in (run.daemon.pid, worker):
+            os.kill(pid, sign)
+    run.daemon.wait_until(
+        lambda: not machine.alive(worker) and run.daemon.process.poll() is not None,
+        "supervisor and worker are gone")
+
+
 @case("daemon-killed", native=False, own_daemon=True)
 def daemon_killed(run):
     """Supervisor and worker at once: tenants wait, they do not read zeroes."""
@@ -83,20 +96,49 @@ def daemon_killed(run):
     program.gate("running")
     run.daemon.wait_until(lambda: program.stats()["faults_total"] > 500, "faults are served")
     program.assert_pressed()
-    worker = run.daemon.wait_until(run.daemon.worker, "there is one worker")
-    # Stopped first, so that neither can do anything about the other's death.
-    for pid in (run.daemon.pid, worker):
-        os.kill(pid, signal.SIGSTOP)
-    run.daemon_is_dead = True
-    for pid in (run.daemon.pid, worker):
-        os.kill(pid, signal.SIGKILL)
+    kill_all_of_it(run)
     # A wrong read would end the program with a word at the gate.
     if not program.quiet(4):
         raise Failure("after the daemon's death the program spoke or ended: " +
                       machine.read(program.log_path)[-200:])
-    states = machine.autopsy(program.pid)
-    if "userfault" not in states:
-        raise Failure("no thread of the program waits for a page")
+    if "userfault" not in machine.autopsy(program.pid):
+        raise Failure("no thread of the program waits for a page: nothing was tested")
     os.kill(program.pid, signal.SIGKILL)
     if program.wait() != -signal.SIGKILL:
         raise Failure("a waiting program could not be killed")
+
+
+@case("daemon-killed-with-children", native=False, own_daemon=True)
+def daemon_killed_with_children(run):
+    """The same for a forked child: fork returned only after it was safe."""
+    program = run.start("fork", "background-save", budget="56MiB")
+    run.daemon.wait_until(
+        lambda: (s := run.daemon.stats(program.name)) and len(s["pids"]) == 2,
+        "parent and child belong to the tenant")
+    pids = program.stats()["pids"]
+    kill_all_of_it(run)
+    if not program.quiet(4):
+        raise Failure("after the daemon's death the program spoke or ended: " +
+                      machine.read(program.log_path)[-200:])
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+@case("limit-raw-clone-orphan", native=False, own_daemon=True)
+def limit_raw_clone_orphan(run):
+    """docs/limits.md: a raw-clone child is only as safe as the daemon."""
+    program = run.start("fork", "raw-clone-orphan", budget="40MiB")
+    program.gate("running")
+    program.pids.add(program.peer)
+    link = program.link
+    program.link = None
+    kill_all_of_it(run)
+    link.sendall(b"go\n")
+    link.close()
+    try:
+        word = program.gate()
+    except Failure as failure:
+        if "bytes are zero" in str(failure):
+            return
+        raise
+    raise Failure(f"the child said '{word}': the limit is gone, change docs/limits.md")

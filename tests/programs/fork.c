@@ -165,6 +165,21 @@ static void raw_clone(void)
     }
 }
 
+/* The same child when nobody is left to serve it: the only thing that held its
+ * userfaultfd was the daemon. The runner kills that. */
+static void raw_clone_orphan(void)
+{
+    int child = (int)T_SYS(syscall(SYS_clone, SIGCHLD, NULL, NULL, NULL, NULL));
+    if (child == 0) {
+        t_check(memory, PAGE, 1);
+        t_gate("running");
+        t_check(memory, BYTES, 1);
+        t_gate("unharmed");
+        _exit(0);
+    }
+    pause();
+}
+
 static void daemonise(void)
 {
     if (T_SYS(fork()) != 0)
@@ -254,6 +269,8 @@ int main(int argc, char **argv)
         advice();
     else if (!strcmp(which, "raw-clone"))
         raw_clone();
+    else if (!strcmp(which, "raw-clone-orphan"))
+        raw_clone_orphan();
     else if (!strcmp(which, "daemon"))
         daemonise();
     else if (!strcmp(which, "vfork"))

@@ -41,6 +41,22 @@ for which in ("wait-wake", "pi-mutex", "conditions"):
 for which in ("lock-pi", "wake-op", "robust"):
     register(f"limit-{which}", "futex", which)
 
+def register_sandbox(which):
+    def body(run):
+        program = run.start("sandbox", which)
+        program.gate("ready")
+        program.assert_pressed()
+        program.answer()
+        program.end_well()
+    case(f"sandbox-{which}")(body)
+
+
+for which in ("drop-privileges", "change-root", "few-descriptors", "no-more-threads",
+              "little-address-space", "pid-namespace", "mount-namespace", "filter-own",
+              "filter-all", "overwrite-environment"):
+    register_sandbox(which)
+register("limit-user-namespace", "sandbox", "user-namespace")
+
 register("heap-churn", "heap", "churn", budget="32MiB")
 register("heap-brk", "heap", "brk", budget="32MiB")
 register("heap-grow", "heap", "grow", budget="32MiB")

@@ -280,6 +280,30 @@ def tenants_side_by_side(run):
         program.finish()
 
 
+@case("tenant-stopped", native=False)
+def tenant_stopped(run):
+    """A tenant that stands still (SIGSTOP), its agent too, holds up nobody."""
+    still = run.start("hold", "96", "load", budget="64MiB")
+    still.gate("running")
+    run.daemon.wait_until(lambda: still.stats()["faults_total"] > 100, "faults are served")
+    os.kill(still.pid, signal.SIGSTOP)
+    # Now the daemon wants pages of it that it cannot have.
+    run.daemon.strata("set", still.name, "--dram", "32MiB")
+    other = run.start("hold", "64", "load", budget="24MiB")
+    other.gate("running")
+    run.daemon.wait_until(lambda: other.stats()["faults_total"] > 3000, "the other is served")
+    other.answer()
+    other.finish()
+    run.daemon.strata("ps")
+    os.kill(still.pid, signal.SIGCONT)
+    faults = still.stats()["faults_total"]
+    run.daemon.wait_until(lambda: still.stats()["faults_total"] > faults + 500, "it goes on")
+    run.daemon.wait_until(lambda: cost(still.stats()) <= 32 * MIB + allowance(32 * MIB),
+                          "it keeps its new budget")
+    still.answer()
+    still.finish()
+
+
 @case("exit-status")
 def exit_status(run):
     """The program's own status, signal, arguments and descriptors."""

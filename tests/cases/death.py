@@ -49,7 +49,7 @@ def worker_killed_at_fork(run):
     before = run.daemon.footprint()
     for which in (("fork", "generations"), ("fork", "wide"), ("mapping", "dont-need"),
                   ("mapping", "remap-move"), ("race", "slots"), ("threads", "come-and-go")):
-        program = run.start(*which, budget="48MiB")
+        program = run.start(*which, budget="72MiB" if which[0] == "fork" else "48MiB")
         run.daemon.wait_until(
             lambda: (s := run.daemon.stats(program.name)) and s["evictions_total"] > 0,
             "pages are evicted")
@@ -111,7 +111,7 @@ def daemon_killed(run):
 @case("daemon-killed-with-children", native=False, own_daemon=True)
 def daemon_killed_with_children(run):
     """The same for a forked child: fork returned only after it was safe."""
-    program = run.start("fork", "background-save", budget="56MiB")
+    program = run.start("fork", "background-save", budget="64MiB")
     run.daemon.wait_until(
         lambda: (s := run.daemon.stats(program.name)) and len(s["pids"]) == 2,
         "parent and child belong to the tenant")

@@ -99,8 +99,8 @@ def budget_rush(run):
 @case("budget-fork", alone=True, seconds=90)
 def budget_fork(run):
     """A child reads everything while its parent writes: one budget for both."""
-    budget = 56 * MIB
-    program = run.start("fork", "background-save", budget="56MiB")
+    budget = 64 * MIB
+    program = run.start("fork", "background-save", budget="64MiB")
     sampler = None if run.native else Sampler(run, program, shared=True)
     program.gate("saved")
     backstop = not run.native and has_cgroup(run, program)
@@ -231,7 +231,7 @@ def kill_reclaims(run):
 def kill_forked_reclaims(run):
     """A family of processes, killed while children share evicted pages."""
     before = run.daemon.footprint()
-    program = run.start("fork", "background-save", budget="56MiB")
+    program = run.start("fork", "background-save", budget="64MiB")
     run.daemon.wait_until(
         lambda: (s := run.daemon.stats(program.name)) and len(s["pids"]) == 2,
         "parent and child belong to the tenant")

@@ -66,6 +66,8 @@ size_t t_absent(const void *start, size_t bytes);
 void *t_next_absent(void *start, size_t bytes, void *from);
 /* Memory whose only purpose is to be touched, so that other memory leaves. */
 void t_ballast(size_t bytes);
+/* The same with memory that the program has anyway; it is only read. */
+void t_press_with(void *start, size_t bytes);
 /* Reads all of the ballast once, writes some of it. */
 void t_press(void);
 /* Fails unless the ballast is what it should be. */

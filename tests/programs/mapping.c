@@ -307,6 +307,7 @@ static void lock(void)
     T_SYS(munlock(memory, BYTES));
     for (size_t i = bytes / PAGE; i < PAGES; i++)
         t_check_page(memory + i * PAGE, 1, i);
+    t_press_with(memory + bytes, BYTES - bytes);
     t_wait_absent(early, bytes, 1);
     t_check(memory, BYTES, 1);
 }

@@ -150,6 +150,7 @@ static void own_stacks(void)
     size_t bytes = slots * 2 * stack_bytes;
     char *stacks = t_map(bytes);
     t_fill(stacks, bytes, 9);
+    t_press_with(memory, BYTES);
     t_wait_absent(stacks, bytes, 20);
     for (unsigned round = 0; round < t_times(60); round++) {
         pthread_t threads[4];
@@ -212,6 +213,7 @@ static void signal_stack(void)
     set_handler(SIGUSR1, on_user);
     set_handler(SIGSEGV, on_fault);
     back = (sigjmp_buf *)(memory + BYTES - PAGE);
+    t_press_with(memory, BYTES);
     t_wait_absent(stacks, slots * stack_bytes, 20);
     unsigned on_absent = 0, expected = 0;
     for (unsigned round = 0; round < t_times(200); round++) {

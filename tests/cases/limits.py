@@ -2,11 +2,12 @@
 (The futex limits are registered in programs.py, the raw-clone one in death.py.)"""
 
 import os
+import re
 import struct
 
 from machine import read
 from strata import Failure, Skip
-from suite import case
+from suite import CASES, ROOT, case
 
 BYTES = 96 << 20
 PAGE = 4096
@@ -73,3 +74,17 @@ def limit_core_dump(run):
         raise Failure(f"{empty + full} pages of {BYTES // PAGE} are in the dump")
     if (empty == 0) != run.native:
         raise Failure(f"{empty} holes in the dump; if the limit is gone change docs/limits.md")
+
+
+@case("limits-document")
+def limits_document(run):
+    """Every case that docs/limits.md names exists, and it names every limit."""
+    rows = [line for line in read(os.path.join(ROOT, "docs", "limits.md")).splitlines()
+            if line.startswith("| ") and "---" not in line]
+    named = {name for row in rows
+             for name in re.findall(r"`([a-z]+(?:-[a-z0-9]+)+)`", row.split("|")[-2])}
+    if unknown := named - set(CASES):
+        raise Failure(f"docs/limits.md names cases that do not exist: {sorted(unknown)}")
+    if missing := {name for name in CASES if name.startswith("limit-")} - named:
+        raise Failure(f"docs/limits.md does not name {sorted(missing)}")
+    run.note(f"{len(named)} cases named")

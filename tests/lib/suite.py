@@ -59,7 +59,8 @@ class Case:
         self.log_directory = os.path.join(BUILD, "logs", self.name)
         shutil.rmtree(self.log_directory, ignore_errors=True)
         os.makedirs(self.log_directory)
-        self.directory = tempfile.mkdtemp(prefix=self.name + "-", dir=os.path.join(BUILD, "scratch"))
+        scratch = os.path.join(BUILD, "scratch")
+        self.directory = tempfile.mkdtemp(prefix=self.name + "-", dir=scratch)
         self.deadline = time.monotonic() + registered.seconds * (20 if options.soak else 1)
         self.daemon_is_dead = False  # set by a case that killed its own
         self.programs = []

@@ -30,7 +30,7 @@ public final class Heap {
     }
 
     static String text(int number, int version) {
-        return "record " + number + " version " + version + " of a table that is changed all the time";
+        return "record " + number + " version " + version + " of a table that changes all the time";
     }
 
     public static void main(String[] arguments) throws Exception {
@@ -46,7 +46,8 @@ public final class Heap {
         }
         for (int round = 1; round <= 2; round++) {
             for (int step = 0; step < 100_000; step++) {
-                int n = (int) Long.remainderUnsigned(mix(round * 1_000_000L + step), version.length);
+                long random = mix(round * 1_000_000L + step);
+                int n = (int) Long.remainderUnsigned(random, version.length);
                 if (!table.get(n).equals(text(n, version[n]))) {
                     throw new AssertionError("record " + n + " is wrong");
                 }

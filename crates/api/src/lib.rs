@@ -16,6 +16,31 @@ pub const PROTOCOL_VERSION: u32 = 1;
 pub const DEFAULT_SOCKET: &str = "/run/strata/control.sock";
 /// Environment variable that names another control socket.
 pub const ENV_CONTROL_SOCKET: &str = "STRATA_SOCKET";
+/// A daemon's control socket inside its socket directory.
+pub const CONTROL_SOCKET_NAME: &str = "control.sock";
+/// Private daemons keep their sockets in directories whose names start so,
+/// under `/run` or the user's runtime directory.
+pub const PRIVATE_DIRECTORY_PREFIX: &str = "strata-";
+/// Longest tenant name: it must fit in a file name and in a column.
+pub const MAX_NAME_BYTES: usize = 64;
+
+/// Why `name` cannot name a tenant; None when it can. Names become parts of
+/// paths (control groups) and labels of metrics, so they are plain.
+#[must_use]
+pub fn name_problem(name: &str) -> Option<&'static str> {
+    let plain = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-');
+    if name.is_empty() {
+        Some("a name may not be empty")
+    } else if name.len() > MAX_NAME_BYTES {
+        Some("a name has at most 64 characters")
+    } else if !name.bytes().all(plain) {
+        Some("a name consists of letters, digits, '.', '_' and '-'")
+    } else if name.starts_with(['.', '-']) {
+        Some("a name starts with a letter, a digit or '_'")
+    } else {
+        None
+    }
+}
 
 /// What the command line asks.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
@@ -197,4 +222,43 @@ pub struct Stats {
     pub uptime_seconds: f64,
     /// What the user should know now; empty when all is well.
     pub notes: Vec<String>,
+}
+
+impl Stats {
+    /// What the tenant costs in DRAM: what its budget bounds.
+    #[must_use]
+    pub fn dram_bytes(&self) -> u64 {
+        [self.resident_bytes, self.unmanaged_bytes, self.compressed_bytes, self.metadata_bytes]
+            .iter()
+            .fold(0, |sum, part| sum.saturating_add(*part))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_that_can_and_cannot_be() {
+        for name in ["db", "redis-1", "a.b_c", "_x", &"n".repeat(MAX_NAME_BYTES)] {
+            assert_eq!(name_problem(name), None, "{name}");
+        }
+        for name in ["", ".", "..", "-x", "a/b", "a b", "ä", "a\n", &"n".repeat(MAX_NAME_BYTES + 1)]
+        {
+            assert!(name_problem(name).is_some(), "{name:?}");
+        }
+    }
+
+    #[test]
+    fn requests_survive_the_wire_and_unknown_fields_do_not() {
+        let request = Request::Run {
+            name: Some("db".into()),
+            dram_bytes: Some(1 << 30),
+            command: vec!["redis-server".into()],
+        };
+        let line = serde_json::to_string(&request).expect("serialise");
+        assert_eq!(serde_json::from_str::<Request>(&line).expect("parse"), request);
+        let line = r#"{"request":"stats","name":"db","force":true}"#;
+        assert!(serde_json::from_str::<Request>(line).is_err());
+    }
 }

@@ -1,2 +1,101 @@
-//! See ARCHITECTURE.md.
-fn main() {}
+//! strata: the command line. It asks daemons through their control sockets and
+//! prints what they answer; it manages nothing itself.
+//!
+//! `strata run` becomes the program that it starts (exec), so nothing of this
+//! process stays between the user and the program.
+#![forbid(unsafe_code)]
+
+mod args;
+mod client;
+mod daemon;
+mod failure;
+mod place;
+mod program;
+mod run;
+mod show;
+#[cfg(test)]
+mod testing;
+mod top;
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use strata_api::Request;
+
+use args::{Command, ConfigCommand};
+use failure::{Failure, Result};
+
+fn main() -> ExitCode {
+    // Not for people, so not part of what they may type.
+    let outcome = if let Some(directory) = daemon::detached_directory() {
+        daemon::start_detached(&directory).map(|()| ExitCode::SUCCESS)
+    } else {
+        match args::parse() {
+            Ok(command) => execute(command),
+            Err(status) => return status,
+        }
+    };
+    match outcome {
+        Ok(status) => status,
+        Err(failure) => {
+            eprintln!("strata: {failure}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn execute(command: Command) -> Result<ExitCode> {
+    match command {
+        Command::Run(run) => match run::run(&run)? {},
+        Command::Ps { json } => {
+            let tenants = client::list_all()?;
+            let text = if json { show::json(&tenants)? } else { show::table(&tenants) };
+            print(&text)?;
+        }
+        Command::Top { once, interval } => top::top(once, interval)?,
+        Command::Stats { name, json } => {
+            let stats = client::stats(&name)?;
+            print(&if json { show::json(&stats)? } else { show::fields(&stats)? })?;
+        }
+        Command::Set { name, dram } => {
+            run::check_budget(dram, &format!("cannot set the budget of {name}"))?;
+            let request = Request::Set { name: name.clone(), dram_bytes: dram.0 };
+            print(&client::command(&name, request)?)?;
+        }
+        Command::Release { name } => {
+            print(&client::command(&name, Request::Release { name: name.clone() })?)?;
+        }
+        Command::Stop { name } => {
+            print(&client::command(&name, Request::Stop { name: name.clone() })?)?;
+        }
+        Command::Doctor { json } => {
+            let mut arguments = vec!["doctor".into()];
+            arguments.extend(json.then(|| "--json".into()));
+            return daemon::pass_through(&arguments);
+        }
+        Command::Config { command: ConfigCommand::Check { file } } => {
+            let mut arguments = vec!["config-check".into()];
+            arguments.extend(file.map(Into::into));
+            return daemon::pass_through(&arguments);
+        }
+        Command::Completions { shell } => print(&args::completions(shell))?,
+        Command::Man { directory } => args::write_man_pages(&directory)?,
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Prints `text`, and a line feed where it lacks one. A reader that has seen
+/// enough (`strata ps | head -1`) is no failure.
+fn print(text: &str) -> Result<()> {
+    if text.is_empty() {
+        return Ok(());
+    }
+    let end = if text.ends_with('\n') { "" } else { "\n" };
+    let mut out = std::io::stdout().lock();
+    match write!(out, "{text}{end}").and_then(|()| out.flush()) {
+        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
+            Err(Failure::new("cannot print", error))
+        }
+        _ => Ok(()),
+    }
+}

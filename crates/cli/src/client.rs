@@ -1,0 +1,244 @@
+//! Asking daemons: one connection, one request, one reply. Which daemon knows a
+//! tenant is found by asking all that the caller may ask.
+
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use strata_api::{ENV_CONTROL_SOCKET, MAX_LINE_BYTES, Reply, Request, Stats};
+
+use crate::failure::{Failure, Result};
+use crate::place;
+
+/// For a daemon to answer what it knows already.
+const QUICK: Duration = Duration::from_secs(10);
+/// For a daemon to end processes, with the grace that it gives them.
+const PATIENT: Duration = Duration::from_secs(120);
+/// For a daemon to bring back all pages of a tenant, from a slow disk perhaps.
+const VERY_PATIENT: Duration = Duration::from_secs(3600);
+
+/// Why there is no reply.
+#[derive(Debug)]
+pub(crate) enum NoReply {
+    /// Nobody listens there.
+    Absent,
+    /// Somebody listened and hung up; a daemon that was just ending does.
+    HungUp,
+    /// Anything else.
+    Failed(io::Error),
+}
+
+impl NoReply {
+    /// As a failure of `what`.
+    pub(crate) fn failure(self, what: &str, socket: &Path) -> Failure {
+        let socket = socket.display();
+        match self {
+            Self::Absent => Failure::new(what, format!("no stratad listens at {socket}"))
+                .todo("start it (sudo systemctl start stratad), or correct STRATA_SOCKET"),
+            Self::HungUp => Failure::new(what, format!("stratad at {socket} did not answer"))
+                .todo("see its log: journalctl -u stratad"),
+            Self::Failed(error) => {
+                let todo = match error.kind() {
+                    io::ErrorKind::PermissionDenied => "run as the user whose stratad it is",
+                    io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => {
+                        "stratad is busy or stuck; see its log: journalctl -u stratad"
+                    }
+                    _ => "use a strata and a stratad of the same version",
+                };
+                Failure::new(what, format!("stratad at {socket}: {error}")).todo(todo)
+            }
+        }
+    }
+}
+
+/// Asks the daemon at `socket`.
+pub(crate) fn ask(socket: &Path, request: &Request) -> std::result::Result<Reply, NoReply> {
+    let patience = match request {
+        Request::Release { .. } => VERY_PATIENT,
+        Request::Stop { .. } => PATIENT,
+        _ => QUICK,
+    };
+    let mut stream = UnixStream::connect(socket).map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => NoReply::Absent,
+        _ => NoReply::Failed(error),
+    })?;
+    let mut line = serde_json::to_vec(request).expect("requests have no keys but strings");
+    line.push(b'\n');
+    exchange(&mut stream, &line, patience).and_then(|reply| {
+        serde_json::from_slice(&reply).map_err(|error| {
+            NoReply::Failed(io::Error::other(format!("its reply is not understood: {error}")))
+        })
+    })
+}
+
+fn exchange(
+    stream: &mut UnixStream,
+    line: &[u8],
+    patience: Duration,
+) -> std::result::Result<Vec<u8>, NoReply> {
+    stream.set_write_timeout(Some(QUICK)).map_err(NoReply::Failed)?;
+    stream.set_read_timeout(Some(patience)).map_err(NoReply::Failed)?;
+    let hung_up = |error: io::Error| match error.kind() {
+        io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => NoReply::HungUp,
+        _ => NoReply::Failed(error),
+    };
+    // A daemon that refuses (too many connections) answers before it is asked.
+    let written = stream.write_all(line);
+    let mut reply = Vec::new();
+    // One byte more tells "too long" from "just fits".
+    let mut bounded = BufReader::new(stream.take(MAX_LINE_BYTES as u64 + 1));
+    let read = bounded.read_until(b'\n', &mut reply);
+    if reply.last() != Some(&b'\n') {
+        if reply.len() > MAX_LINE_BYTES {
+            return Err(NoReply::Failed(io::Error::other("its reply is too long")));
+        }
+        written.map_err(hung_up)?;
+        read.map_err(hung_up)?;
+        return Err(NoReply::HungUp);
+    }
+    Ok(reply)
+}
+
+/// The daemon's refusal as a failure of `what`.
+pub(crate) fn refused(what: &str, message: &str, hint: &str) -> Failure {
+    Failure::new(what, message).todo(hint)
+}
+
+/// The daemon answered another question.
+pub(crate) fn misunderstood(what: &str) -> Failure {
+    Failure::new(what, "stratad answered something else")
+        .todo("use a strata and a stratad of the same version")
+}
+
+fn list(socket: &Path) -> std::result::Result<Result<Vec<Stats>>, NoReply> {
+    const WHAT: &str = "cannot list tenants";
+    Ok(match ask(socket, &Request::List)? {
+        Reply::List { tenants } => Ok(tenants),
+        Reply::Error { message, hint } => Err(refused(WHAT, &message, &hint)),
+        _ => Err(misunderstood(WHAT)),
+    })
+}
+
+/// The tenants of each daemon that is alive.
+fn list_by_daemon() -> Result<Vec<(PathBuf, Vec<Stats>)>> {
+    let named = place::named_socket().is_some();
+    let mut daemons = Vec::new();
+    for socket in place::control_sockets() {
+        match list(&socket) {
+            Ok(tenants) => daemons.push((socket, tenants?)),
+            // What is only looked for need not be there; a daemon that ends
+            // while it is asked has no tenants either.
+            Err(NoReply::Absent | NoReply::HungUp) if !named => {}
+            Err(no_reply) => return Err(no_reply.failure("cannot list tenants", &socket)),
+        }
+    }
+    Ok(daemons)
+}
+
+/// All tenants of the caller, in order of name.
+pub(crate) fn list_all() -> Result<Vec<Stats>> {
+    let mut tenants: Vec<Stats> =
+        list_by_daemon()?.into_iter().flat_map(|(_, tenants)| tenants).collect();
+    tenants.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(tenants)
+}
+
+/// The daemon that has the tenant `name`, and what it says of it.
+fn find(name: &str) -> Result<(PathBuf, Stats)> {
+    let daemons = list_by_daemon()?;
+    let none_alive = daemons.is_empty();
+    let mut known: Vec<String> = Vec::new();
+    for (socket, tenants) in daemons {
+        for tenant in tenants {
+            if tenant.name == name {
+                return Ok((socket, tenant));
+            }
+            known.push(tenant.name);
+        }
+    }
+    let what = format!("no tenant is named {name}");
+    Err(if none_alive {
+        let todo = format!("strata run starts one; {ENV_CONTROL_SOCKET} names another socket");
+        Failure::new(what, "no stratad is running").todo(todo)
+    } else if known.is_empty() {
+        Failure::new(what, "you have no tenants").todo("start one with strata run")
+    } else {
+        known.sort();
+        let some = known.iter().take(5).map(String::as_str).collect::<Vec<_>>().join(", ");
+        let dots = if known.len() > 5 { ", …" } else { "" };
+        Failure::new(what, format!("there are {some}{dots}")).todo("see strata ps")
+    })
+}
+
+/// Everything about the tenant `name`.
+pub(crate) fn stats(name: &str) -> Result<Stats> {
+    find(name).map(|(_, stats)| stats)
+}
+
+/// Has `request` done by the daemon that knows `name`; returns its note.
+pub(crate) fn command(name: &str, request: Request) -> Result<String> {
+    let (socket, _) = find(name)?;
+    let verb = match &request {
+        Request::Set { .. } => "set the budget of",
+        Request::Release { .. } => "release",
+        _ => "stop",
+    };
+    let what = format!("cannot {verb} {name}");
+    match ask(&socket, &request) {
+        Ok(Reply::Done { note }) => Ok(crate::failure::printable(&note)),
+        Ok(Reply::Error { message, hint }) => Err(refused(&what, &message, &hint)),
+        Ok(_) => Err(misunderstood(&what)),
+        Err(no_reply) => Err(no_reply.failure(&what, &socket)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::Directory;
+    use std::os::unix::net::UnixListener;
+
+    /// What asking a daemon that sends `answer` and hangs up comes to.
+    fn asked(answer: Vec<u8>) -> std::result::Result<Reply, NoReply> {
+        let directory = Directory::new("client");
+        let socket = directory.path().join("s");
+        let listener = UnixListener::bind(&socket).expect("bind");
+        let daemon = std::thread::spawn(move || {
+            let (mut client, _) = listener.accept().expect("accept");
+            let mut line = String::new();
+            BufReader::new(&client).read_line(&mut line).expect("a request");
+            // The client hangs up on an answer that is too long.
+            let _ = client.write_all(&answer);
+            line
+        });
+        let reply = ask(&socket, &Request::Stats { name: "db".into() });
+        let line = daemon.join().expect("daemon");
+        assert_eq!(line, "{\"request\":\"stats\",\"name\":\"db\"}\n");
+        reply
+    }
+
+    #[test]
+    fn replies_good_and_bad() {
+        let reply = asked(b"{\"reply\":\"done\",\"note\":\"x\"}\n".to_vec());
+        assert_eq!(reply.expect("a reply"), Reply::Done { note: "x".into() });
+        assert!(matches!(asked(Vec::new()), Err(NoReply::HungUp)));
+        assert!(matches!(asked(b"{\"reply\":\"done\"".to_vec()), Err(NoReply::HungUp)));
+        for (bytes, why) in [
+            (b"garbage\n".to_vec(), "not understood"),
+            (vec![b' '; MAX_LINE_BYTES + 100], "too long"),
+        ] {
+            let Err(NoReply::Failed(error)) = asked(bytes) else { panic!("{why}") };
+            assert!(error.to_string().contains(why), "{error}");
+        }
+    }
+
+    #[test]
+    fn nobody_there() {
+        let nowhere = Path::new("/no/such/socket");
+        let no_reply = ask(nowhere, &Request::Ping).expect_err("nobody");
+        assert!(matches!(no_reply, NoReply::Absent));
+        let line = no_reply.failure("cannot x", nowhere).to_string();
+        assert!(line.contains("no stratad listens at /no/such/socket; start it"), "{line}");
+    }
+}

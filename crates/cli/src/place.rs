@@ -1,0 +1,173 @@
+//! Where things are: control sockets, private daemons' directories, and the
+//! files that are installed beside the strata binary.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use strata_api::{
+    CONTROL_SOCKET_NAME, DEFAULT_SOCKET, ENV_CONTROL_SOCKET, PRIVATE_DIRECTORY_PREFIX,
+};
+
+use crate::failure::{Failure, Result};
+
+/// The caller's effective user id.
+pub(crate) fn uid() -> u32 {
+    rustix::process::geteuid().as_raw()
+}
+
+/// The socket that the environment names; then no other is looked for.
+pub(crate) fn named_socket() -> Option<PathBuf> {
+    std::env::var_os(ENV_CONTROL_SOCKET).filter(|name| !name.is_empty()).map(PathBuf::from)
+}
+
+/// Control sockets to ask, in order: the one that the environment names, or else
+/// the system's and those of the caller's private daemons. Not all need be alive.
+pub(crate) fn control_sockets() -> Vec<PathBuf> {
+    if let Some(socket) = named_socket() {
+        return vec![socket];
+    }
+    let mut sockets = vec![PathBuf::from(DEFAULT_SOCKET)];
+    for base in private_bases() {
+        sockets.extend(private_sockets(&base, uid()));
+    }
+    sockets
+}
+
+/// Where private daemons' directories may be: the user's runtime directory and,
+/// for root (who has none in many containers), `/run`.
+fn private_bases() -> Vec<PathBuf> {
+    let uid = uid();
+    let mut bases = Vec::new();
+    let named = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
+    let usual = PathBuf::from(format!("/run/user/{uid}"));
+    // With `sudo -E` the variable names somebody else's directory.
+    for base in named.into_iter().chain([usual, "/run".into()]) {
+        if base.is_absolute() && is_own_directory(&base, uid) && !bases.contains(&base) {
+            bases.push(base);
+        }
+    }
+    bases
+}
+
+/// A directory that belongs to `uid` and that nobody else may write to: what is
+/// in there was put there by `uid`.
+fn is_own_directory(path: &Path, uid: u32) -> bool {
+    path.symlink_metadata().is_ok_and(|metadata| {
+        metadata.is_dir() && metadata.uid() == uid && metadata.mode() & 0o022 == 0
+    })
+}
+
+/// Sockets of the private daemons of `uid` under `base`, in order of name.
+fn private_sockets(base: &Path, uid: u32) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(base).into_iter().flatten().flatten();
+    let mut sockets: Vec<PathBuf> = entries
+        .filter(|entry| {
+            entry.file_name().as_encoded_bytes().starts_with(PRIVATE_DIRECTORY_PREFIX.as_bytes())
+        })
+        .map(|entry| entry.path())
+        .filter(|directory| is_own_directory(directory, uid))
+        .map(|directory| directory.join(CONTROL_SOCKET_NAME))
+        .filter(|socket| socket.exists())
+        .collect();
+    sockets.sort();
+    sockets
+}
+
+/// The directory of the caller's own private daemon; made if it is not there.
+pub(crate) fn private_directory() -> Result<PathBuf> {
+    use std::os::unix::fs::DirBuilderExt;
+    let what = "cannot start a private stratad";
+    let uid = uid();
+    let Some(base) = private_bases().into_iter().next() else {
+        return Err(Failure::new(what, "there is no runtime directory of your own")
+            .todo("log in so that XDG_RUNTIME_DIR is set, or start the system's stratad"));
+    };
+    let directory = base.join(format!("{PRIVATE_DIRECTORY_PREFIX}{uid}"));
+    match std::fs::DirBuilder::new().mode(0o700).create(&directory) {
+        Ok(()) => {}
+        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
+        Err(error) => {
+            let what = format!("cannot make {}", directory.display());
+            return Err(Failure::new(what, error).todo("see to the directory above it"));
+        }
+    }
+    if is_own_directory(&directory, uid) {
+        return Ok(directory);
+    }
+    Err(Failure::new(what, format!("{} is not yours alone", directory.display()))
+        .todo("remove it, or correct its owner and mode"))
+}
+
+/// A file that is installed with strata: beside its binary (as in a build
+/// directory), in `../lib/strata` or in `/usr/lib/strata`.
+pub(crate) fn installed(name: &str) -> Option<PathBuf> {
+    let own = std::env::current_exe().ok()?;
+    installed_beside(&own, name)
+}
+
+fn installed_beside(own: &Path, name: &str) -> Option<PathBuf> {
+    let directory = own.parent()?;
+    [directory.to_owned(), directory.join("../lib/strata"), "/usr/lib/strata".into()]
+        .into_iter()
+        .map(|place| place.join(name))
+        .find(|candidate| candidate.is_file())
+        .map(|found| found.canonicalize().unwrap_or(found))
+}
+
+/// A program in one of the directories of `path` (a `PATH`).
+pub(crate) fn in_path(name: &str, path: &std::ffi::OsStr) -> Option<PathBuf> {
+    std::env::split_paths(path).map(|place| place.join(name)).find(|found| found.is_file())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::Directory;
+    use std::fs::{create_dir, set_permissions, write};
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn private_sockets_are_the_callers_own() {
+        let base = Directory::new("bases");
+        for (name, mode, has_socket) in [
+            ("strata-1", 0o700, true),
+            ("strata-2", 0o777, true),
+            ("strata-3", 0o700, false),
+            ("other-4", 0o700, true),
+        ] {
+            let directory = base.path().join(name);
+            create_dir(&directory).expect("directory");
+            if has_socket {
+                write(directory.join(CONTROL_SOCKET_NAME), "").expect("file");
+            }
+            set_permissions(&directory, PermissionsExt::from_mode(mode)).expect("mode");
+        }
+        let expected = base.path().join("strata-1").join(CONTROL_SOCKET_NAME);
+        assert_eq!(private_sockets(base.path(), uid()), [expected]);
+        assert!(private_sockets(base.path(), uid() + 1).is_empty());
+    }
+
+    #[test]
+    fn a_link_to_a_directory_is_not_ones_own() {
+        let base = Directory::new("links");
+        let link = base.path().join("strata-link");
+        std::os::unix::fs::symlink("/", &link).expect("link");
+        assert!(!is_own_directory(&link, uid()));
+    }
+
+    #[test]
+    fn installed_files_are_beside_the_binary_or_in_lib() {
+        let root = Directory::new("install");
+        for directory in ["bin", "lib", "lib/strata"] {
+            create_dir(root.path().join(directory)).expect("directory");
+        }
+        let own = root.path().join("bin/strata");
+        assert_eq!(installed_beside(&own, "libstrata-test.so"), None);
+        let in_lib = root.path().join("lib/strata/libstrata-test.so");
+        write(&in_lib, "").expect("file");
+        assert_eq!(installed_beside(&own, "libstrata-test.so"), Some(in_lib));
+        let beside = root.path().join("bin/libstrata-test.so");
+        write(&beside, "").expect("file");
+        assert_eq!(installed_beside(&own, "libstrata-test.so"), Some(beside));
+    }
+}

@@ -1,0 +1,250 @@
+//! `strata run`: examine the program, ask a daemon for a tenant, become the
+//! program.
+
+use std::convert::Infallible;
+use std::ffi::{OsStr, OsString};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use strata_api::{DEFAULT_SOCKET, Reply, Request};
+use strata_units::ByteSize;
+
+use crate::args::RunArguments;
+use crate::client::{self, NoReply, ask};
+use crate::failure::{Failure, Result, printable};
+use crate::program::{self, Caller, Program};
+use crate::{daemon, place};
+
+/// The library that goes into the program.
+const LIBRARY: &str = "libstrata.so";
+const LD_PRELOAD: &str = "LD_PRELOAD";
+/// Bytes of the command line that are sent for display: whoever passes a
+/// megabyte of arguments does not want to read them in a table.
+const MAX_SHOWN_BYTES: usize = 4096;
+
+/// Becomes the program; returns only if it cannot.
+pub(crate) fn run(arguments: &RunArguments) -> Result<Infallible> {
+    let command = &arguments.command;
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let program = program::examine(&command[0], &path, Caller::this())?;
+    let shown = command[0].display();
+    if let Some(dram) = arguments.dram {
+        check_budget(dram, &format!("cannot run {shown}"))?;
+    }
+    if let Some(obstacle) = &program.obstacle {
+        if !arguments.allow_unmanaged {
+            let why = format!("the preload cannot enter: {obstacle}");
+            return Err(Failure::new(format!("cannot manage {shown}"), why)
+                .todo("run it unmanaged with --allow-unmanaged, or without strata"));
+        }
+        warn(&format!("{shown} runs unmanaged: the preload cannot enter: {obstacle}"));
+        return Err(become_program(&program, command, Vec::new()));
+    }
+    let tenant = make_tenant(&Request::Run {
+        name: arguments.name.clone(),
+        dram_bytes: arguments.dram.map(|size| size.0),
+        command: shown_command(command),
+    })?;
+    for warning in &tenant.warnings {
+        warn(warning);
+    }
+    let library = place::installed(LIBRARY);
+    let environment = environment(tenant.environment, library, std::env::var_os(LD_PRELOAD))?;
+    Err(become_program(&program, command, environment))
+}
+
+fn warn(text: &str) {
+    eprintln!("strata: warning: {}", printable(text));
+}
+
+/// Refuses a budget that the machine cannot give. The daemon refuses it too;
+/// here it is refused before one is started.
+pub(crate) fn check_budget(dram: ByteSize, what: &str) -> Result<()> {
+    // Without /proc the daemon's check is enough.
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    match memory(&text) {
+        Some(memory) if dram > memory => {
+            let why = format!("--dram {dram} is more than this machine has ({memory})");
+            Err(Failure::new(what, why).todo("give less: a budget is a share of DRAM"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// `MemTotal` of a `/proc/meminfo`.
+fn memory(meminfo: &str) -> Option<ByteSize> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(ByteSize(kib << 10))
+}
+
+/// The command line for display, cut where it becomes unreadable.
+fn shown_command(command: &[OsString]) -> Vec<String> {
+    let mut left = MAX_SHOWN_BYTES;
+    let mut shown = Vec::new();
+    for word in command {
+        let mut word = word.to_string_lossy().into_owned();
+        if word.len() >= left {
+            let end = (0..=left).rev().find(|end| word.is_char_boundary(*end)).unwrap_or(0);
+            word.truncate(end);
+            shown.push(word + "…");
+            break;
+        }
+        // The word and what JSON puts around it, so that many empty words end too.
+        left = left.saturating_sub(word.len() + 3);
+        shown.push(word);
+    }
+    shown
+}
+
+/// What a daemon gave.
+struct Tenant {
+    environment: Vec<(String, String)>,
+    warnings: Vec<String>,
+}
+
+/// Asks the daemon that the environment names; or the system's; or the caller's
+/// private one, which is started if need be.
+fn make_tenant(request: &Request) -> Result<Tenant> {
+    const WHAT: &str = "cannot make a tenant";
+    if let Some(socket) = place::named_socket() {
+        return understood(ask(&socket, request).map_err(|none| none.failure(WHAT, &socket))?);
+    }
+    let system = Path::new(DEFAULT_SOCKET);
+    match ask(system, request) {
+        Ok(reply) => return understood(reply),
+        Err(NoReply::Absent) => {}
+        Err(no_reply) => return Err(no_reply.failure(WHAT, system)),
+    }
+    // A private daemon may be ending just when it is asked; then a new one is.
+    let socket = daemon::private()?;
+    let reply = match ask(&socket, request) {
+        Err(NoReply::Absent | NoReply::HungUp) => ask(&daemon::private()?, request),
+        other => other,
+    };
+    understood(reply.map_err(|no_reply| no_reply.failure(WHAT, &socket))?)
+}
+
+fn understood(reply: Reply) -> Result<Tenant> {
+    const WHAT: &str = "cannot make a tenant";
+    match reply {
+        Reply::Run { environment, warnings, .. } => Ok(Tenant { environment, warnings }),
+        Reply::Error { message, hint } => Err(client::refused(WHAT, &message, &hint)),
+        _ => Err(client::misunderstood(WHAT)),
+    }
+}
+
+/// The variables to set: what the daemon says, with the library before what the
+/// user preloads already (an allocator, say).
+fn environment(
+    given: Vec<(String, String)>,
+    installed: Option<PathBuf>,
+    own_preload: Option<OsString>,
+) -> Result<Vec<(String, OsString)>> {
+    let what = format!("cannot load {LIBRARY}");
+    let (preload, others): (Vec<_>, Vec<_>) =
+        given.into_iter().partition(|(name, _)| name == LD_PRELOAD);
+    let library = match preload.into_iter().next() {
+        Some((_, value)) => value.into(),
+        None => installed
+            .ok_or_else(|| {
+                Failure::new(what.as_str(), "it is not there")
+                    .todo("install it beside strata or in /usr/lib/strata")
+            })?
+            .into_os_string(),
+    };
+    let split = |byte: &u8| byte.is_ascii_whitespace() || *byte == b':';
+    if library.as_encoded_bytes().iter().any(split) {
+        let why = format!("the loader would split its path {} in two", library.display());
+        return Err(Failure::new(what, why).todo("install it where no blank or colon is"));
+    }
+    if !Path::new(&library).is_file() {
+        let why = format!("there is no {}", library.display());
+        return Err(Failure::new(what, why).todo("correct the key preload in stratad.toml"));
+    }
+    let mut value = library;
+    if let Some(own) = own_preload.filter(|own| !own.is_empty()) {
+        value.push(":");
+        value.push(own);
+    }
+    let mut environment: Vec<(String, OsString)> =
+        others.into_iter().map(|(name, value)| (name, value.into())).collect();
+    environment.push((LD_PRELOAD.to_owned(), value));
+    Ok(environment)
+}
+
+/// Executes the program in place of this process.
+fn become_program(
+    program: &Program,
+    command: &[OsString],
+    environment: Vec<(String, OsString)>,
+) -> Failure {
+    let error = Command::new(&program.path)
+        // The name that the user typed: programs like busybox look at it.
+        .arg0(OsStr::new(&command[0]))
+        .args(&command[1..])
+        .envs(environment)
+        .exec();
+    let what = format!("cannot run {}", command[0].display());
+    Failure::new(what, error).todo("see to the file, or to the length of the arguments")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_library_comes_before_what_is_preloaded_already() {
+        // Any file serves as a library here.
+        let library = "/bin/sh";
+        let given = vec![
+            (LD_PRELOAD.to_owned(), library.to_owned()),
+            ("STRATA_TOKEN".to_owned(), "1".to_owned()),
+        ];
+        let value = |own: Option<&str>| {
+            let set = environment(given.clone(), None, own.map(Into::into)).expect("set");
+            assert!(set.contains(&("STRATA_TOKEN".into(), "1".into())));
+            let preloads: Vec<_> = set.into_iter().filter(|(name, _)| name == LD_PRELOAD).collect();
+            assert_eq!(preloads.len(), 1);
+            preloads[0].1.clone()
+        };
+        assert_eq!(value(None), "/bin/sh");
+        assert_eq!(value(Some("")), "/bin/sh");
+        assert_eq!(value(Some("/lib/jemalloc.so:/x.so")), "/bin/sh:/lib/jemalloc.so:/x.so");
+    }
+
+    #[test]
+    fn without_a_library_nothing_is_run() {
+        for (installed, why) in [
+            (None, "it is not there"),
+            (Some("/no/libstrata.so"), "there is no /no/libstrata.so"),
+            (Some("/a b/libstrata.so"), "would split its path"),
+            (Some("/a:b/libstrata.so"), "would split its path"),
+        ] {
+            let failure = environment(Vec::new(), installed.map(Into::into), None);
+            let line = failure.expect_err(why).to_string();
+            assert!(line.contains(why), "{line}");
+        }
+    }
+
+    #[test]
+    fn a_budget_is_no_more_than_the_machine() {
+        assert_eq!(memory("MemTotal: 2048 kB\n"), Some(ByteSize(2 << 20)));
+        let line = check_budget(ByteSize(1 << 60), "cannot run x").expect_err("huge").to_string();
+        assert!(line.starts_with("cannot run x: --dram 1048576.0 TiB is more than"), "{line}");
+        check_budget(ByteSize(1 << 20), "cannot run x").expect("small");
+    }
+
+    #[test]
+    fn long_command_lines_are_shown_in_part() {
+        let words = |texts: &[&str]| texts.iter().map(OsString::from).collect::<Vec<_>>();
+        assert_eq!(shown_command(&words(&["a", "", "b c"])), ["a", "", "b c"]);
+        let long = "ä".repeat(MAX_SHOWN_BYTES);
+        let shown = shown_command(&words(&["a", &long, "c"]));
+        assert_eq!(shown.len(), 2);
+        assert!(shown[1].ends_with("ä…") && shown[1].len() < MAX_SHOWN_BYTES + 4);
+        let many = vec![OsString::new(); 1_000_000];
+        assert!(shown_command(&many).len() < MAX_SHOWN_BYTES);
+    }
+}

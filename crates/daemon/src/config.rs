@@ -1,0 +1,298 @@
+//! The configuration: one flat TOML file, checked as a whole before anything is
+//! started. A key that is not known, a value that cannot work, is said with file
+//! and line; nothing is guessed.
+//!
+//! What each key does is described in `docs/usage.md`; reading the TOML is in
+//! `config/read.rs`. Whether a rule applies to a process is decided in
+//! `program.rs`.
+
+mod nearest;
+mod read;
+
+use std::fmt::{self, Write as _};
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use strata_units::ByteSize;
+
+/// Where stratad looks when no file is named.
+pub(crate) const DEFAULT_FILE: &str = "/etc/strata/stratad.toml";
+/// Where the sockets are when the configuration does not say.
+pub(crate) const DEFAULT_SOCKET_DIR: &str = "/run/strata";
+/// What the file tier may hold when it is switched on without a limit.
+const DEFAULT_TIER_LIMIT: ByteSize = ByteSize(16 << 30);
+/// From SIGTERM to SIGKILL: what service managers and orchestrators give, too.
+const DEFAULT_STOP_GRACE: Duration = Duration::from_secs(10);
+
+/// What the daemon logs.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
+pub(crate) enum LogLevel {
+    /// Only what failed.
+    Error,
+    /// And what the administrator should look at.
+    Warn,
+    /// And what happens to tenants.
+    #[default]
+    Info,
+    /// And why.
+    Debug,
+}
+
+impl LogLevel {
+    const ALL: [(&'static str, Self); 4] = [
+        ("error", Self::Error),
+        ("warn", Self::Warn),
+        ("info", Self::Info),
+        ("debug", Self::Debug),
+    ];
+
+    fn name(self) -> &'static str {
+        Self::ALL.iter().find(|(_, level)| *level == self).expect("all are listed").0
+    }
+}
+
+/// A user of this machine.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct User {
+    /// As the configuration says it: a name or a number.
+    pub(crate) name: String,
+    /// The number.
+    pub(crate) uid: u32,
+}
+
+/// Which programs are managed without `strata run`, and how. All conditions
+/// that are given must hold; at least one is.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Rule {
+    /// Names the tenants that it makes.
+    pub(crate) name: String,
+    /// The executable: an absolute path, or a file name alone.
+    pub(crate) exe: Option<PathBuf>,
+    /// Who runs it.
+    pub(crate) user: Option<User>,
+    /// The control group that it or an ancestor of its group is, from the
+    /// hierarchy's root: `/system.slice/redis.service`.
+    pub(crate) cgroup: Option<String>,
+    /// Its budget.
+    pub(crate) dram: ByteSize,
+    /// What it may hold in the file tier; none: the tier's own limit.
+    pub(crate) tier_limit: Option<ByteSize>,
+}
+
+/// The whole configuration, resolved and checked.
+#[derive(Clone, PartialEq, Debug)]
+pub(crate) struct Config {
+    /// Directory of the control socket and the agents' socket.
+    pub(crate) socket_dir: PathBuf,
+    /// Budget of a tenant that names none.
+    pub(crate) default_dram: ByteSize,
+    /// Where Prometheus fetches metrics; none: nowhere.
+    pub(crate) metrics: Option<SocketAddr>,
+    /// Directory of the file tier; none: no file tier.
+    pub(crate) tier_path: Option<PathBuf>,
+    /// Bytes that the file tier may take.
+    pub(crate) tier_limit: ByteSize,
+    /// Users besides root whose programs get `/dev/userfaultfd`.
+    pub(crate) uffd_users: Vec<User>,
+    /// `libstrata.so`; none: the one installed with this stratad.
+    pub(crate) preload: Option<PathBuf>,
+    /// What is logged.
+    pub(crate) log: LogLevel,
+    /// From SIGTERM to SIGKILL in `strata stop`.
+    pub(crate) stop_grace: Duration,
+    /// Programs managed without `strata run`, first match wins.
+    pub(crate) manage: Vec<Rule>,
+}
+
+/// One thing wrong with the configuration. Displays as one line.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Problem {
+    file: String,
+    /// From 1; 0 when the file as a whole is meant.
+    line: usize,
+    /// The key, or empty.
+    key: String,
+    what: String,
+    todo: String,
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.file)?;
+        if self.line > 0 {
+            write!(f, ":{}", self.line)?;
+        }
+        if !self.key.is_empty() {
+            write!(f, ": {}", self.key)?;
+        }
+        write!(f, ": {}; {}", self.what, self.todo)
+    }
+}
+
+/// All that is wrong, so that one run of `strata config check` shows it all.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Problems(pub(crate) Vec<Problem>);
+
+impl fmt::Display for Problems {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, problem) in self.0.iter().enumerate() {
+            let separator = if index == 0 { "" } else { "\n" };
+            write!(f, "{separator}{problem}")?;
+        }
+        Ok(())
+    }
+}
+
+impl std::error::Error for Problems {}
+
+/// What the configuration is checked against.
+pub(crate) struct Machine {
+    /// All its memory.
+    pub(crate) memory: ByteSize,
+    /// The number of a user's name.
+    pub(crate) user_id: fn(&str) -> std::io::Result<Option<u32>>,
+}
+
+impl Machine {
+    /// This one.
+    ///
+    /// # Errors
+    /// `/proc/meminfo` cannot be read.
+    pub(crate) fn this() -> std::io::Result<Self> {
+        let text = std::fs::read_to_string("/proc/meminfo")?;
+        let memory = total_memory(&text)
+            .ok_or_else(|| std::io::Error::other("/proc/meminfo has no MemTotal line"))?;
+        Ok(Self { memory, user_id: strata_sys::peer::user_id })
+    }
+}
+
+/// `MemTotal` of a `/proc/meminfo`.
+fn total_memory(meminfo: &str) -> Option<ByteSize> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(ByteSize(kib << 10))
+}
+
+impl Config {
+    /// What holds when the file says nothing.
+    pub(crate) fn defaults(machine: &Machine) -> Self {
+        Self {
+            socket_dir: DEFAULT_SOCKET_DIR.into(),
+            // Half: one tenant that names no budget leaves room for the rest
+            // of the machine, and a second one still fits.
+            default_dram: ByteSize(machine.memory.0 / 2),
+            metrics: None,
+            tier_path: None,
+            tier_limit: DEFAULT_TIER_LIMIT,
+            uffd_users: Vec::new(),
+            preload: None,
+            log: LogLevel::default(),
+            stop_grace: DEFAULT_STOP_GRACE,
+            manage: Vec::new(),
+        }
+    }
+
+    /// Reads `file`; without one, [`DEFAULT_FILE`] if it exists, else the
+    /// defaults.
+    ///
+    /// # Errors
+    /// All that is wrong with it.
+    pub(crate) fn load(file: Option<&Path>, machine: &Machine) -> Result<Self, Problems> {
+        let path = file.unwrap_or(Path::new(DEFAULT_FILE));
+        match std::fs::read_to_string(path) {
+            Ok(text) => Self::parse(&text, &path.display().to_string(), machine),
+            Err(error) if file.is_none() && error.kind() == std::io::ErrorKind::NotFound => {
+                Ok(Self::defaults(machine))
+            }
+            Err(error) => Err(Problems(vec![Problem {
+                file: path.display().to_string(),
+                line: 0,
+                key: String::new(),
+                what: format!("cannot be read: {error}"),
+                todo: "name another file or see to its permissions".into(),
+            }])),
+        }
+    }
+
+    /// Reads the text of a file called `file`.
+    ///
+    /// # Errors
+    /// All that is wrong with it.
+    pub(crate) fn parse(text: &str, file: &str, machine: &Machine) -> Result<Self, Problems> {
+        read::read(text, file, machine)
+    }
+
+    /// The daemon's control socket.
+    pub(crate) fn control_socket(&self) -> PathBuf {
+        self.socket_dir.join(strata_api::CONTROL_SOCKET_NAME)
+    }
+
+    /// The resolved configuration as TOML: reading it again gives the same.
+    pub(crate) fn resolved(&self) -> String {
+        let mut out = String::new();
+        self.write_resolved(&mut out).expect("writing to a string does not fail");
+        out
+    }
+
+    fn write_resolved(&self, out: &mut String) -> fmt::Result {
+        let path = |path: &Path| quoted(&path.display().to_string());
+        writeln!(out, "socket_dir = {}", path(&self.socket_dir))?;
+        writeln!(out, "default_dram = {}", exact_size(self.default_dram))?;
+        match self.metrics {
+            Some(address) => writeln!(out, "metrics = {}", quoted(&address.to_string()))?,
+            None => writeln!(out, "# metrics: off")?,
+        }
+        match &self.tier_path {
+            Some(directory) => {
+                writeln!(out, "tier_path = {}", path(directory))?;
+                writeln!(out, "tier_limit = {}", exact_size(self.tier_limit))?;
+            }
+            None => writeln!(out, "# tier_path: none; cold pages stay in compressed memory")?,
+        }
+        let users: Vec<String> = self.uffd_users.iter().map(|user| quoted(&user.name)).collect();
+        writeln!(out, "uffd_users = [{}]", users.join(", "))?;
+        match &self.preload {
+            Some(library) => writeln!(out, "preload = {}", path(library))?,
+            None => writeln!(out, "# preload: the libstrata.so installed with stratad")?,
+        }
+        writeln!(out, "log = {}", quoted(self.log.name()))?;
+        writeln!(out, "stop_grace = \"{}ms\"", self.stop_grace.as_millis())?;
+        for rule in &self.manage {
+            writeln!(out, "\n[[manage]]\nname = {}", quoted(&rule.name))?;
+            if let Some(exe) = &rule.exe {
+                writeln!(out, "exe = {}", path(exe))?;
+            }
+            if let Some(user) = &rule.user {
+                writeln!(out, "user = {}  # uid {}", quoted(&user.name), user.uid)?;
+            }
+            if let Some(cgroup) = &rule.cgroup {
+                writeln!(out, "cgroup = {}", quoted(cgroup))?;
+            }
+            writeln!(out, "dram = {}", exact_size(rule.dram))?;
+            if let Some(limit) = rule.tier_limit {
+                writeln!(out, "tier_limit = {}", exact_size(limit))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A TOML string.
+fn quoted(text: &str) -> String {
+    toml::Value::String(text.to_owned()).to_string()
+}
+
+/// A size as TOML, in the largest unit that gives a whole number (`ByteSize`'s
+/// own `Display` rounds).
+fn exact_size(size: ByteSize) -> String {
+    let units = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
+    let exact = units.iter().find(|(_, shift)| size.0.trailing_zeros() >= *shift && size.0 > 0);
+    match exact {
+        Some((unit, shift)) => format!("\"{}{unit}\"", size.0 >> shift),
+        None => format!("\"{}B\"", size.0),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,393 @@
+//! From the text of a configuration file to a [`Config`]. The TOML is walked by
+//! hand, because only then each complaint can name its line, and all complaints
+//! can be made at once.
+
+use std::net::SocketAddr;
+use std::ops::Range;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use strata_units::ByteSize;
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+
+use super::nearest::nearest;
+use super::{Config, LogLevel, Machine, Problem, Problems, Rule, User};
+
+/// All keys of the file.
+pub(super) const KEYS: [&str; 10] = [
+    "socket_dir",
+    "default_dram",
+    "metrics",
+    "tier_path",
+    "tier_limit",
+    "uffd_users",
+    "preload",
+    "log",
+    "stop_grace",
+    "manage",
+];
+/// All keys of a `[[manage]]` rule.
+const RULE_KEYS: [&str; 6] = ["name", "exe", "user", "cgroup", "dram", "tier_limit"];
+/// Longest path of a unix socket, without the zero byte at its end.
+const MAX_SOCKET_PATH_BYTES: usize = 107;
+/// Rules at most: each is tried on every new process.
+const MAX_RULES: usize = 256;
+
+/// What is wrong with a value, and what to do.
+type Refusal = (String, String);
+type Value<'a> = Spanned<DeValue<'a>>;
+
+pub(super) fn read(text: &str, file: &str, machine: &Machine) -> Result<Config, Problems> {
+    let mut reader = Reader { text, file, machine, problems: Vec::new() };
+    let config = match DeTable::parse(text) {
+        Ok(table) => reader.config(table.get_ref()),
+        Err(error) => {
+            let at = error.span().unwrap_or(0..0);
+            // The parser's message may have several lines.
+            let what = error.message().lines().collect::<Vec<_>>().join(", ");
+            reader.complain(&at, "", (what, "mend the TOML syntax".into()));
+            Config::defaults(machine)
+        }
+    };
+    if reader.problems.is_empty() {
+        return Ok(config);
+    }
+    reader.problems.sort_by_key(|problem| problem.line);
+    Err(Problems(reader.problems))
+}
+
+struct Reader<'a> {
+    text: &'a str,
+    file: &'a str,
+    machine: &'a Machine,
+    problems: Vec<Problem>,
+}
+
+impl Reader<'_> {
+    fn complain(&mut self, at: &Range<usize>, key: &str, (what, todo): Refusal) {
+        let before = &self.text.as_bytes()[..at.start.min(self.text.len())];
+        self.problems.push(Problem {
+            file: self.file.to_owned(),
+            line: 1 + before.iter().filter(|byte| **byte == b'\n').count(),
+            key: key.to_owned(),
+            what,
+            todo,
+        });
+    }
+
+    fn unknown_keys(&mut self, table: &DeTable<'_>, known: &[&str]) {
+        for key in table.keys() {
+            let name = key.get_ref().as_ref();
+            if !known.contains(&name) {
+                // In the table of a rule a key of the whole file is a likely
+                // slip: in TOML whatever follows [[manage]] belongs to it.
+                let todo = if KEYS.contains(&name) {
+                    "put it before the first [[manage]]".to_owned()
+                } else {
+                    format!("did you mean {}? (known: {})", nearest(name, known), known.join(", "))
+                };
+                let shown: String = name.chars().filter(|c| !c.is_control()).take(64).collect();
+                self.complain(&key.span(), &shown, ("unknown key".into(), todo));
+            }
+        }
+    }
+
+    /// The value of `key`, if it is there and `parse` takes it.
+    fn get<T>(
+        &mut self,
+        table: &DeTable<'_>,
+        key: &str,
+        parse: impl Fn(&DeValue<'_>) -> Result<T, Refusal>,
+    ) -> Option<T> {
+        let value: &Value<'_> = table.get(key)?;
+        match parse(value.get_ref()) {
+            Ok(parsed) => Some(parsed),
+            Err(refusal) => {
+                self.complain(&value.span(), key, refusal);
+                None
+            }
+        }
+    }
+
+    fn config(&mut self, table: &DeTable<'_>) -> Config {
+        let machine = self.machine;
+        self.unknown_keys(table, &KEYS);
+        let mut config = Config::defaults(machine);
+        if let Some(directory) = self.get(table, "socket_dir", socket_directory) {
+            config.socket_dir = directory;
+        }
+        if let Some(size) = self.get(table, "default_dram", |value| budget(value, machine)) {
+            config.default_dram = size;
+        }
+        config.metrics = self.get(table, "metrics", address);
+        config.tier_path = self.get(table, "tier_path", writable_directory);
+        if let Some(limit) = self.get(table, "tier_limit", size) {
+            config.tier_limit = limit;
+        }
+        self.limit_needs_a_tier(table, table);
+        config.uffd_users = self.users(table, "uffd_users");
+        config.preload = self.get(table, "preload", library);
+        if let Some(level) = self.get(table, "log", log_level) {
+            config.log = level;
+        }
+        if let Some(grace) = self.get(table, "stop_grace", duration) {
+            config.stop_grace = grace;
+        }
+        config.manage = self.rules(table, config.default_dram);
+        config
+    }
+
+    /// A limit of a tier that there is not would be obeyed by nobody.
+    fn limit_needs_a_tier(&mut self, whole: &DeTable<'_>, table: &DeTable<'_>) {
+        if let (Some(limit), None) = (table.get("tier_limit"), whole.get("tier_path")) {
+            let todo = "set tier_path to a directory, or leave tier_limit out";
+            let refusal = ("there is no file tier to limit".into(), todo.into());
+            self.complain(&limit.span(), "tier_limit", refusal);
+        }
+    }
+
+    fn users(&mut self, table: &DeTable<'_>, key: &str) -> Vec<User> {
+        let user_id = self.machine.user_id;
+        let Some(value) = table.get(key) else { return Vec::new() };
+        let Some(array) = value.get_ref().as_array() else {
+            let refusal = wrong_type(value.get_ref(), "a list of users: [\"postgres\"]");
+            self.complain(&value.span(), key, refusal);
+            return Vec::new();
+        };
+        let mut users = Vec::new();
+        for element in array.iter() {
+            match user(element.get_ref(), user_id) {
+                Ok(user) => users.push(user),
+                Err(refusal) => self.complain(&element.span(), key, refusal),
+            }
+        }
+        users
+    }
+
+    fn rules(&mut self, whole: &DeTable<'_>, default_dram: ByteSize) -> Vec<Rule> {
+        let Some(value) = whole.get("manage") else { return Vec::new() };
+        let Some(array) = value.get_ref().as_array() else {
+            self.complain(&value.span(), "manage", wrong_type(value.get_ref(), "[[manage]] rules"));
+            return Vec::new();
+        };
+        if array.len() > MAX_RULES {
+            let what = format!("{} rules are more than the {MAX_RULES} allowed", array.len());
+            self.complain(&value.span(), "manage", (what, "match by cgroup or user".into()));
+            return Vec::new();
+        }
+        let mut rules: Vec<Rule> = Vec::new();
+        for element in array.iter() {
+            let Some(table) = element.get_ref().as_table() else {
+                let refusal = wrong_type(element.get_ref(), "[[manage]] rules");
+                self.complain(&element.span(), "manage", refusal);
+                continue;
+            };
+            let Some(rule) = self.rule(whole, table, &element.span(), default_dram) else {
+                continue;
+            };
+            if rules.iter().any(|other| other.name == rule.name) {
+                let at = table.get("name").map_or(element.span(), Spanned::span);
+                let what = format!("a rule named {:?} is there already", rule.name);
+                self.complain(&at, "name", (what, "give each rule its own name".into()));
+            }
+            rules.push(rule);
+        }
+        rules
+    }
+
+    fn rule(
+        &mut self,
+        whole: &DeTable<'_>,
+        table: &DeTable<'_>,
+        at: &Range<usize>,
+        default_dram: ByteSize,
+    ) -> Option<Rule> {
+        let machine = self.machine;
+        self.unknown_keys(table, &RULE_KEYS);
+        let name = self.get(table, "name", tenant_name);
+        if !table.contains_key("name") {
+            let refusal = ("a rule needs a name".into(), "add name = \"…\"".into());
+            self.complain(at, "manage", refusal);
+        }
+        if !["exe", "user", "cgroup"].iter().any(|key| table.contains_key(*key)) {
+            let what = "a rule without a condition would manage every program";
+            self.complain(at, "manage", (what.into(), "add exe, user or cgroup".into()));
+        }
+        self.limit_needs_a_tier(whole, table);
+        let exe = self.get(table, "exe", executable);
+        let user = self.get(table, "user", |value| user(value, machine.user_id));
+        let cgroup = self.get(table, "cgroup", control_group);
+        let dram = self.get(table, "dram", |value| budget(value, machine));
+        let tier_limit = self.get(table, "tier_limit", size);
+        Some(Rule {
+            name: name?,
+            exe,
+            user,
+            cgroup,
+            dram: dram.unwrap_or(default_dram),
+            tier_limit,
+        })
+    }
+}
+
+fn wrong_type(value: &DeValue<'_>, wanted: &str) -> Refusal {
+    (format!("is of the type {}", value.type_str()), format!("write {wanted}"))
+}
+
+/// The text of a value; `wanted` says what to write instead of another type.
+fn text<'a>(value: &'a DeValue<'_>, wanted: &str) -> Result<&'a str, Refusal> {
+    value.as_str().ok_or_else(|| wrong_type(value, wanted))
+}
+
+fn size(value: &DeValue<'_>) -> Result<ByteSize, Refusal> {
+    let text = text(value, "a size with its unit, in quotes: \"4GiB\"")?;
+    text.parse().map_err(|_| {
+        (format!("{text:?} is not a size"), "write a size with its unit: \"4GiB\"".into())
+    })
+}
+
+fn budget(value: &DeValue<'_>, machine: &Machine) -> Result<ByteSize, Refusal> {
+    let size = size(value)?;
+    if size > machine.memory {
+        let what = format!("{size} is more than this machine has ({})", machine.memory);
+        return Err((what, "give it less: a budget is a share of DRAM".into()));
+    }
+    Ok(size)
+}
+
+/// `"250ms"`, `"10s"`, `"2min"`.
+fn duration(value: &DeValue<'_>) -> Result<Duration, Refusal> {
+    const WANTED: &str = "a time with its unit, in quotes: \"250ms\", \"10s\" or \"2min\"";
+    const MAX: Duration = Duration::from_secs(24 * 60 * 60);
+    let text = text(value, WANTED)?;
+    let refuse = |what: String| (what, format!("write {WANTED}"));
+    let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(split);
+    let number: u64 = number.parse().map_err(|_| refuse(format!("{text:?} is not a time")))?;
+    let unit_ms = match unit.trim() {
+        "ms" => 1,
+        "s" => 1000,
+        "min" => 60_000,
+        _ => return Err(refuse(format!("{text:?} is not a time"))),
+    };
+    let time = Duration::from_millis(number.saturating_mul(unit_ms));
+    if time > MAX {
+        return Err(refuse(format!("{text:?} is longer than a day")));
+    }
+    Ok(time)
+}
+
+fn address(value: &DeValue<'_>) -> Result<SocketAddr, Refusal> {
+    const WANTED: &str = "an address and a port: \"127.0.0.1:9464\"";
+    let text = text(value, WANTED)?;
+    text.parse().map_err(|_| (format!("{text:?} is not an address"), format!("write {WANTED}")))
+}
+
+fn log_level(value: &DeValue<'_>) -> Result<LogLevel, Refusal> {
+    const WANTED: &str = "\"error\", \"warn\", \"info\" or \"debug\"";
+    let text = text(value, WANTED)?;
+    let level = LogLevel::ALL.iter().find(|(name, _)| *name == text);
+    level
+        .map(|(_, level)| *level)
+        .ok_or_else(|| (format!("{text:?} is not a log level"), format!("write {WANTED}")))
+}
+
+fn absolute(value: &DeValue<'_>) -> Result<PathBuf, Refusal> {
+    const WANTED: &str = "an absolute path: \"/var/lib/strata\"";
+    let text = text(value, WANTED)?;
+    let path = Path::new(text);
+    if !path.is_absolute() || text.contains('\0') {
+        return Err((format!("{text:?} is not an absolute path"), format!("write {WANTED}")));
+    }
+    Ok(path.to_owned())
+}
+
+fn socket_directory(value: &DeValue<'_>) -> Result<PathBuf, Refusal> {
+    let directory = absolute(value)?;
+    let socket = directory.join(strata_api::CONTROL_SOCKET_NAME);
+    if socket.as_os_str().len() > MAX_SOCKET_PATH_BYTES {
+        let what = format!("{} is too long for a socket", socket.display());
+        return Err((what, format!("stay within {MAX_SOCKET_PATH_BYTES} bytes")));
+    }
+    Ok(directory)
+}
+
+/// A directory in which we can make a file. Tried, not guessed from its mode:
+/// read-only file systems and access lists would be guessed wrong.
+fn writable_directory(value: &DeValue<'_>) -> Result<PathBuf, Refusal> {
+    let directory = absolute(value)?;
+    let probe = directory.join(format!(".strata-check-{}", std::process::id()));
+    let made = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&probe);
+    match made.and_then(|_| std::fs::remove_file(&probe)) {
+        Ok(()) => Ok(directory),
+        Err(error) => Err((
+            format!("cannot write to {}: {error}", directory.display()),
+            "make the directory, writable for stratad".into(),
+        )),
+    }
+}
+
+fn library(value: &DeValue<'_>) -> Result<PathBuf, Refusal> {
+    let path = absolute(value)?;
+    // The dynamic loader splits LD_PRELOAD at these.
+    if path.as_os_str().as_encoded_bytes().iter().any(|b| b.is_ascii_whitespace() || *b == b':') {
+        let what = format!("{} has a blank or a colon in it", path.display());
+        return Err((what, "the dynamic loader would split it there; move it".into()));
+    }
+    if !path.is_file() {
+        let what = format!("{} is not a file", path.display());
+        return Err((what, "name libstrata.so, or leave the key out".into()));
+    }
+    Ok(path)
+}
+
+fn tenant_name(value: &DeValue<'_>) -> Result<String, Refusal> {
+    let text = text(value, "a name: \"db\"")?;
+    match strata_api::name_problem(text) {
+        None => Ok(text.to_owned()),
+        Some(problem) => Err((problem.to_owned(), "choose another name".into())),
+    }
+}
+
+fn executable(value: &DeValue<'_>) -> Result<PathBuf, Refusal> {
+    const WANTED: &str = "an absolute path, or a file name alone: \"redis-server\"";
+    let text = text(value, WANTED)?;
+    let path = Path::new(text);
+    let bare = path.file_name().is_some_and(|name| name == text);
+    if !(bare || path.is_absolute()) || text.contains('\0') {
+        return Err((format!("{text:?} is neither a path nor a name"), format!("write {WANTED}")));
+    }
+    Ok(path.to_owned())
+}
+
+fn control_group(value: &DeValue<'_>) -> Result<String, Refusal> {
+    const WANTED: &str = "a path from the hierarchy's root: \"/system.slice/redis.service\"";
+    let text = text(value, WANTED)?;
+    let inner = text.strip_prefix('/').unwrap_or_default().trim_end_matches('/');
+    if inner.is_empty() || inner.split('/').any(|part| part.is_empty() || part == "..") {
+        return Err((format!("{text:?} is not a control group"), format!("write {WANTED}")));
+    }
+    Ok(format!("/{inner}"))
+}
+
+fn user(
+    value: &DeValue<'_>,
+    user_id: fn(&str) -> std::io::Result<Option<u32>>,
+) -> Result<User, Refusal> {
+    let name = text(value, "a user's name, in quotes: \"postgres\"")?;
+    if let Ok(uid) = name.parse() {
+        return Ok(User { name: name.to_owned(), uid });
+    }
+    match user_id(name) {
+        Ok(Some(uid)) => Ok(User { name: name.to_owned(), uid }),
+        Ok(None) => {
+            Err((format!("there is no user {name:?}"), "name one of this machine's users".into()))
+        }
+        Err(error) => Err((
+            format!("cannot look up the user {name:?}: {error}"),
+            "write the user's number instead".into(),
+        )),
+    }
+}

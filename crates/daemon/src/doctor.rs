@@ -1,0 +1,153 @@
+//! What this machine allows and what is lost without each thing: the findings of
+//! `strata doctor`. Everything is tried where trying is harmless; the rest is
+//! read from `/proc` and `/sys`. Nothing is left changed.
+//!
+//! Probes are in `doctor/`: the kernel's own services in `kernel.rs`, devices
+//! and programs beside it in `machine.rs`.
+
+mod kernel;
+mod machine;
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+
+/// Whether a thing is there.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Presence {
+    /// As Strata wants it.
+    Yes,
+    /// There, with less than Strata could use.
+    Partly,
+    /// Not there, or not for us.
+    No,
+}
+
+/// One thing that was looked at.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub(crate) struct Finding {
+    /// What.
+    pub(crate) name: &'static str,
+    /// Whether it is there.
+    pub(crate) presence: Presence,
+    /// What was found.
+    pub(crate) detail: String,
+    /// What Strata cannot do without it; empty when it is there.
+    pub(crate) lost: &'static str,
+    /// Without it no program can be managed at all.
+    pub(crate) essential: bool,
+}
+
+impl Finding {
+    fn new(name: &'static str, presence: Presence, detail: impl Into<String>) -> Self {
+        Self { name, presence, detail: detail.into(), lost: "", essential: false }
+    }
+
+    fn yes_or_no(name: &'static str, yes: bool, detail: impl Into<String>) -> Self {
+        Self::new(name, if yes { Presence::Yes } else { Presence::No }, detail)
+    }
+
+    /// Says what is lost when the thing is missing or less than wanted.
+    fn without(mut self, lost: &'static str) -> Self {
+        if self.presence != Presence::Yes {
+            self.lost = lost;
+        }
+        self
+    }
+
+    fn essential(mut self) -> Self {
+        self.essential = true;
+        self
+    }
+}
+
+/// All findings.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub(crate) struct Report {
+    /// Whether programs can be managed here at all, by whoever asked.
+    pub(crate) ready: bool,
+    /// In the order in which they are shown.
+    pub(crate) findings: Vec<Finding>,
+}
+
+impl Report {
+    fn new(findings: Vec<Finding>) -> Self {
+        let blocks = |finding: &Finding| finding.essential && finding.presence == Presence::No;
+        Self { ready: !findings.iter().any(blocks), findings }
+    }
+
+    /// For programs.
+    pub(crate) fn to_json(&self) -> String {
+        serde_json::to_string_pretty(self).expect("findings are plain text")
+    }
+}
+
+/// For people: one line a finding, a second one for what is lost.
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let width = self.findings.iter().map(|finding| finding.name.len()).max().unwrap_or(0);
+        for Finding { name, presence, detail, lost, .. } in &self.findings {
+            let mark = match presence {
+                Presence::Yes => '✓',
+                Presence::Partly => '~',
+                Presence::No => '✗',
+            };
+            writeln!(f, "{mark} {name:width$}  {detail}")?;
+            if !lost.is_empty() {
+                writeln!(f, "  {:width$}  lost: {lost}", "")?;
+            }
+        }
+        if self.ready {
+            return write!(f, "Programs can be managed here.");
+        }
+        let blocking: Vec<&str> = self
+            .findings
+            .iter()
+            .filter(|finding| finding.essential && finding.presence == Presence::No)
+            .map(|finding| finding.name)
+            .collect();
+        write!(f, "Programs cannot be managed here, for want of: {}.", blocking.join(", "))
+    }
+}
+
+/// The files of a machine: the real ones, or a made-up tree in tests.
+struct Files {
+    root: PathBuf,
+}
+
+impl Files {
+    fn path(&self, path: &str) -> PathBuf {
+        self.root.join(path.trim_start_matches('/'))
+    }
+
+    /// The trimmed text of a file; None when it cannot be read.
+    fn read(&self, path: &str) -> Option<String> {
+        std::fs::read_to_string(self.path(path)).ok().map(|text| text.trim().to_owned())
+    }
+
+    fn exists(&self, path: &str) -> bool {
+        self.path(path).exists()
+    }
+
+    /// Names in a directory, sorted; none when it cannot be read.
+    fn names(&self, path: &str) -> Vec<String> {
+        let entries = std::fs::read_dir(self.path(path)).into_iter().flatten().flatten();
+        let mut names: Vec<String> =
+            entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+        names.sort();
+        names
+    }
+}
+
+/// Examines this machine.
+pub(crate) fn examine() -> Report {
+    let files = Files { root: Path::new("/").to_owned() };
+    let mut findings = kernel::findings(&files);
+    findings.extend(machine::findings(&files));
+    Report::new(findings)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,342 @@
+//! Metrics for Prometheus: the text of the statistics, and a server that gives
+//! it to whoever does `GET /metrics`. It serves one client after the other and
+//! knows no more of HTTP than that takes.
+
+use std::fmt::Write as _;
+use std::io::{self, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use strata_api::Stats;
+
+/// Longest request head that is read. Prometheus sends some 300 bytes.
+const MAX_REQUEST_BYTES: usize = 8 << 10;
+/// For a client to send its request, and again to take its answer. While one
+/// dawdles, the others wait: the endpoint is for one collector, not for a crowd.
+const CLIENT_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// One field of [`Stats`] as a metric, named after the field.
+struct Metric {
+    name: &'static str,
+    help: &'static str,
+    value: fn(&Stats) -> f64,
+}
+
+macro_rules! metrics {
+    ($($field:ident: $help:literal,)*) => {
+        [$(Metric { name: stringify!($field), help: $help, value: |stats| stats.$field as f64 }),*]
+    };
+}
+
+/// Every number in [`Stats`] but the user id, which is a label, and the
+/// latencies, which have a quantile. Names that end in `_total` are counters.
+const METRICS: [Metric; 21] = metrics! {
+    budget_bytes: "DRAM budget of the tenant.",
+    resident_bytes: "Managed pages in DRAM, staged ones included.",
+    staged_bytes: "Part of resident_bytes that is out of the address space, kept raw.",
+    unmanaged_bytes: "Anonymous memory in DRAM that Strata may not or does not yet manage.",
+    stored_bytes: "Original size of the stored pages.",
+    compressed_bytes: "DRAM that the stored pages cost.",
+    file_bytes: "Bytes that the stored pages cost in the file tier.",
+    metadata_bytes: "Strata's own memory for the tenant.",
+    managed_pages: "Pages that have an entry in the page map.",
+    stored_objects: "Distinct pages in the store.",
+    deduplicated_pages: "Pages stored as another reference to the same content.",
+    zero_pages: "Stored pages that are all one value and cost no data.",
+    faults_total: "Missing-page faults served.",
+    soft_faults_total: "Faults that needed no decompression.",
+    file_faults_total: "Faults that read the file tier.",
+    zero_faults_total: "Faults that were first touches.",
+    evictions_total: "Pages evicted.",
+    evictions_refused_total: "Evictions that the kernel refused.",
+    lost_pages_total: "Stored pages that could not be read back intact.",
+    worker_restarts_total: "Times that the worker was replaced under the tenant.",
+    uptime_seconds: "Seconds since the tenant's start.",
+};
+
+/// A label's value, escaped as the text format demands.
+fn label(value: &str) -> String {
+    value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+}
+
+/// The text format of `tenants`, version 0.0.4.
+pub(crate) fn render(tenants: &[Stats]) -> String {
+    let mut out = String::new();
+    write_metrics(&mut out, tenants).expect("writing to a string does not fail");
+    out
+}
+
+fn write_metrics(out: &mut String, tenants: &[Stats]) -> std::fmt::Result {
+    let head = |out: &mut String, name: &str, kind: &str, help: &str| {
+        writeln!(out, "# HELP strata_{name} {help}\n# TYPE strata_{name} {kind}")
+    };
+    for Metric { name, help, value } in METRICS {
+        let kind = if name.ends_with("_total") { "counter" } else { "gauge" };
+        head(out, name, kind, help)?;
+        for stats in tenants {
+            writeln!(out, "strata_{name}{{tenant=\"{}\"}} {}", label(&stats.name), value(stats))?;
+        }
+    }
+    head(out, "fault_latency_us", "gauge", "Fault latency in microseconds, first touches apart.")?;
+    for stats in tenants {
+        let latency = &stats.fault_latency_us;
+        for (quantile, value) in
+            [("0.5", latency.p50), ("0.99", latency.p99), ("0.999", latency.p999)]
+        {
+            let tenant = label(&stats.name);
+            writeln!(
+                out,
+                "strata_fault_latency_us{{tenant=\"{tenant}\",quantile=\"{quantile}\"}} {value}"
+            )?;
+        }
+    }
+    head(out, "processes", "gauge", "Processes of the tenant.")?;
+    for stats in tenants {
+        let (tenant, count) = (label(&stats.name), stats.pids.len());
+        writeln!(out, "strata_processes{{tenant=\"{tenant}\"}} {count}")?;
+    }
+    head(out, "tenant_info", "gauge", "Always 1; says who the tenant is and what it does.")?;
+    for stats in tenants {
+        let state = serde_json::to_value(stats.state).expect("a name");
+        writeln!(
+            out,
+            "strata_tenant_info{{tenant=\"{}\",uid=\"{}\",state=\"{}\"}} 1",
+            label(&stats.name),
+            stats.uid,
+            label(state.as_str().unwrap_or_default()),
+        )?;
+    }
+    Ok(())
+}
+
+/// Listens on `address` and serves what `tenants` returns, on a thread of its
+/// own, until the process ends. Returns the address, with the port that the
+/// kernel chose if it was 0.
+///
+/// # Errors
+/// The address cannot be had, or the thread not be made.
+pub(crate) fn serve(
+    address: SocketAddr,
+    tenants: impl Fn() -> Vec<Stats> + Send + 'static,
+) -> io::Result<SocketAddr> {
+    let listener = TcpListener::bind(address)?;
+    let bound = listener.local_addr()?;
+    thread::Builder::new().name("metrics".into()).spawn(move || {
+        loop {
+            match listener.accept() {
+                // Whoever hangs up early harms only themselves.
+                Ok((client, _)) => drop(answer(client, &tenants)),
+                // Out of descriptors, say: do not spin.
+                Err(_) => thread::sleep(Duration::from_millis(50)),
+            }
+        }
+    })?;
+    Ok(bound)
+}
+
+fn answer(mut client: TcpStream, tenants: &dyn Fn() -> Vec<Stats>) -> io::Result<()> {
+    let head = read_head(&mut client)?;
+    let (status, kind, body) = respond(&head, tenants);
+    let allow = if status.starts_with("405") { "Allow: GET\r\n" } else { "" };
+    let head = format!(
+        "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {}\r\n{allow}\
+         Connection: close\r\n\r\n",
+        body.len()
+    );
+    let deadline = Instant::now() + CLIENT_TIMEOUT;
+    for part in [head.as_bytes(), body.as_bytes()] {
+        let mut rest = part;
+        while !rest.is_empty() {
+            client.set_write_timeout(Some(time_left(deadline)?))?;
+            match client.write(rest)? {
+                0 => return Err(io::ErrorKind::WriteZero.into()),
+                count => rest = &rest[count..],
+            }
+        }
+    }
+    // Closing with input unread would reset the connection and could take the
+    // answer with it; a GET has no more to say.
+    client.shutdown(std::net::Shutdown::Write)
+}
+
+/// Zero would mean "no timeout" to the kernel, so it is an error here.
+fn time_left(deadline: Instant) -> io::Result<Duration> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
+}
+
+/// What comes before the empty line; all that came, if it is too long.
+fn read_head(client: &mut TcpStream) -> io::Result<Vec<u8>> {
+    let deadline = Instant::now() + CLIENT_TIMEOUT;
+    let mut head = Vec::new();
+    let mut chunk = [0u8; 1024];
+    while head.len() <= MAX_REQUEST_BYTES {
+        client.set_read_timeout(Some(time_left(deadline)?))?;
+        let count = client.read(&mut chunk)?;
+        head.extend_from_slice(&chunk[..count]);
+        if count == 0 || head.windows(4).any(|four| four == b"\r\n\r\n") {
+            break;
+        }
+    }
+    Ok(head)
+}
+
+/// Status, content type and body.
+fn respond(head: &[u8], tenants: &dyn Fn() -> Vec<Stats>) -> (&'static str, &'static str, String) {
+    const TEXT: &str = "text/plain; charset=utf-8";
+    if head.len() > MAX_REQUEST_BYTES {
+        return ("431 Request Header Fields Too Large", TEXT, "request too long\n".into());
+    }
+    let line = head.split(|byte| *byte == b'\r').next().unwrap_or_default();
+    let mut words = line.split(|byte| *byte == b' ');
+    let (method, target, version) = (words.next(), words.next(), words.next());
+    let is_http = version.is_some_and(|version| version.starts_with(b"HTTP/1."));
+    if !is_http || words.next().is_some() {
+        return ("400 Bad Request", TEXT, "this is not HTTP\n".into());
+    }
+    let path = target.unwrap_or_default().split(|byte| *byte == b'?').next().unwrap_or_default();
+    match (method.unwrap_or_default(), path) {
+        (b"GET", b"/metrics") => {
+            ("200 OK", "text/plain; version=0.0.4; charset=utf-8", render(&tenants()))
+        }
+        (b"GET", _) => ("404 Not Found", TEXT, "metrics are at /metrics\n".into()),
+        _ => ("405 Method Not Allowed", TEXT, "only GET is served\n".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use strata_api::{Latency, TenantState};
+
+    /// Every number is another one, so that a mixed-up field shows.
+    fn stats(name: &str) -> Stats {
+        Stats {
+            name: name.into(),
+            pids: vec![7, 8, 9],
+            uid: 1001,
+            command: vec!["server".into()],
+            state: TenantState::Managed,
+            budget_bytes: 11,
+            resident_bytes: 12,
+            staged_bytes: 13,
+            unmanaged_bytes: 14,
+            stored_bytes: 15,
+            compressed_bytes: 16,
+            file_bytes: 17,
+            metadata_bytes: 18,
+            managed_pages: 19,
+            stored_objects: 20,
+            deduplicated_pages: 21,
+            zero_pages: 22,
+            faults_total: 23,
+            soft_faults_total: 24,
+            file_faults_total: 25,
+            zero_faults_total: 26,
+            evictions_total: 27,
+            evictions_refused_total: 28,
+            lost_pages_total: 29,
+            fault_latency_us: Latency { p50: 30.5, p99: 31.5, p999: 32.5 },
+            worker_restarts_total: 33,
+            uptime_seconds: 34.25,
+            notes: vec![],
+        }
+    }
+
+    #[test]
+    fn every_number_of_stats_is_a_metric_with_its_value() {
+        let stats = stats("db");
+        let text = render(std::slice::from_ref(&stats));
+        let json = serde_json::to_value(&stats).expect("serialise");
+        let mut numbers = 0;
+        for (key, value) in json.as_object().expect("an object") {
+            if key == "uid" {
+                assert!(text.contains("tenant=\"db\",uid=\"1001\",state=\"managed\"} 1\n"));
+            } else if let Some(number) = value.as_f64() {
+                let line = format!("strata_{key}{{tenant=\"db\"}} {number}\n");
+                assert!(text.contains(&line), "{key}");
+                numbers += 1;
+            }
+        }
+        assert_eq!(numbers, METRICS.len());
+        for line in
+            ["quantile=\"0.5\"} 30.5", "quantile=\"0.99\"} 31.5", "quantile=\"0.999\"} 32.5"]
+        {
+            assert!(text.contains(line), "{line}");
+        }
+        assert!(text.contains("strata_processes{tenant=\"db\"} 3\n"));
+    }
+
+    #[test]
+    fn each_metric_has_one_head_before_its_samples() {
+        let text = render(&[stats("a"), stats("b")]);
+        let mut declared = Vec::new();
+        for line in text.lines() {
+            if let Some(rest) = line.strip_prefix("# TYPE ") {
+                let (name, kind) = rest.split_once(' ').expect("a kind");
+                assert!(!declared.contains(&name), "{name} twice");
+                assert_eq!(kind == "counter", name.ends_with("_total"), "{line}");
+                declared.push(name);
+            } else if !line.starts_with('#') {
+                let name = line.split('{').next().expect("a name");
+                assert_eq!(declared.last(), Some(&name), "{line}");
+                assert!(
+                    line.rsplit(' ').next().is_some_and(|v| v.parse::<f64>().is_ok()),
+                    "{line}"
+                );
+            }
+        }
+        assert!(declared.len() > METRICS.len());
+    }
+
+    #[test]
+    fn labels_are_escaped() {
+        assert_eq!(label("a\\b\"c\nd"), "a\\\\b\\\"c\\nd");
+    }
+
+    fn request(address: SocketAddr, bytes: &[u8]) -> String {
+        let mut client = TcpStream::connect(address).expect("connect");
+        client.set_read_timeout(Some(Duration::from_secs(60))).expect("timeout");
+        // The server may answer and hang up before it has read everything.
+        let _ = client.write_all(bytes);
+        let _ = client.shutdown(std::net::Shutdown::Write);
+        let mut answer = String::new();
+        let _ = client.read_to_string(&mut answer);
+        answer
+    }
+
+    #[test]
+    fn the_server_gives_metrics_and_nothing_else() {
+        let any: SocketAddr = "127.0.0.1:0".parse().expect("address");
+        let address = serve(any, || vec![stats("db")]).expect("serve");
+        let answer = request(address, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n");
+        let (head, body) = answer.split_once("\r\n\r\n").expect("a head");
+        assert!(head.starts_with("HTTP/1.1 200 OK\r\n"), "{head}");
+        assert!(head.contains(&format!("Content-Length: {}", body.len())), "{head}");
+        assert_eq!(body, render(&[stats("db")]));
+        // A client that says nothing holds the others up for a while only.
+        let silent = TcpStream::connect(address).expect("connect");
+        let long = vec![b'x'; 3 * MAX_REQUEST_BYTES];
+        for (bytes, status) in [
+            (&b"GET /metrics?a=b HTTP/1.0\r\n\r\n"[..], "200"),
+            (b"GET / HTTP/1.1\r\n\r\n", "404"),
+            (b"POST /metrics HTTP/1.1\r\n\r\n", "405"),
+            (b"\x00\xff\r\n\r\n", "400"),
+            (b"GET /metrics", "400"),
+        ] {
+            let answer = request(address, bytes);
+            assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{bytes:?}: {answer}");
+        }
+        // Cut off; whether the client still hears why depends on its timing.
+        let answer = request(address, &long);
+        assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 431 "), "{answer}");
+        drop(silent);
+    }
+
+    #[test]
+    fn a_request_that_is_too_long_is_refused() {
+        let (status, _, _) = respond(&vec![b'x'; MAX_REQUEST_BYTES + 1], &Vec::new);
+        assert!(status.starts_with("431"));
+    }
+}

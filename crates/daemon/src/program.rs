@@ -1,0 +1,181 @@
+//! What a process is (executable, user, control group), and which rule of the
+//! configuration manages it. Reads `/proc` and decides; changes nothing.
+//!
+//! Rules look only at what the kernel says of a process. What the process says
+//! of itself (its command line) is for display.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+
+use crate::config::Rule;
+
+/// What is known of a process.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Program {
+    /// The executable; None for what has none that we may see.
+    pub(crate) exe: Option<PathBuf>,
+    /// Effective user id.
+    pub(crate) uid: u32,
+    /// Control groups, one per hierarchy, from the hierarchy's root.
+    pub(crate) cgroups: Vec<String>,
+    /// The command line. The process wrote it: trust nothing in it.
+    pub(crate) command: Vec<String>,
+}
+
+/// Longest command line that is kept: it is only shown.
+const MAX_COMMAND_BYTES: u64 = 4096;
+/// What the kernel appends to the link of an executable that was replaced: by an
+/// upgrade under a running server, usually.
+const DELETED: &str = " (deleted)";
+
+impl Program {
+    /// The process `pid`.
+    ///
+    /// # Errors
+    /// It is gone, or `/proc` does not show it.
+    pub(crate) fn of(pid: u32) -> io::Result<Self> {
+        let directory = PathBuf::from(format!("/proc/{pid}"));
+        let status = std::fs::read_to_string(directory.join("status"))?;
+        let uid = effective_uid(&status)
+            .ok_or_else(|| io::Error::other(format!("/proc/{pid}/status has no Uid line")))?;
+        let cgroups = std::fs::read_to_string(directory.join("cgroup")).unwrap_or_default();
+        let mut command = Vec::new();
+        // An evicted page makes this read end early (EIO), not wait.
+        if let Ok(file) = File::open(directory.join("cmdline")) {
+            let _ = file.take(MAX_COMMAND_BYTES).read_to_end(&mut command);
+        }
+        Ok(Self {
+            exe: std::fs::read_link(directory.join("exe")).ok().map(without_deleted),
+            uid,
+            cgroups: cgroups.lines().filter_map(cgroup_path).collect(),
+            command: split_command(&command),
+        })
+    }
+
+    /// The first of `rules` whose conditions all hold.
+    pub(crate) fn rule<'a>(&self, rules: &'a [Rule]) -> Option<&'a Rule> {
+        rules.iter().find(|rule| self.matches(rule))
+    }
+
+    fn matches(&self, rule: &Rule) -> bool {
+        let exe = rule.exe.as_ref().is_none_or(|wanted| {
+            self.exe.as_ref().is_some_and(|exe| {
+                exe == wanted || exe.file_name().is_some_and(|name| Path::new(name) == wanted)
+            })
+        });
+        let user = rule.user.as_ref().is_none_or(|wanted| wanted.uid == self.uid);
+        let cgroup = rule
+            .cgroup
+            .as_ref()
+            .is_none_or(|wanted| self.cgroups.iter().any(|own| Path::new(own).starts_with(wanted)));
+        exe && user && cgroup
+    }
+}
+
+fn without_deleted(exe: PathBuf) -> PathBuf {
+    match exe.to_str().and_then(|text| text.strip_suffix(DELETED)) {
+        Some(path) => path.into(),
+        None => exe,
+    }
+}
+
+/// Second number of the `Uid:` line. (The owner of `/proc/PID` is root for
+/// processes that may not be dumped, so it does not serve.)
+fn effective_uid(status: &str) -> Option<u32> {
+    let line = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
+    line.split_whitespace().nth(1)?.parse().ok()
+}
+
+/// Third part of a line `7:memory:/a/b`; the path may hold colons.
+fn cgroup_path(line: &str) -> Option<String> {
+    line.splitn(3, ':').nth(2).map(str::to_owned)
+}
+
+/// Words of a `/proc/PID/cmdline`, each ended by a zero byte.
+fn split_command(bytes: &[u8]) -> Vec<String> {
+    let bytes = bytes.strip_suffix(b"\0").unwrap_or(bytes);
+    if bytes.is_empty() {
+        return Vec::new();
+    }
+    bytes.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::User;
+    use strata_units::ByteSize;
+
+    fn rule(exe: Option<&str>, uid: Option<u32>, cgroup: Option<&str>) -> Rule {
+        Rule {
+            name: "r".into(),
+            exe: exe.map(Into::into),
+            user: uid.map(|uid| User { name: uid.to_string(), uid }),
+            cgroup: cgroup.map(Into::into),
+            dram: ByteSize(1 << 30),
+            tier_limit: None,
+        }
+    }
+
+    fn redis() -> Program {
+        Program {
+            exe: Some("/usr/bin/redis-server".into()),
+            uid: 105,
+            cgroups: vec!["/".into(), "/system.slice/redis.service/inner".into()],
+            command: vec![],
+        }
+    }
+
+    #[test]
+    fn all_conditions_must_hold() {
+        let group = Some("/system.slice/redis.service");
+        for (matching, exe, uid, cgroup) in [
+            (true, Some("/usr/bin/redis-server"), None, None),
+            (true, Some("redis-server"), None, None),
+            (false, Some("server"), None, None),
+            (false, Some("/opt/redis-server"), None, None),
+            (true, None, Some(105), None),
+            (false, None, Some(106), None),
+            (true, None, None, group),
+            (false, None, None, Some("/system.slice/redis")),
+            (true, Some("redis-server"), Some(105), group),
+            (false, Some("redis-server"), Some(106), group),
+            (false, Some("mysqld"), Some(105), group),
+        ] {
+            let rules = [rule(exe, uid, cgroup)];
+            assert_eq!(redis().rule(&rules).is_some(), matching, "{exe:?} {uid:?} {cgroup:?}");
+        }
+    }
+
+    #[test]
+    fn the_first_match_wins_and_nothing_matches_the_unknown() {
+        let mut rules = [rule(None, Some(105), None), rule(Some("redis-server"), None, None)];
+        rules[1].name = "second".into();
+        assert_eq!(redis().rule(&rules).map(|rule| rule.name.as_str()), Some("r"));
+        let unknown = Program { exe: None, uid: 1, cgroups: vec![], command: vec![] };
+        assert_eq!(unknown.rule(&rules), None);
+    }
+
+    #[test]
+    fn this_process_is_what_it_is() {
+        let own = Program::of(std::process::id()).expect("/proc/self");
+        assert_eq!(own.exe, std::env::current_exe().ok());
+        let command: Vec<String> = std::env::args().collect();
+        assert_eq!(own.command, command);
+        // The test runs in some group of every hierarchy that there is.
+        assert!(own.cgroups.iter().all(|group| group.starts_with('/')), "{:?}", own.cgroups);
+        Program::of(u32::MAX).expect_err("no such process");
+    }
+
+    #[test]
+    fn lines_of_proc() {
+        assert_eq!(effective_uid("Name:\tx\nUid:\t1\t2\t3\t4\n"), Some(2));
+        assert_eq!(cgroup_path("7:memory:/a:b/c").as_deref(), Some("/a:b/c"));
+        assert_eq!(cgroup_path("0::/").as_deref(), Some("/"));
+        assert_eq!(split_command(b"a\0b c\0\0"), ["a", "b c", ""]);
+        assert!(split_command(b"").is_empty());
+        let replaced = without_deleted("/usr/bin/x (deleted)".into());
+        assert_eq!(replaced, Path::new("/usr/bin/x"));
+    }
+}

@@ -39,7 +39,9 @@ def refuse_sizes(run):
 
 @case("refuse-usage", native=False)
 def refuse_usage(run):
-    for arguments in ((), ("frobnicate",), ("run",), ("run", "--"), ("run", "--dram"),
+    if run.daemon.strata(check=False).returncode != 2:
+        raise Failure("strata without arguments: not status 2")
+    for arguments in (("frobnicate",), ("run",), ("run", "--"), ("run", "--dram"),
                       ("run", "--nonsense", "--", "/bin/true"), ("stats",), ("set", "keeper"),
                       ("stop",), ("release",), ("stats", "a", "b")):
         refused(run, 2, *arguments)

@@ -64,7 +64,10 @@ class Daemon:
                 stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=self.environment(),
                 stderr=subprocess.DEVNULL, start_new_session=True,
             )
-            self.wait_until(lambda: self.stats("keeper"), "the first tenant is listed", 15)
+            # Its agent must have come before anybody counts descriptors.
+            self.wait_until(
+                lambda: (s := self.stats("keeper")) and s["pids"] and s["state"] != "starting",
+                "the first tenant has attached", 15)
         except Failure:
             self.end()
             raise

@@ -18,7 +18,7 @@ for which in ("same", "again", "raw-clone", "daemon", "vfork", "spawn"):
     register(f"fork-{which}", "fork", which, budget="48MiB")
 for which in ("copy-on-write", "generations", "wide", "advice"):
     register(f"fork-{which}", "fork", which, budget="72MiB")
-register("exec-itself", "exec", "4", budget="32MiB")
+register("exec-itself", "exec", "3", budget="32MiB")
 
 for which in ("same-page", "different-pages", "come-and-go", "detached", "own-stacks",
               "signal-stack", "jumps", "coroutines"):
@@ -36,8 +36,8 @@ for which in ("anywhere", "slots", "discard"):
 
 register("syscalls-buffers", "syscalls", "buffers", directory=True)
 register("syscalls-direct", "syscalls", "direct", directory=True, budget="48MiB")
-register("uring-fixed", "uring", "fixed", directory=True)
-register("uring-plain", "uring", "plain", directory=True)
+register("uring-fixed", "uring", "fixed", directory=True, budget="32MiB")
+register("uring-plain", "uring", "plain", directory=True, budget="32MiB")
 
 for which in ("wait-wake", "pi-mutex", "conditions"):
     register(f"futex-{which}", "futex", which)
@@ -46,7 +46,7 @@ for which in ("lock-pi", "wake-op", "robust"):
 
 def register_sandbox(which):
     def body(run):
-        program = run.start("sandbox", which)
+        program = run.start("sandbox", which, budget="28MiB")
         program.gate("ready")
         program.assert_pressed()
         program.answer()
@@ -58,7 +58,7 @@ for which in ("drop-privileges", "change-root", "few-descriptors", "no-more-thre
               "little-address-space", "pid-namespace", "mount-namespace", "filter-own",
               "filter-all", "overwrite-environment"):
     register_sandbox(which)
-register("limit-user-namespace", "sandbox", "user-namespace")
+register("limit-user-namespace", "sandbox", "user-namespace", budget="28MiB")
 
 register("heap-churn", "heap", "churn", budget="32MiB")
 register("heap-brk", "heap", "brk", budget="32MiB")

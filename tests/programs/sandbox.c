@@ -15,7 +15,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define BYTES (96 * MIB)
+#define BYTES (64 * MIB)
 #define PAGES (BYTES / PAGE)
 #define NOBODY 65534
 

@@ -14,7 +14,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#define BYTES (112 * MIB)
+#define BYTES (80 * MIB)
 #define PAGES (BYTES / PAGE)
 #define ENTRIES 16
 #define BUFFERS 8
@@ -104,7 +104,7 @@ static void read_file(int file, size_t file_pages, unsigned char opcode)
                                       .user_data = n});
         struct done result = complete();
         T_ASSERT(result.res == (int)BUFFER && result.user_data == n, "read said %d", result.res);
-        if (n % 32 == 0)
+        if (n % 64 == 0)
             press();
         for (size_t i = 0; i < BUFFER / PAGE; i++)
             t_check_page(buffer(b) + i * PAGE, 60, at + i);
@@ -169,7 +169,7 @@ int main(int argc, char **argv)
             T_ASSERT(t_absent(buffer(b), BUFFER) == 0, "a page of a fixed buffer left");
     }
     unsigned char opcode = fixed ? IORING_OP_READ_FIXED : IORING_OP_READ;
-    for (unsigned round = 0; round < 3; round++) {
+    for (unsigned round = 0; round < 2; round++) {
         read_file(file, file_pages, opcode);
         read_pipes(opcode);
     }

@@ -19,6 +19,7 @@ mod progress;
 mod random;
 mod records;
 mod redis;
+mod simulate;
 mod stage;
 mod statistics;
 mod strata;
@@ -61,6 +62,8 @@ enum Command {
     Alloc(alloc::AllocOptions),
     /// Fill memory once and read it in random order (a program to be measured)
     Touch(alloc::TouchOptions),
+    /// Replacement policies on page-level models and on recorded traces
+    Simulate(simulate::SimulateArgs),
     /// Print the monotonic clock, in nanoseconds, and end
     Now,
     /// Puts the machine back as it was when the lab ends; started by the lab
@@ -89,6 +92,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
             records::print(*count, *seed, *version);
             Ok(())
         }
+        Command::Simulate(options) => simulate::run(options),
         Command::Alloc(options) => alloc::churn(options),
         Command::Touch(options) => alloc::touch(options),
         Command::Now => {

@@ -90,7 +90,7 @@ impl SharedMemory {
             ));
         }
         let (len_bytes, _) = size_and_allocated(descriptor.as_fd())?;
-        if len_bytes == 0 || len_bytes % PAGE != 0 {
+        if len_bytes == 0 || !len_bytes.is_multiple_of(PAGE) {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
                 "the memory file's length is not a number of pages",
@@ -222,7 +222,7 @@ impl SharedMemory {
 
     /// The aligned word at `at`, which the caller has checked.
     fn word(&self, at: u64) -> &AtomicU64 {
-        debug_assert!(at % WORD as u64 == 0 && at < self.len_bytes);
+        debug_assert!(at.is_multiple_of(WORD as u64) && at < self.len_bytes);
         // SAFETY: `at` is a multiple of 8 below `len_bytes`, itself a multiple of
         // 4096: every caller checked its byte range with `check` and rounds down
         // to the word that holds a byte of it. So the word lies inside the
@@ -301,7 +301,7 @@ impl SharedMemory {
     #[inline]
     fn check_aligned(&self, offset: u64, width: u64) {
         assert!(
-            offset % width == 0 && offset < self.len_bytes,
+            offset.is_multiple_of(width) && offset < self.len_bytes,
             "word at {offset:#x} unaligned or outside a memory file of {:#x} bytes",
             self.len_bytes
         );

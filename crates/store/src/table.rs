@@ -219,7 +219,8 @@ mod tests {
     fn the_index_finds_everything_while_it_grows_and_shrinks() {
         let table = Table::create().expect("table");
         let mut size = IndexSize::for_objects(0);
-        let hash_of = |id: u32| if id % 10 == 0 { 77 } else { id.wrapping_mul(0x9e37_79b9) };
+        let hash_of =
+            |id: u32| if id.is_multiple_of(10) { 77 } else { id.wrapping_mul(0x9e37_79b9) };
         const COUNT: u32 = 5000;
         for id in 1..=COUNT {
             table.hash(id).store(hash_of(id), Relaxed);

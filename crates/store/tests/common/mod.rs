@@ -69,7 +69,7 @@ pub(crate) fn page(seed: u64) -> Page {
         }
     }
     // Distinct seeds make distinct pages, fill pages apart.
-    if seed % 8 != 0 {
+    if !seed.is_multiple_of(8) {
         page[..8].copy_from_slice(&seed.to_ne_bytes());
     }
     page

@@ -16,7 +16,7 @@ use crate::config::{Compacted, GetError};
 use crate::id_set::IdSet;
 use crate::location::{Codec, Location, SizeClass, Tier, UNIT_BYTES, Word};
 use crate::segments::{CLUSTER_BYTES, SEGMENT_BYTES, segment_of};
-use crate::slabs::slab_of;
+use crate::slabs::{SLAB_BYTES, slab_of, units_into_slab};
 use crate::store::{Reclaimed, Store, lock};
 
 /// Pages that a put over the limit demotes itself before it gives up.
@@ -27,6 +27,10 @@ const RELIEF_BYTES: u64 = 1 << 20;
 /// wait for the file: the larger of 1/64 and 1 MiB.
 const OVERSHOOT_SHIFT: u32 = 6;
 const MIN_OVERSHOOT_BYTES: u64 = 1 << 20;
+/// A pass over the table has to promise this share of what data costs, and at
+/// least this much.
+const WORTH_SHIFT: u32 = 6;
+const MIN_WORTH_BYTES: u64 = SLAB_BYTES;
 /// Entries that one call of `compact` looks at: a few milliseconds.
 const SWEEP_STEP: u32 = 1 << 20;
 
@@ -43,7 +47,28 @@ pub(crate) struct Maintenance {
 struct Sweep {
     slabs: Marks,
     segments: Marks,
+    /// Slabs whose objects go to the front, with the units that they need
+    /// there; at most one a class.
+    squeezed: Vec<(u32, u64)>,
     cursor: u32,
+}
+
+impl Sweep {
+    /// Whether an object there has to move.
+    fn concerns(&self, location: Location) -> bool {
+        if location.tier == Tier::File {
+            return self.segments.contains(segment_of(location.offset()));
+        }
+        let slab = slab_of(location.unit);
+        self.slabs.contains(slab) || self.squeezes(location)
+    }
+
+    fn squeezes(&self, location: Location) -> bool {
+        let slab = slab_of(location.unit);
+        self.squeezed
+            .iter()
+            .any(|&(squeezed, units)| squeezed == slab && units_into_slab(location.unit) >= units)
+    }
 }
 
 /// A set of small numbers.
@@ -357,20 +382,35 @@ impl Store {
     }
 
     fn choose_victims(&self) -> Option<Sweep> {
-        let mut sweep = Sweep { slabs: Marks::default(), segments: Marks::default(), cursor: 1 };
-        let mut any = false;
+        let mut sweep = Sweep {
+            slabs: Marks::default(),
+            segments: Marks::default(),
+            squeezed: Vec::new(),
+            cursor: 1,
+        };
+        let mut gain_bytes = 0;
+        let mut cleans = false;
         let mut allocator = lock(&self.allocator);
         allocator.slabs.choose_victims(|slab| {
             sweep.slabs.set(slab);
-            any = true;
+            gain_bytes += SLAB_BYTES;
         });
+        gain_bytes +=
+            allocator.slabs.choose_squeezed(|slab, units| sweep.squeezed.push((slab, units)));
         if let Some(segments) = &mut allocator.segments {
             segments.choose_victims(|segment| {
                 sweep.segments.set(segment);
-                any = true;
+                cleans = true;
             });
         }
-        any.then_some(sweep)
+        let worth = (allocator.slabs.touched_bytes() >> WORTH_SHIFT).max(MIN_WORTH_BYTES);
+        if cleans || gain_bytes >= worth {
+            return Some(sweep);
+        }
+        for slab in sweep.slabs.iter() {
+            allocator.slabs.pardon(slab);
+        }
+        None
     }
 
     fn end_sweep(&self, sweep: &Sweep) {
@@ -378,6 +418,16 @@ impl Store {
         for slab in sweep.slabs.iter() {
             allocator.slabs.pardon(slab);
         }
+        for &(slab, _) in &sweep.squeezed {
+            // Under the lock, or a put could take a slot of the tail meanwhile;
+            // punching memory waits for nothing.
+            if let Some((offset, len)) = allocator.slabs.tail(slab)
+                && self.data.punch(offset, len).is_ok()
+            {
+                allocator.slabs.trimmed(slab);
+            }
+        }
+        self.show_costs(&allocator);
         if let Some(segments) = &mut allocator.segments {
             for segment in sweep.segments.iter() {
                 segments.pardon(segment);
@@ -398,32 +448,28 @@ impl Store {
             if word.references() == 0 {
                 continue;
             }
-            let location = word.location();
-            let marked = match location.tier {
-                Tier::Dram => sweep.slabs.contains(slab_of(location.unit)),
-                Tier::File => sweep.segments.contains(segment_of(location.offset())),
-            };
-            if !marked || !self.try_reference(id) {
+            if !sweep.concerns(word.location()) || !self.try_reference(id) {
                 continue;
             }
             // The id may have changed hands since; look again, referenced.
             let location = self.location(id);
-            match location.tier {
-                Tier::Dram if sweep.slabs.contains(slab_of(location.unit)) => {
-                    if self.move_in_dram(id, location).is_ok() {
-                        moved += location.len as u64;
-                    }
-                    self.drop_reference(id);
-                }
-                Tier::File if cleaning => match self.add_to_batch(&mut batch, id) {
+            if location.tier == Tier::File && cleaning {
+                match self.add_to_batch(&mut batch, id) {
                     Ok(()) => moved += location.len as u64,
                     Err(Stuck) => {
                         cleaning = false;
                         self.drop_reference(id);
                     }
-                },
-                _ => self.drop_reference(id),
+                }
+                continue;
             }
+            if location.tier == Tier::Dram
+                && sweep.concerns(location)
+                && self.move_in_dram(id, location, !sweep.squeezes(location)).is_ok()
+            {
+                moved += location.len as u64;
+            }
+            self.drop_reference(id);
         }
         // A failed flush leaves its objects where they are, in a segment that
         // is pardoned at the end.
@@ -433,13 +479,19 @@ impl Store {
 
     /// Copies an object's bytes as they are: their checksum stays the one that
     /// was taken when the page was put.
-    fn move_in_dram(&self, id: u32, from: Location) -> Result<(), Stuck> {
+    fn move_in_dram(&self, id: u32, from: Location, growth: bool) -> Result<(), Stuck> {
         let to = with_scratch(|scratch| {
             let bytes = &mut scratch.packed[..from.len];
             self.data.read_at(from.offset(), bytes)?;
-            self.write_slot(from.codec, bytes, true)
+            self.write_slot(from.codec, bytes, growth)
         });
-        self.replace(id, from, to.ok().flatten().ok_or(Stuck)?);
+        let to = to.ok().flatten().ok_or(Stuck)?;
+        if !growth && slab_of(to.unit) == slab_of(from.unit) && to.unit > from.unit {
+            // A put has taken the hole meant for it.
+            self.free_location(to);
+            return Err(Stuck);
+        }
+        self.replace(id, from, to);
         Ok(())
     }
 

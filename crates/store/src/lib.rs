@@ -20,13 +20,16 @@
 
 mod backing;
 mod codec;
+mod compact;
 mod config;
 mod id_set;
 mod location;
 mod maintain;
 mod recover;
+mod references;
 mod segments;
 mod slabs;
+mod space;
 mod store;
 mod table;
 

@@ -16,6 +16,7 @@ use crate::store::{Store, Target, lock};
 const OVERFLOW_STEP: u64 = Word::MAX_REFERENCES.div_ceil(2);
 /// Dead objects freed under one hold of the lock.
 const REAP_BATCH: usize = 256;
+
 impl Store {
     /// Adds a reference to a page that the caller holds one to. Takes no lock
     /// (but once in 16384 references to the same page).

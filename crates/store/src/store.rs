@@ -150,7 +150,7 @@ impl Store {
         if self.counters.dead.load(Relaxed) > 0 {
             self.reap_some(REAP_PER_PUT);
         }
-        let hash = codec::hash(page);
+        let hash = codec::hash(page, self.table.seed());
         let id = match self.find_duplicate(hash, page) {
             Some(id) => id,
             None => match self.insert(page, hash, how, false) {
@@ -320,7 +320,7 @@ impl Store {
                         Codec::Staged | Codec::Raw => true,
                         codec => scratch.unpack(codec, location.len, out),
                     };
-                    if whole && codec::hash(out) == hash {
+                    if whole && codec::hash(out, self.table.seed()) == hash {
                         return Ok(source_of(location));
                     }
                     Err(GetError::Corrupt)

@@ -29,7 +29,8 @@ pub struct Recovery {
 }
 
 impl Store {
-    /// Takes over the store that a dead worker left in `descriptors`.
+    /// Takes over the store that a dead worker left in `descriptors`. Dead means
+    /// waited for: until then one of its threads may still be inside a write.
     ///
     /// # Errors
     /// When they are not a store of this version, or the table's header is

@@ -29,14 +29,15 @@ const HANDLE_MASK: u64 = (1 << Handle::BITS) - 1;
 /// Environment variable: the descriptors to start from, `pid:table:data:file:map`.
 const ENV_WORKER: &str = "STRATA_TEST_WORKER";
 
-fn config(file: Option<FileConfig>) -> StoreConfig {
-    // Little enough DRAM that puts demote on their own, too.
-    StoreConfig { compressed_limit: Some(4 << 20), file }
-}
-
-fn file_config() -> FileConfig {
+fn config() -> StoreConfig {
     let name = format!("strata-kill-test-{}", std::process::id());
-    FileConfig { path: std::env::temp_dir().join(name), limit_bytes: 24 << 20 }
+    let path = std::env::temp_dir().join(name);
+    // Little enough DRAM that puts demote on their own, too, and a file small
+    // enough to be cleaned.
+    StoreConfig {
+        compressed_limit: Some(1 << 20),
+        file: Some(FileConfig { path, limit_bytes: 6 << 20 }),
+    }
 }
 
 /// Opens another process's descriptor.
@@ -51,7 +52,7 @@ fn slot(map: &SharedMemory, index: usize) -> &std::sync::atomic::AtomicU64 {
 
 /// Recovers the store and checks every page of the map.
 fn recover(descriptors: Descriptors, map: &SharedMemory) -> Store {
-    let mut recovery = Store::recover(descriptors, config(None)).expect("a store");
+    let mut recovery = Store::recover(descriptors, config()).expect("a store");
     let mut occupied = 0;
     for index in 0..SLOTS {
         let value = slot(map, index).load(Acquire);
@@ -83,6 +84,7 @@ fn recover(descriptors: Descriptors, map: &SharedMemory) -> Store {
 #[test]
 fn a_killed_worker_loses_nothing() {
     let mut random = Random::new(0x5eed);
+    let mut in_file = 0;
     let mut held: Option<(Descriptors<File>, File)> = None;
     for round in 0..ROUNDS {
         let source = match &held {
@@ -134,9 +136,11 @@ fn a_killed_worker_loses_nothing() {
         // Whatever belonged to nobody has been given back.
         let dram = store.stats().dram_bytes;
         assert_eq!(data.metadata().expect("fstat").blocks() * 512, dram, "round {round}");
+        in_file += store.stats().file_payload_bytes;
         println!("round {round}: {:?}", store.stats());
         held = Some((Descriptors { table, data, file: Some(file) }, map));
     }
+    assert!(in_file > 0, "the tier file was part of it");
 }
 
 /// Not a test: what the killed process does.
@@ -144,7 +148,7 @@ fn a_killed_worker_loses_nothing() {
 fn worker() {
     let Ok(source) = std::env::var(ENV_WORKER) else { return };
     let (store, map) = if source == "new" {
-        let store = Store::create(config(Some(file_config()))).expect("a store");
+        let store = Store::create(config()).expect("a store");
         (store, SharedMemory::create("page-map", SLOTS as u64 * 8).expect("memory"))
     } else {
         let numbers: Vec<i32> =

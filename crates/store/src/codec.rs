@@ -113,9 +113,10 @@ fn new_compressor() -> Option<Compressor<'static>> {
 }
 
 /// The low half of the page's xxh3: both its checksum and its name for
-/// deduplication.
-pub(crate) fn hash(page: &Page) -> u32 {
-    xxhash_rust::xxh3::xxh3_64(page) as u32
+/// deduplication. The seed is the store's own secret, or a tenant could choose
+/// pages that all fall into one bucket of the index.
+pub(crate) fn hash(page: &Page, seed: u64) -> u32 {
+    xxhash_rust::xxh3::xxh3_64_with_seed(page, seed) as u32
 }
 
 /// The value when the page is one 32-bit value throughout.

@@ -16,17 +16,36 @@
 //!   every page whose handle the caller still knows. docs/store-format.md has the
 //!   layout and the argument.
 //! - At most 24 bytes of memory per object beside its data.
+//!
+//! ```
+//! use strata_store::{Put, Source, Store, StoreConfig};
+//!
+//! let store = Store::create(StoreConfig::default())?;
+//! let mut page = [0u8; 4096];
+//! page[..5].copy_from_slice(b"hello");
+//! let handle = store.put(&page, Put::Staged)?;
+//! assert_eq!(store.put(&page, Put::Lz4)?, handle, "one object, two references");
+//! store.release(handle);
+//! assert_eq!(store.settle(100), 1);
+//! let mut out = [1u8; 4096];
+//! assert_eq!(store.get(handle, &mut out)?, Source::Compressed);
+//! assert_eq!(out, page);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 #![forbid(unsafe_code)]
 
 mod backing;
 mod codec;
+mod compact;
 mod config;
 mod id_set;
 mod location;
 mod maintain;
 mod recover;
+mod references;
 mod segments;
 mod slabs;
+mod space;
 mod store;
 mod table;
 

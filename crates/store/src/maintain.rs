@@ -1,4 +1,5 @@
-//! Background work: compressing, repacking, demoting, compacting.
+//! Background work: compressing, repacking, demoting. Compacting is in
+//! `compact`.
 //!
 //! All of it moves objects, and all of it holds the maintenance lock, so that
 //! an object's location changes only here and only one at a time. Readers and
@@ -12,12 +13,13 @@ use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 use strata_units::PAGE_SIZE;
 
 use crate::codec::{Scratch, with_scratch};
-use crate::config::{Compacted, GetError};
+use crate::compact::Sweep;
+use crate::config::GetError;
 use crate::id_set::IdSet;
 use crate::location::{Codec, Location, SizeClass, Tier, UNIT_BYTES, Word};
-use crate::segments::{CLUSTER_BYTES, SEGMENT_BYTES, segment_of};
-use crate::slabs::slab_of;
-use crate::store::{Reclaimed, Store, lock};
+use crate::segments::{CLUSTER_BYTES, SEGMENT_BYTES};
+use crate::space::Reclaimed;
+use crate::store::{Store, lock};
 
 /// Pages that a put over the limit demotes itself before it gives up.
 const RELIEF_PAGES: usize = 256;
@@ -27,49 +29,15 @@ const RELIEF_BYTES: u64 = 1 << 20;
 /// wait for the file: the larger of 1/64 and 1 MiB.
 const OVERSHOOT_SHIFT: u32 = 6;
 const MIN_OVERSHOOT_BYTES: u64 = 1 << 20;
-/// Entries that one call of `compact` looks at: a few milliseconds.
-const SWEEP_STEP: u32 = 1 << 20;
-
 /// What goes on between calls; the lock around it makes background work one at
 /// a time.
 #[derive(Default)]
 pub(crate) struct Maintenance {
-    sweep: Option<Sweep>,
-}
-
-/// A pass over the object table that empties the victims. The table is the only
-/// thing that knows which objects lie in a slab; a list the other way round
-/// would cost 4 bytes an object all the time.
-struct Sweep {
-    slabs: Marks,
-    segments: Marks,
-    cursor: u32,
-}
-
-/// A set of small numbers.
-#[derive(Default)]
-struct Marks(Vec<u64>);
-
-impl Marks {
-    fn set(&mut self, index: u32) {
-        let word = index as usize / 64;
-        if self.0.len() <= word {
-            self.0.resize(word + 1, 0);
-        }
-        self.0[word] |= 1 << (index % 64);
-    }
-
-    fn contains(&self, index: u32) -> bool {
-        self.0.get(index as usize / 64).is_some_and(|word| word >> (index % 64) & 1 == 1)
-    }
-
-    fn iter(&self) -> impl Iterator<Item = u32> + '_ {
-        (0..self.0.len() as u32 * 64).filter(|&index| self.contains(index))
-    }
+    pub(crate) sweep: Option<Sweep>,
 }
 
 /// Work that could not be done for want of room.
-struct Stuck;
+pub(crate) struct Stuck;
 
 impl Store {
     /// Compresses the pages staged longest (lz4), at most `max` of them; how
@@ -128,33 +96,6 @@ impl Store {
         batch.moved
     }
 
-    /// Gives memory back: frees what is dead, moves objects out of sparse slabs
-    /// and, when the tier file runs short, out of sparse segments, and returns
-    /// empty slabs to the kernel. Moves about `max_bytes` at most.
-    pub fn compact(&self, max_bytes: u64) -> Compacted {
-        let mut turn = lock(&self.maintenance);
-        self.reap();
-        let cost_before = self.counters.dram_bytes.load(Relaxed);
-        if turn.sweep.is_none() {
-            turn.sweep = self.choose_victims();
-        }
-        let mut moved_bytes = 0;
-        if let Some(sweep) = &mut turn.sweep {
-            moved_bytes = self.sweep(sweep, max_bytes);
-            if sweep.cursor >= self.table.high() {
-                self.end_sweep(sweep);
-                turn.sweep = None;
-            }
-        }
-        self.give_back_empty();
-        let cost = self.counters.dram_bytes.load(Relaxed);
-        Compacted {
-            moved_bytes,
-            freed_bytes: cost_before.saturating_sub(cost),
-            unfinished: turn.sweep.is_some(),
-        }
-    }
-
     /// Makes room for a put that found none; whether DRAM may grow now.
     pub(crate) fn relieve(&self) -> bool {
         if self.file.is_none() {
@@ -184,7 +125,7 @@ impl Store {
         }
     }
 
-    fn location(&self, id: u32) -> Location {
+    pub(crate) fn location(&self, id: u32) -> Location {
         Word(self.table.word(id).load(Acquire)).location()
     }
 
@@ -235,7 +176,7 @@ impl Store {
     }
 
     /// Points the object at its complete new copy and frees the old one.
-    fn replace(&self, id: u32, from: Location, to: Location) {
+    pub(crate) fn replace(&self, id: u32, from: Location, to: Location) {
         self.swing(id, from, to);
         self.free_location(from);
     }
@@ -263,7 +204,7 @@ impl Store {
 
     /// Adds a referenced object to a batch for the tier file, which takes over
     /// the reference unless it fails.
-    fn add_to_batch(&self, batch: &mut Batch, id: u32) -> Result<(), Stuck> {
+    pub(crate) fn add_to_batch(&self, batch: &mut Batch, id: u32) -> Result<(), Stuck> {
         let from = self.location(id);
         let wanted = if batch.cleaning { Tier::File } else { Tier::Dram };
         if from.tier != wanted || from.codec == Codec::Staged {
@@ -303,7 +244,7 @@ impl Store {
 
     /// Writes a batch to the tier file and, only then, points its objects
     /// there. On failure they stay where they are.
-    fn flush(&self, batch: &mut Batch) -> Result<(), Stuck> {
+    pub(crate) fn flush(&self, batch: &mut Batch) -> Result<(), Stuck> {
         if batch.items.is_empty() {
             return Ok(());
         }
@@ -355,108 +296,10 @@ impl Store {
             self.drop_reference(id);
         }
     }
-
-    fn choose_victims(&self) -> Option<Sweep> {
-        let mut sweep = Sweep { slabs: Marks::default(), segments: Marks::default(), cursor: 1 };
-        let mut any = false;
-        let mut allocator = lock(&self.allocator);
-        allocator.slabs.choose_victims(|slab| {
-            sweep.slabs.set(slab);
-            any = true;
-        });
-        if let Some(segments) = &mut allocator.segments {
-            segments.choose_victims(|segment| {
-                sweep.segments.set(segment);
-                any = true;
-            });
-        }
-        any.then_some(sweep)
-    }
-
-    fn end_sweep(&self, sweep: &Sweep) {
-        let mut allocator = lock(&self.allocator);
-        for slab in sweep.slabs.iter() {
-            allocator.slabs.pardon(slab);
-        }
-        if let Some(segments) = &mut allocator.segments {
-            for segment in sweep.segments.iter() {
-                segments.pardon(segment);
-            }
-        }
-    }
-
-    /// Goes on with a sweep; bytes moved.
-    fn sweep(&self, sweep: &mut Sweep, max_bytes: u64) -> u64 {
-        let mut batch = Batch::new(true);
-        let mut moved = 0;
-        let end = self.table.high().min(sweep.cursor.saturating_add(SWEEP_STEP));
-        let mut cleaning = true;
-        while sweep.cursor < end && moved < max_bytes {
-            let id = sweep.cursor;
-            sweep.cursor += 1;
-            let word = Word(self.table.word(id).load(Acquire));
-            if word.references() == 0 {
-                continue;
-            }
-            let location = word.location();
-            let marked = match location.tier {
-                Tier::Dram => sweep.slabs.contains(slab_of(location.unit)),
-                Tier::File => sweep.segments.contains(segment_of(location.offset())),
-            };
-            if !marked || !self.try_reference(id) {
-                continue;
-            }
-            // The id may have changed hands since; look again, referenced.
-            let location = self.location(id);
-            match location.tier {
-                Tier::Dram if sweep.slabs.contains(slab_of(location.unit)) => {
-                    if self.move_in_dram(id, location).is_ok() {
-                        moved += location.len as u64;
-                    }
-                    self.drop_reference(id);
-                }
-                Tier::File if cleaning => match self.add_to_batch(&mut batch, id) {
-                    Ok(()) => moved += location.len as u64,
-                    Err(Stuck) => {
-                        cleaning = false;
-                        self.drop_reference(id);
-                    }
-                },
-                _ => self.drop_reference(id),
-            }
-        }
-        // A failed flush leaves its objects where they are, in a segment that
-        // is pardoned at the end.
-        let _ = self.flush(&mut batch);
-        moved
-    }
-
-    /// Copies an object's bytes as they are: their checksum stays the one that
-    /// was taken when the page was put.
-    fn move_in_dram(&self, id: u32, from: Location) -> Result<(), Stuck> {
-        let to = with_scratch(|scratch| {
-            let bytes = &mut scratch.packed[..from.len];
-            self.data.read_at(from.offset(), bytes)?;
-            self.write_slot(from.codec, bytes, true)
-        });
-        self.replace(id, from, to.ok().flatten().ok_or(Stuck)?);
-        Ok(())
-    }
-
-    fn give_back_empty(&self) {
-        let mut reclaimed = Reclaimed::default();
-        {
-            let mut allocator = lock(&self.allocator);
-            while let Some(slab) = allocator.slabs.pop_warm() {
-                reclaimed.slabs.push(slab);
-            }
-        }
-        self.give_back(reclaimed);
-    }
 }
 
 /// Objects on their way to the tier file: one sequential write.
-struct Batch {
+pub(crate) struct Batch {
     /// For cleaning (from the file to the file) or demotion (from DRAM).
     cleaning: bool,
     /// Made for the first object.
@@ -481,7 +324,7 @@ struct Item {
 struct SegmentBuffer([u8; SEGMENT_BYTES as usize]);
 
 impl Batch {
-    fn new(cleaning: bool) -> Self {
+    pub(crate) fn new(cleaning: bool) -> Self {
         Self { cleaning, buffer: None, fill: 0, room: 0, items: Vec::new(), moved: 0 }
     }
 

@@ -29,7 +29,10 @@ pub struct Recovery {
 }
 
 impl Store {
-    /// Takes over the store that a dead worker left in `descriptors`.
+    /// Takes over the store that a dead worker left in `descriptors`. Dead means
+    /// waited for: until then one of its threads may still be inside a write.
+    /// Of `config.file` only the limit counts where the file exists already;
+    /// without it the file is read but does not grow.
     ///
     /// # Errors
     /// When they are not a store of this version, or the table's header is

@@ -13,6 +13,9 @@ const PAGE: u64 = 4096;
 /// Empty slabs kept with their memory, so that a store that breathes at a
 /// slab's boundary does not pay for giving it back and asking again: 1 MiB.
 const WARM_SLABS: usize = 4;
+/// Pages that packing a slab's objects to its front must give back to be worth
+/// the copying.
+const SQUEEZE_PAGES: u8 = 4;
 /// Slabs that an allocation without growth looks at before it gives up.
 const FULL_SEARCH: usize = 8;
 const NIL: u32 = u32::MAX;
@@ -332,6 +335,61 @@ impl Slabs {
         }
     }
 
+    /// Picks, for each class, the emptiest slab that stays, if packing its
+    /// objects to its front would give pages back. Calls `chosen` with the slab
+    /// and the units that they need then; the bytes to be gained.
+    pub(crate) fn choose_squeezed(&self, mut chosen: impl FnMut(u32, u64)) -> u64 {
+        let mut emptiest = [None; CLASS_COUNT];
+        for (index, slab) in self.slabs.iter().enumerate() {
+            let Some(class) = slab.class.filter(|_| !slab.victim) else { continue };
+            let best = &mut emptiest[class.0 as usize];
+            if best.is_none_or(|(used, _)| slab.used < used) {
+                *best = Some((slab.used, index as u32));
+            }
+        }
+        let mut gain_pages = 0;
+        for (index, best) in emptiest.into_iter().enumerate() {
+            let Some((used, slab)) = best.filter(|&(used, _)| used > 0) else { continue };
+            let class = SizeClass(index as u8);
+            let touched = self.slabs[slab as usize].touched;
+            let gain = touched - self.end_page(class, u64::from(used) - 1);
+            if gain >= SQUEEZE_PAGES {
+                gain_pages += u64::from(gain);
+                chosen(slab, u64::from(used) * class.slot_units());
+            }
+        }
+        gain_pages * PAGE
+    }
+
+    /// The byte range behind a slab's last object that still costs memory, for
+    /// the caller to punch before it lets go of the lock.
+    pub(crate) fn tail(&self, slab: u32) -> Option<(u64, u64)> {
+        let end = u64::from(self.used_pages(slab)) * PAGE;
+        let touched = u64::from(self.slabs[slab as usize].touched) * PAGE;
+        (end < touched).then(|| (u64::from(slab) * SLAB_BYTES + end, touched - end))
+    }
+
+    /// The tail has been punched.
+    pub(crate) fn trimmed(&mut self, slab: u32) {
+        let pages = self.used_pages(slab);
+        let entry = &mut self.slabs[slab as usize];
+        self.touched_bytes -= u64::from(entry.touched - pages) * PAGE;
+        entry.touched = pages;
+    }
+
+    /// Pages up to the end of a slab's last object.
+    fn used_pages(&self, slab: u32) -> u8 {
+        let entry = &self.slabs[slab as usize];
+        let words = entry.bits.words();
+        match (entry.class, words.iter().rposition(|&word| word != 0)) {
+            (Some(class), Some(word)) => {
+                let slot = word as u64 * 64 + u64::from(words[word].ilog2());
+                self.end_page(class, slot)
+            }
+            _ => 0,
+        }
+    }
+
     /// Lets a slab that could not be emptied hand out slots again.
     pub(crate) fn pardon(&mut self, slab: u32) {
         let entry = &mut self.slabs[slab as usize];
@@ -377,19 +435,29 @@ impl Slabs {
     /// Recovery, after the last claim: lists are built, and `unused` is told
     /// every byte range that belongs to nobody, up to the end of the last slab.
     pub(crate) fn finish_claims(&mut self, mut unused: impl FnMut(u64, u64)) {
+        // Neighbouring ranges are told as one: each costs a system call.
+        let mut gap = 0..0;
         for slab in 0..self.slabs.len() as u32 {
             let entry = &self.slabs[slab as usize];
             let start = u64::from(slab) * SLAB_BYTES;
             let touched = u64::from(entry.touched) * PAGE;
             let (class, used) = (entry.class, u64::from(entry.used));
+            if touched > 0 && !gap.is_empty() {
+                unused(gap.start, gap.end - gap.start);
+                gap = 0..0;
+            }
             if touched < SLAB_BYTES {
-                unused(start + touched, SLAB_BYTES - touched);
+                let begin = if gap.is_empty() { start + touched } else { gap.start };
+                gap = begin..start + SLAB_BYTES;
             }
             match class {
                 None => self.cold.push(slab),
                 Some(class) if used < Self::slots(class) => self.enlist(slab, class),
                 Some(_) => {}
             }
+        }
+        if !gap.is_empty() {
+            unused(gap.start, gap.end - gap.start);
         }
     }
 
@@ -402,6 +470,11 @@ impl Slabs {
 /// The slab that a unit lies in.
 pub(crate) fn slab_of(unit: u64) -> u32 {
     (unit / SLAB_UNITS) as u32
+}
+
+/// Units between its slab's start and `unit`.
+pub(crate) fn units_into_slab(unit: u64) -> u64 {
+    unit % SLAB_UNITS
 }
 
 #[cfg(test)]

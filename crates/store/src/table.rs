@@ -5,6 +5,7 @@
 //! derived from them and wiped by recovery. The byte layout is described in
 //! docs/store-format.md.
 
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
@@ -20,6 +21,7 @@ pub(crate) const MAX_OBJECTS: u64 = 1 << 27;
 const MAGIC: u64 = 0x5354_5241_5441_0b01;
 const HEADER_BYTES: u64 = 4096;
 const HIGH_OFFSET: u64 = 8;
+const SEED_OFFSET: u64 = 16;
 const ENTRY_BYTES: u64 = 16;
 const ENTRIES: u64 = HEADER_BYTES;
 const HEADS: u64 = ENTRIES + MAX_OBJECTS * ENTRY_BYTES;
@@ -34,6 +36,7 @@ const NOBODY: u32 = 0;
 /// The object table.
 pub(crate) struct Table {
     memory: Arc<SharedMemory>,
+    seed: u64,
     pub(crate) dead: IdSet,
     pub(crate) free: IdSet,
     pub(crate) staged: IdSet,
@@ -50,10 +53,10 @@ pub(crate) struct IndexSize {
 impl Table {
     pub(crate) fn create() -> io::Result<Self> {
         let memory = SharedMemory::create("strata-objects", TABLE_BYTES)?;
-        let table = Self::over(memory);
-        table.memory.atomic_u64(HIGH_OFFSET).store(1, Relaxed);
-        table.memory.atomic_u64(0).store(MAGIC, Release);
-        Ok(table)
+        memory.atomic_u64(HIGH_OFFSET).store(1, Relaxed);
+        memory.atomic_u64(SEED_OFFSET).store(random_seed(), Relaxed);
+        memory.atomic_u64(0).store(MAGIC, Release);
+        Ok(Self::over(memory))
     }
 
     /// Takes over a dead worker's table, derived parts wiped.
@@ -83,12 +86,18 @@ impl Table {
             staged: set(SetName::Staged),
             repackable: set(SetName::Repackable),
             demotable: set(SetName::Demotable),
+            seed: memory.atomic_u64(SEED_OFFSET).load(Relaxed),
             memory,
         }
     }
 
     pub(crate) fn memory(&self) -> &SharedMemory {
         &self.memory
+    }
+
+    /// The seed of this store's hashes.
+    pub(crate) fn seed(&self) -> u64 {
+        self.seed
     }
 
     /// First id that was never used.
@@ -193,6 +202,12 @@ impl Table {
     }
 }
 
+/// A number that the tenant cannot know: the standard library's hash maps draw
+/// theirs from the operating system.
+fn random_seed() -> u64 {
+    RandomState::new().build_hasher().finish()
+}
+
 impl IndexSize {
     /// For an index that is empty now and about to hold `objects`.
     pub(crate) fn for_objects(objects: u32) -> Self {
@@ -219,7 +234,8 @@ mod tests {
     fn the_index_finds_everything_while_it_grows_and_shrinks() {
         let table = Table::create().expect("table");
         let mut size = IndexSize::for_objects(0);
-        let hash_of = |id: u32| if id % 10 == 0 { 77 } else { id.wrapping_mul(0x9e37_79b9) };
+        let hash_of =
+            |id: u32| if id.is_multiple_of(10) { 77 } else { id.wrapping_mul(0x9e37_79b9) };
         const COUNT: u32 = 5000;
         for id in 1..=COUNT {
             table.hash(id).store(hash_of(id), Relaxed);

@@ -90,7 +90,7 @@ impl SharedMemory {
             ));
         }
         let (len_bytes, _) = size_and_allocated(descriptor.as_fd())?;
-        if len_bytes == 0 || len_bytes % PAGE != 0 {
+        if len_bytes == 0 || !len_bytes.is_multiple_of(PAGE) {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
                 "the memory file's length is not a number of pages",

@@ -1,0 +1,185 @@
+//! Counting references to objects, and freeing those that nobody references.
+//!
+//! A count lives in the object's word, beside its location; what it cannot hold
+//! lies in an overflow table.
+
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
+
+use strata_units::Handle;
+
+use crate::location::Word;
+use crate::space::Reclaimed;
+use crate::store::{Store, Target, lock};
+
+/// References moved to or from the overflow table at a time: half of what a
+/// word holds, so that going back and forth at the edge costs nothing.
+const OVERFLOW_STEP: u64 = Word::MAX_REFERENCES.div_ceil(2);
+/// Dead objects freed under one hold of the lock.
+const REAP_BATCH: usize = 256;
+
+impl Store {
+    /// Adds a reference to a page that the caller holds one to. Takes no lock
+    /// (but once in 16384 references to the same page).
+    ///
+    /// # Panics
+    /// When the handle names no referenced object.
+    pub fn retain(&self, handle: Handle) {
+        match Target::of(handle) {
+            Target::Fill(_) => {
+                self.counters.fill_pages.fetch_add(1, Relaxed);
+            }
+            Target::Object(id) => {
+                assert!(self.try_reference(id), "{handle:?} names no referenced object");
+                self.counters.references.fetch_add(1, Relaxed);
+            }
+        }
+    }
+
+    /// Gives a reference up; with the last one the page goes. Constant time and
+    /// without a lock, as [`Store::retain`]: the memory is freed later, by
+    /// [`Store::reap`] or on the way of a put.
+    ///
+    /// Take the handle out of the page map first: a worker killed in between
+    /// then leaves a page that nobody names, which recovery frees, and not a
+    /// name without a page.
+    ///
+    /// # Panics
+    /// When the handle names no referenced object.
+    pub fn release(&self, handle: Handle) {
+        match Target::of(handle) {
+            Target::Fill(_) => {
+                self.counters.fill_pages.fetch_sub(1, Relaxed);
+            }
+            Target::Object(id) => {
+                self.drop_reference(id);
+                self.counters.references.fetch_sub(1, Relaxed);
+            }
+        }
+    }
+
+    /// Adds a reference, unless the object is dead.
+    pub(crate) fn try_reference(&self, id: u32) -> bool {
+        let atomic = self.table.word(id);
+        let mut word = Word(atomic.load(Relaxed));
+        loop {
+            if word.references() == 0 {
+                return false;
+            }
+            if word.references() == Word::MAX_REFERENCES {
+                self.spill_references(id);
+                word = Word(atomic.load(Relaxed));
+                continue;
+            }
+            match atomic.compare_exchange_weak(word.0, word.0 + Word::ONE, Acquire, Relaxed) {
+                Ok(_) => return true,
+                Err(now) => word = Word(now),
+            }
+        }
+    }
+
+    pub(crate) fn drop_reference(&self, id: u32) {
+        let atomic = self.table.word(id);
+        let mut word = Word(atomic.load(Relaxed));
+        loop {
+            assert!(word.references() > 0, "object {id} has no reference to give up");
+            if word.references() == 1 && word.overflows() {
+                self.refill_references(id);
+                word = Word(atomic.load(Relaxed));
+                continue;
+            }
+            match atomic.compare_exchange_weak(word.0, word.0 - Word::ONE, AcqRel, Relaxed) {
+                Ok(_) => break,
+                Err(now) => word = Word(now),
+            }
+        }
+        if word.references() == 1 {
+            self.counters.objects.fetch_sub(1, Relaxed);
+            self.table.dead.insert(id);
+            self.counters.dead.fetch_add(1, Relaxed);
+        }
+    }
+
+    /// Moves a full word's surplus to the overflow table.
+    fn spill_references(&self, id: u32) {
+        let mut overflow = lock(&self.overflow);
+        let atomic = self.table.word(id);
+        let mut word = atomic.load(Relaxed);
+        while Word(word).references() == Word::MAX_REFERENCES {
+            let new = (word - OVERFLOW_STEP * Word::ONE) | Word::OVERFLOW;
+            match atomic.compare_exchange_weak(word, new, AcqRel, Relaxed) {
+                Ok(_) => {
+                    *overflow.entry(id).or_insert(0) += OVERFLOW_STEP;
+                    return;
+                }
+                Err(now) => word = now,
+            }
+        }
+    }
+
+    /// Brings references back from the overflow table before a word's last one
+    /// goes.
+    fn refill_references(&self, id: u32) {
+        let mut overflow = lock(&self.overflow);
+        let atomic = self.table.word(id);
+        let mut word = atomic.load(Relaxed);
+        // While the lock is held nobody else changes flag or overflow.
+        while Word(word).overflows() && Word(word).references() == 1 {
+            let rest = overflow.get(&id).map_or(0, |extra| extra - OVERFLOW_STEP);
+            let flag = if rest == 0 { Word::OVERFLOW } else { 0 };
+            let new = (word & !flag) + OVERFLOW_STEP * Word::ONE;
+            match atomic.compare_exchange_weak(word, new, AcqRel, Relaxed) {
+                Ok(_) if rest == 0 => {
+                    overflow.remove(&id);
+                    return;
+                }
+                Ok(_) => {
+                    overflow.insert(id, rest);
+                    return;
+                }
+                Err(now) => word = now,
+            }
+        }
+    }
+
+    /// Frees everything that nobody references any more; how many objects.
+    pub fn reap(&self) -> usize {
+        let mut total = 0;
+        loop {
+            let freed = self.reap_some(REAP_BATCH);
+            total += freed;
+            if freed < REAP_BATCH {
+                return total;
+            }
+        }
+    }
+
+    pub(crate) fn reap_some(&self, max: usize) -> usize {
+        let mut reclaimed = Reclaimed::default();
+        let mut freed = 0;
+        {
+            let mut guard = lock(&self.allocator);
+            let allocator = &mut *guard;
+            while freed < max
+                && let Some(id) = self.table.dead.next(0)
+            {
+                self.table.dead.remove(id);
+                let word = Word(self.table.word(id).load(Acquire));
+                assert_eq!(word.references(), 0, "object {id} is referenced and on the dead list");
+                self.table.unlink(&mut allocator.index, id);
+                for set in [&self.table.staged, &self.table.repackable, &self.table.demotable] {
+                    set.remove(id);
+                }
+                // First the entry, then the slot: at no instant does an entry
+                // point at bytes that may be another's.
+                self.table.word(id).store(Word::FREE.0, Release);
+                self.release_location(allocator, word.location(), &mut reclaimed);
+                self.table.free.insert(id);
+                freed += 1;
+            }
+            self.show_costs(allocator);
+        }
+        self.counters.dead.fetch_sub(freed as u64, Relaxed);
+        self.give_back(reclaimed);
+        freed
+    }
+}

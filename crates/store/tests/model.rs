@@ -1,0 +1,146 @@
+//! The store against a plain model: any sequence of operations, the same
+//! pages.
+
+mod common;
+
+use std::collections::HashMap;
+
+use common::{Page, page, store_with_file};
+use proptest::prelude::*;
+use strata_store::{Put, PutError, Store};
+use strata_units::Handle;
+
+#[derive(Clone, Debug)]
+enum Step {
+    Put(u64, Put),
+    Get(usize),
+    Retain(usize),
+    Release(usize),
+    Settle(usize),
+    Repack(usize),
+    Demote(usize),
+    Compact(u64),
+    Reap,
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let how = prop_oneof![Just(Put::Staged), Just(Put::Lz4), Just(Put::Zstd)];
+    let step = prop_oneof![
+        8 => (0u64..400, how).prop_map(|(seed, how)| Step::Put(seed, how)),
+        4 => any::<usize>().prop_map(Step::Get),
+        2 => any::<usize>().prop_map(Step::Retain),
+        6 => any::<usize>().prop_map(Step::Release),
+        1 => (0usize..60).prop_map(Step::Settle),
+        1 => (0usize..60).prop_map(Step::Repack),
+        1 => (0usize..60).prop_map(Step::Demote),
+        1 => (0u64..200_000).prop_map(Step::Compact),
+        1 => Just(Step::Reap),
+    ];
+    prop::collection::vec(step, 1..400)
+}
+
+/// What the model knows: every handle, its content's seed, its references.
+#[derive(Default)]
+struct Model {
+    handles: HashMap<u64, (u64, u64)>,
+}
+
+impl Model {
+    fn pick(&self, random: usize) -> Option<(Handle, u64)> {
+        let mut handles: Vec<_> = self.handles.iter().collect();
+        handles.sort_unstable();
+        (!handles.is_empty()).then(|| {
+            let (&handle, &(seed, _)) = handles[random % handles.len()];
+            (Handle(handle), seed)
+        })
+    }
+
+    fn references(&self) -> u64 {
+        self.handles.values().map(|(_, references)| references).sum()
+    }
+}
+
+fn check(store: &Store, handle: Handle, seed: u64) {
+    let mut out: Page = [0; 4096];
+    store.get(handle, &mut out).expect("a stored page");
+    assert!(out == page(seed), "{handle:?} does not hold page {seed}");
+}
+
+fn run(store: &Store, steps: Vec<Step>) {
+    let mut model = Model::default();
+    for step in steps {
+        match step {
+            Step::Put(seed, how) => match store.put(&page(seed), how) {
+                Ok(handle) => {
+                    assert!(handle.0 < 1 << Handle::BITS && handle.0 != 0);
+                    let entry = model.handles.entry(handle.0).or_insert((seed, 0));
+                    assert!(page(entry.0) == page(seed), "{handle:?} is two pages");
+                    entry.1 += 1;
+                }
+                Err(PutError::Full) => {}
+                Err(error) => panic!("{error}"),
+            },
+            Step::Get(pick) => {
+                if let Some((handle, seed)) = model.pick(pick) {
+                    check(store, handle, seed);
+                }
+            }
+            Step::Retain(pick) => {
+                if let Some((handle, _)) = model.pick(pick) {
+                    store.retain(handle);
+                    model.handles.get_mut(&handle.0).expect("picked").1 += 1;
+                }
+            }
+            Step::Release(pick) => {
+                if let Some((handle, _)) = model.pick(pick) {
+                    let entry = model.handles.get_mut(&handle.0).expect("picked");
+                    entry.1 -= 1;
+                    if entry.1 == 0 {
+                        model.handles.remove(&handle.0);
+                    }
+                    store.release(handle);
+                }
+            }
+            Step::Settle(max) => assert!(store.settle(max) <= max),
+            Step::Repack(max) => assert!(store.repack(max) <= max),
+            Step::Demote(max) => assert!(store.demote(max) <= max),
+            Step::Compact(max) => {
+                store.compact(max);
+            }
+            Step::Reap => {
+                store.reap();
+            }
+        }
+        assert_eq!(store.stats().stored_pages, model.references());
+    }
+    for (&handle, &(seed, _)) in &model.handles {
+        check(store, Handle(handle), seed);
+    }
+    let stats = store.stats();
+    assert_eq!(stats.objects + stats.deduplicated_pages + stats.fill_pages, stats.stored_pages);
+    for (handle, (_, references)) in model.handles {
+        for _ in 0..references {
+            store.release(Handle(handle));
+        }
+    }
+    store.reap();
+    while store.compact(u64::MAX).unfinished {}
+    let stats = store.stats();
+    assert_eq!((stats.stored_pages, stats.objects, stats.payload_bytes), (0, 0, 0));
+    assert_eq!((stats.dram_bytes, stats.staged_bytes, stats.file_payload_bytes), (0, 0, 0));
+    assert_eq!((stats.tier_errors, stats.corrupt_objects), (0, 0));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+
+    #[test]
+    fn unlimited(steps in steps()) {
+        run(&store_with_file(None, 64 << 20).0, steps);
+    }
+
+    #[test]
+    fn little_memory_and_a_small_file(steps in steps()) {
+        run(&store_with_file(Some(100_000), 2 << 20).0, steps);
+    }
+}

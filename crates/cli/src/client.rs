@@ -136,12 +136,15 @@ fn list_by_daemon() -> Result<Vec<(PathBuf, Vec<Stats>)>> {
     Ok(daemons)
 }
 
-/// All tenants of the caller, in order of name.
-pub(crate) fn list_all() -> Result<Vec<Stats>> {
-    let mut tenants: Vec<Stats> =
-        list_by_daemon()?.into_iter().flat_map(|(_, tenants)| tenants).collect();
+/// All tenants of the caller, in order of name; None when no daemon is alive.
+pub(crate) fn list_all() -> Result<Option<Vec<Stats>>> {
+    let daemons = list_by_daemon()?;
+    if daemons.is_empty() {
+        return Ok(None);
+    }
+    let mut tenants: Vec<Stats> = daemons.into_iter().flat_map(|(_, tenants)| tenants).collect();
     tenants.sort_by(|a, b| a.name.cmp(&b.name));
-    Ok(tenants)
+    Ok(Some(tenants))
 }
 
 /// The daemon that has the tenant `name`, and what it says of it.

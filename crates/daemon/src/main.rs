@@ -1,11 +1,100 @@
-//! See ARCHITECTURE.md.
+//! stratad: wiring only. Reads the configuration, binds the sockets, and lets a
+//! supervisor keep a worker alive.
 #![forbid(unsafe_code)]
-#![allow(dead_code)]
+
+mod agents;
+mod cgroup;
+mod commands;
 mod config;
 mod control;
 mod doctor;
 mod metrics;
 mod program;
-fn main() {
-    println!("{}", doctor::examine());
+mod statistics;
+mod supervisor;
+mod tenants;
+mod worker;
+
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::config::{Config, DEFAULT_FILE, Machine};
+
+/// The memory machine's daemon: holds the pages of managed programs.
+#[derive(Parser, Debug)]
+#[command(name = "stratad", version, about)]
+struct Arguments {
+    /// Configuration file [default: /etc/strata/stratad.toml, if it exists]
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Serve one user from DIR and end with the last tenant (`strata run`
+    /// starts such a daemon when no other runs)
+    #[arg(long, value_name = "DIR", conflicts_with = "config")]
+    private: Option<PathBuf>,
+    #[command(subcommand)]
+    command: Option<Task>,
+}
+
+#[derive(Subcommand, Debug)]
+enum Task {
+    /// Tell what this machine allows, and what is lost without it
+    Doctor {
+        /// One JSON object
+        #[arg(long)]
+        json: bool,
+    },
+    /// Check a configuration file and print it with all defaults
+    ConfigCheck {
+        /// The file [default: /etc/strata/stratad.toml, if it exists]
+        file: Option<PathBuf>,
+    },
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    let outcome = match &arguments.command {
+        Some(Task::Doctor { json }) => Ok(doctor(*json)),
+        Some(Task::ConfigCheck { file }) => config_check(file.as_deref()),
+        None => serve(&arguments),
+    };
+    outcome.unwrap_or_else(|error| {
+        eprintln!("stratad: {error:#}");
+        ExitCode::FAILURE
+    })
+}
+
+fn doctor(json: bool) -> ExitCode {
+    let report = doctor::examine();
+    let text = if json { format!("{}\n", report.to_json()) } else { report.to_string() };
+    // A reader that left early has seen what it wanted.
+    let _ = io::stdout().write_all(text.as_bytes());
+    if report.ready { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// The file that was named, or the default one where there is one.
+fn configuration(named: Option<&std::path::Path>) -> anyhow::Result<Config> {
+    let machine = Machine::this()?;
+    let default = PathBuf::from(DEFAULT_FILE);
+    let file = named.or_else(|| default.exists().then_some(default.as_path()));
+    Config::load(file, &machine).map_err(|problems| anyhow::anyhow!("{problems}"))
+}
+
+fn config_check(file: Option<&std::path::Path>) -> anyhow::Result<ExitCode> {
+    print!("{}", configuration(file)?.resolved());
+    Ok(ExitCode::SUCCESS)
+}
+
+fn serve(arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    let config = match &arguments.private {
+        Some(directory) => {
+            let mut config = Config::defaults(&Machine::this()?);
+            config.socket_dir.clone_from(directory);
+            config
+        }
+        None => configuration(arguments.config.as_deref())?,
+    };
+    supervisor::run(config, arguments.private.is_some())
 }

@@ -1,1 +1,16 @@
-//! See ARCHITECTURE.md.
+//! Pure decisions: which pages to evict, and how much memory a tenant may cost.
+//!
+//! Nothing here calls anything, reads a clock or starts a thread: every function
+//! sees only its arguments, so that the code that runs in production is the code
+//! that runs in the simulator and in property tests. What the decisions cause
+//! (moving, compressing, writing pages) is the pager's and the store's business.
+#![forbid(unsafe_code)]
+
+pub mod budget;
+pub mod gap;
+mod queues;
+pub mod replacement;
+pub mod replay;
+
+pub use gap::{Arrival, Level};
+pub use replacement::{Census, Pages, Replacement};

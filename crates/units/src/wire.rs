@@ -14,11 +14,10 @@ use core::sync::atomic::{AtomicI32, AtomicU32, AtomicU64};
 /// First word of [`Hello`] and [`Control`]: "STRATA" and the layout's version.
 pub const MAGIC: u64 = 0x5354_5241_5441_0001;
 
-/// Pages of one batch, and of one half (bank) of the transfer range.
+/// Most pages of one batch.
 pub const BATCH_PAGES: usize = 256;
-/// Pages of the transfer range: two banks, so that one is read while the other
-/// is filled.
-pub const TRANSFER_PAGES: usize = 2 * BATCH_PAGES;
+/// Pages of the transfer range: a batch.
+pub const TRANSFER_PAGES: usize = BATCH_PAGES;
 /// Threads that the control block can tell apart. A program with more keeps
 /// running; the daemon then manages no mapping younger than the overflow.
 pub const THREAD_SLOTS: usize = 4096;
@@ -236,6 +235,52 @@ pub struct Control {
     pub pinned: [AtomicU64; PINNED_SLOTS],
 }
 
+/// A message of the handshake as the bytes that travel: its fields in order,
+/// little-endian, which is its layout in memory (`repr(C)`, no padding).
+pub trait AsBytes: Sized {
+    /// The message as it is sent.
+    fn to_bytes(&self) -> Vec<u8>;
+    /// The message in `bytes`; none if they are not exactly one.
+    fn from_bytes(bytes: &[u8]) -> Option<Self>;
+}
+
+macro_rules! as_bytes {
+    ($message:ident { $($field:ident: $kind:ty),+ }) => {
+        impl AsBytes for $message {
+            fn to_bytes(&self) -> Vec<u8> {
+                let mut bytes = Vec::with_capacity(size_of::<Self>());
+                $(bytes.extend_from_slice(&self.$field.to_le_bytes());)+
+                bytes
+            }
+
+            fn from_bytes(bytes: &[u8]) -> Option<Self> {
+                let rest = bytes;
+                $(
+                    let (head, rest) = rest.split_first_chunk::<{ size_of::<$kind>() }>()?;
+                    let $field = <$kind>::from_le_bytes(*head);
+                )+
+                rest.is_empty().then_some(Self { $($field),+ })
+            }
+        }
+
+        const _: () = assert!(size_of::<$message>() == 0 $(+ size_of::<$kind>())+);
+    };
+}
+
+as_bytes!(Hello {
+    magic: u64,
+    kind: u32,
+    pid: u32,
+    token: u64,
+    transfer: u64,
+    probe: u64,
+    own_start: u64,
+    own_end: u64
+});
+as_bytes!(Welcome { magic: u64, verdict: u32, space: u32 });
+as_bytes!(Userfaultfd { magic: u64 });
+as_bytes!(Ready { magic: u64 });
+
 /// Bytes of the control memfd: [`Control`] rounded up to pages.
 pub const CONTROL_BYTES: usize = size_of::<Control>().next_multiple_of(crate::PAGE_SIZE);
 
@@ -245,7 +290,31 @@ pub const fn thread_slot(control_block: u64) -> usize {
     ((control_block >> 6).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as usize % THREAD_SLOTS
 }
 
-const _: () = assert!(size_of::<Hello>() == 56);
-const _: () = assert!(size_of::<Welcome>() == 16);
 const _: () = assert!(size_of::<Entry>() == 16);
 const _: () = assert!(size_of::<ThreadSlot>() == 24);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_survive_their_bytes() {
+        let hello = Hello {
+            magic: MAGIC,
+            kind: 2,
+            pid: 3,
+            token: 4,
+            transfer: 5,
+            probe: 6,
+            own_start: 7,
+            own_end: 8,
+        };
+        let bytes = hello.to_bytes();
+        assert_eq!(bytes.len(), size_of::<Hello>());
+        let again = Hello::from_bytes(&bytes).expect("whole");
+        assert_eq!(again.to_bytes(), bytes);
+        assert_eq!((again.kind, again.own_end), (2, 8));
+        assert!(Hello::from_bytes(&bytes[1..]).is_none());
+        assert!(Welcome::from_bytes(&bytes).is_none());
+    }
+}

@@ -1,0 +1,226 @@
+//! Agents say hello here. Each connection has a thread of its own for the
+//! handshake, with a time limit; what an agent says is believed only of its own
+//! process.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use strata_pager::{Hail, Tenant};
+use strata_sys::peer::{Peer, peer_of};
+use strata_sys::{ControlBlock, Range, SeqPacket, UffdError, Userfaultfd, open_device};
+use strata_units::wire::{
+    AsBytes, Hello, HelloKind, MAGIC, Ready, TRANSFER_PAGES, Userfaultfd as UffdMessage, Verdict,
+    Welcome,
+};
+use strata_units::{PAGE_SIZE, SpaceId};
+
+use crate::config::Config;
+use crate::program::Program;
+use crate::supervisor::Inheritance;
+use crate::tenants::Tenants;
+
+/// One handshake may take this long.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// Handshakes at a time; further agents wait in the socket's queue.
+const MOST_HANDSHAKES: usize = 128;
+/// Highest address of a process that we manage (47 bits).
+const HIGHEST: u64 = 1 << 47;
+
+struct Reception {
+    config: Config,
+    private_uid: Option<u32>,
+    tenants: Arc<Tenants>,
+    under_way: AtomicUsize,
+}
+
+/// Starts to serve the agents' socket.
+pub(crate) fn serve(inheritance: &Inheritance, tenants: &Arc<Tenants>) -> io::Result<()> {
+    use std::os::unix::fs::MetadataExt;
+    let private_uid =
+        if inheritance.private { Some(std::fs::metadata("/proc/self")?.uid()) } else { None };
+    let reception = Arc::new(Reception {
+        config: inheritance.config.clone(),
+        private_uid,
+        tenants: Arc::clone(tenants),
+        under_way: AtomicUsize::new(0),
+    });
+    let listener = inheritance.agents.try_clone()?;
+    std::thread::Builder::new().name("agents".into()).spawn(move || {
+        loop {
+            while reception.under_way.load(Ordering::Acquire) >= MOST_HANDSHAKES {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            match listener.accept() {
+                Ok(socket) => receive(&reception, socket),
+                // Out of descriptors, say: do not spin.
+                Err(_) => std::thread::sleep(Duration::from_millis(50)),
+            }
+        }
+    })?;
+    Ok(())
+}
+
+fn receive(reception: &Arc<Reception>, socket: SeqPacket) {
+    reception.under_way.fetch_add(1, Ordering::AcqRel);
+    let own = Arc::clone(reception);
+    let thread =
+        std::thread::Builder::new().name("hello".into()).stack_size(256 << 10).spawn(move || {
+            let peer = peer_of(&socket);
+            if let Err(error) = peer.and_then(|peer| {
+                own.handshake(socket, peer).map_err(|error| {
+                    io::Error::new(error.kind(), format!("agent of process {}: {error}", peer.pid))
+                })
+            }) {
+                eprintln!("stratad: {error}");
+            }
+            own.under_way.fetch_sub(1, Ordering::AcqRel);
+        });
+    if thread.is_err() {
+        // The agent sees its connection close and goes on unmanaged.
+        reception.under_way.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+fn invalid(what: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what.to_owned())
+}
+
+/// A hello whose numbers make sense.
+fn checked(hello: &Hello) -> io::Result<HelloKind> {
+    let aligned = |address: u64| address.is_multiple_of(PAGE_SIZE as u64);
+    let transfer_end = hello.transfer.saturating_add((TRANSFER_PAGES * PAGE_SIZE) as u64);
+    let kind = match hello.kind {
+        1 => HelloKind::Start,
+        2 => HelloKind::Forked,
+        3 => HelloKind::Resumed,
+        _ => return Err(invalid("says hello in an unknown way")),
+    };
+    let sane = hello.magic == MAGIC
+        && aligned(hello.transfer)
+        && aligned(hello.probe)
+        && hello.transfer != 0
+        && transfer_end <= HIGHEST
+        && hello.probe < HIGHEST
+        && hello.own_start <= hello.own_end
+        && hello.own_end <= HIGHEST;
+    if sane { Ok(kind) } else { Err(invalid("its hello is of another version, or garbage")) }
+}
+
+fn welcome(socket: &SeqPacket, verdict: Verdict, space: u32, fds: &[&dyn AsFd]) -> io::Result<()> {
+    let message = Welcome { magic: MAGIC, verdict: verdict as u32, space };
+    let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
+    socket.send(&message.to_bytes(), &fds)
+}
+
+impl Reception {
+    fn handshake(&self, socket: SeqPacket, peer: Peer) -> io::Result<()> {
+        socket.set_timeout(PATIENCE)?;
+        let mut bytes = [0; size_of::<Hello>()];
+        let (got, fds) = socket.receive(&mut bytes)?;
+        if got == 0 {
+            return Ok(());
+        }
+        let hello =
+            Hello::from_bytes(&bytes[..got]).ok_or_else(|| invalid("its hello is cut short"))?;
+        let kind = checked(&hello)?;
+        if kind == HelloKind::Resumed {
+            return self.resume(socket, peer, fds.into_iter().next());
+        }
+        let Some(tenant) = self.tenant_of(&hello, peer)? else {
+            return welcome(&socket, Verdict::Unmanaged, 0, &[]);
+        };
+        let control = ControlBlock::create()?;
+        let hail = Hail {
+            pid: peer.pid,
+            transfer: hello.transfer,
+            own: Range { start: hello.own_start, end: hello.own_end },
+        };
+        if kind == HelloKind::Forked
+            && let Some(space) = tenant.orphan_with(hello.probe)
+        {
+            let uffd = space.userfaultfd()?;
+            welcome(&socket, Verdict::Adopt, space.id().0, &[&control, &uffd])?;
+            tenant.attach_orphan(&space, control, socket, hail)?;
+            return ready(&tenant, space.id());
+        }
+        if !self.may_have_device(peer) {
+            eprintln!(
+                "stratad: {}: user {} may not use userfaultfd: add it to uffd_users",
+                tenant.record().name,
+                peer.uid
+            );
+            return welcome(&socket, Verdict::Unmanaged, 0, &[]);
+        }
+        let device = open_device()?;
+        welcome(&socket, Verdict::Create, 0, &[&control, &device])?;
+        let mut bytes = [0; size_of::<UffdMessage>()];
+        let (got, mut fds) = socket.receive(&mut bytes)?;
+        let whole = UffdMessage::from_bytes(&bytes[..got]).is_some_and(|m| m.magic == MAGIC);
+        let (Some(fd), true) = (fds.pop(), whole) else {
+            return Err(invalid("it sent no userfaultfd"));
+        };
+        let uffd = Userfaultfd::handshake(fd).map_err(|error| match error {
+            UffdError::Features(missing) => io::Error::other(format!(
+                "this kernel lacks userfaultfd features {missing:#x} (UFFDIO_MOVE needs Linux 6.8); see strata doctor"
+            )),
+            UffdError::Io(error) => error,
+        })?;
+        let space = tenant.attach(uffd, control, socket, hail)?;
+        ready(&tenant, space.id())
+    }
+
+    /// Whose process this is.
+    fn tenant_of(&self, hello: &Hello, peer: Peer) -> io::Result<Option<Arc<Tenant>>> {
+        let tenant = match self.tenants.by_token(hello.token) {
+            Some(tenant) => Some(tenant),
+            None if hello.token != 0 => None,
+            None => {
+                let program = Program::of(peer.pid)?;
+                match program.rule(&self.config.manage) {
+                    Some(rule) => {
+                        Some(self.tenants.of_rule(rule, &program).map_err(io::Error::other)?)
+                    }
+                    None => None,
+                }
+            }
+        };
+        Ok(tenant.filter(|tenant| !tenant.is_released()))
+    }
+
+    fn may_have_device(&self, peer: Peer) -> bool {
+        peer.uid == 0
+            || self.private_uid == Some(peer.uid)
+            || self.config.uffd_users.iter().any(|user| user.uid == peer.uid)
+    }
+
+    /// An agent lost its connection. Only a process that is known is answered:
+    /// to be told that it is not managed would make it close its userfaultfd,
+    /// and its missing pages would read as zero.
+    fn resume(
+        &self,
+        socket: SeqPacket,
+        peer: Peer,
+        uffd: Option<std::os::fd::OwnedFd>,
+    ) -> io::Result<()> {
+        drop(uffd);
+        let known = self
+            .tenants
+            .list()
+            .into_iter()
+            .find_map(|tenant| Some((tenant.space_of(peer.pid)?, tenant)));
+        let Some((space, tenant)) = known else {
+            return Err(invalid("it belongs to a daemon that is gone"));
+        };
+        tenant.resume(&space, socket, |socket, control| {
+            welcome(socket, Verdict::Resume, space.id().0, &[control])
+        })?;
+        ready(&tenant, space.id())
+    }
+}
+
+fn ready(tenant: &Tenant, space: SpaceId) -> io::Result<()> {
+    tenant.tell_agent(space, &Ready { magic: MAGIC }.to_bytes())
+}

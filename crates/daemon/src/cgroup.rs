@@ -1,0 +1,141 @@
+//! A memory cgroup per tenant: what its processes cost is counted there once,
+//! however they share it, and (v2) memory that grows before it is managed is
+//! slowed down there. Without one, everything works and less is promised.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use strata_units::ByteSize;
+
+/// Where the memory controller is.
+#[derive(Clone, PartialEq, Eq, Debug)]
+enum Hierarchy {
+    V1(PathBuf),
+    V2(PathBuf),
+}
+
+/// The cgroups of this daemon's tenants.
+#[derive(Debug)]
+pub(crate) struct Cgroups {
+    hierarchy: Option<Hierarchy>,
+    /// Directory of all tenants of this daemon, below the hierarchy's root.
+    group: String,
+}
+
+/// Room above the budget before the kernel slows a tenant down (v2): fills are
+/// charged there too and must not wait for it.
+const HIGH_MARGIN_BYTES: u64 = 16 << 20;
+
+/// Finds the memory controller's mount in the text of `/proc/mounts`.
+fn hierarchy_in(mounts: &str) -> Option<Hierarchy> {
+    let mut v2 = None;
+    for line in mounts.lines() {
+        let mut fields = line.split_ascii_whitespace().skip(1);
+        let (Some(path), Some(kind), Some(options)) = (fields.next(), fields.next(), fields.next())
+        else {
+            continue;
+        };
+        if kind == "cgroup" && options.split(',').any(|option| option == "memory") {
+            return Some(Hierarchy::V1(path.into()));
+        }
+        if kind == "cgroup2" {
+            v2 = Some(Hierarchy::V2(path.into()));
+        }
+    }
+    v2
+}
+
+impl Cgroups {
+    pub(crate) fn find(supervisor_pid: u32) -> Self {
+        let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+        let hierarchy = hierarchy_in(&mounts).filter(|found| match found {
+            Hierarchy::V1(_) => true,
+            Hierarchy::V2(root) => fs::read_to_string(root.join("cgroup.controllers"))
+                .is_ok_and(|list| list.split_ascii_whitespace().any(|name| name == "memory")),
+        });
+        Self { hierarchy, group: format!("strata-{supervisor_pid}") }
+    }
+
+    /// Makes the cgroup of a tenant and puts `process` into it.
+    pub(crate) fn make(
+        &self,
+        name: &str,
+        process: Option<u32>,
+        budget_bytes: u64,
+    ) -> io::Result<PathBuf> {
+        let hierarchy =
+            self.hierarchy.as_ref().ok_or_else(|| io::Error::other("no memory controller"))?;
+        // A rule's programs stay where their service put them.
+        let process = process
+            .ok_or_else(|| io::Error::other("programs of a rule stay in their own cgroup"))?;
+        let (Hierarchy::V1(root) | Hierarchy::V2(root)) = hierarchy;
+        let parent = root.join(&self.group);
+        let directory = parent.join(name);
+        if matches!(hierarchy, Hierarchy::V2(_)) {
+            fs::write(root.join("cgroup.subtree_control"), "+memory")?;
+            fs::create_dir_all(&parent)?;
+            fs::write(parent.join("cgroup.subtree_control"), "+memory")?;
+        }
+        fs::create_dir_all(&directory)?;
+        let prepared = (|| {
+            if matches!(hierarchy, Hierarchy::V2(_)) {
+                let high = budget_bytes + HIGH_MARGIN_BYTES + budget_bytes / 50;
+                fs::write(directory.join("memory.high"), high.to_string())?;
+            }
+            fs::write(directory.join("cgroup.procs"), process.to_string())
+        })();
+        if let Err(error) = prepared {
+            self.remove(&directory);
+            return Err(error);
+        }
+        Ok(directory)
+    }
+
+    /// Follows a changed budget.
+    pub(crate) fn set_budget(directory: &Path, budget_bytes: u64) -> io::Result<()> {
+        let high = directory.join("memory.high");
+        if !high.exists() {
+            return Ok(());
+        }
+        let bytes = budget_bytes + HIGH_MARGIN_BYTES + budget_bytes / 50;
+        fs::write(&high, bytes.to_string()).map_err(|error| {
+            io::Error::new(
+                error.kind(),
+                format!("cannot set {} to {}: {error}", high.display(), ByteSize(bytes)),
+            )
+        })
+    }
+
+    /// Removes a tenant's cgroup, and the daemon's own with the last. One that
+    /// still has processes (a dying one) stays: the next removal finds it.
+    pub(crate) fn remove(&self, directory: &Path) {
+        let _ = fs::remove_dir(directory);
+        if let Some(parent) = directory.parent() {
+            if let Ok(entries) = fs::read_dir(parent) {
+                for entry in entries.flatten().filter(|entry| entry.path().is_dir()) {
+                    // Refused (busy) for those in use.
+                    let _ = fs::remove_dir(entry.path());
+                }
+            }
+            let _ = fs::remove_dir(parent);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_memory_controller_is_found() {
+        let hybrid = "tmpfs /sys/fs/cgroup tmpfs rw 0 0\n\
+            cgroup /sys/fs/cgroup/cpu cgroup rw,cpu 0 0\n\
+            cgroup /sys/fs/cgroup/memory cgroup rw,relatime,memory 0 0\n\
+            cgroup2 /sys/fs/cgroup/unified cgroup2 rw 0 0\n";
+        assert_eq!(hierarchy_in(hybrid), Some(Hierarchy::V1("/sys/fs/cgroup/memory".into())));
+        let unified = "cgroup2 /sys/fs/cgroup cgroup2 rw,nosuid 0 0\n";
+        assert_eq!(hierarchy_in(unified), Some(Hierarchy::V2("/sys/fs/cgroup".into())));
+        assert_eq!(hierarchy_in("proc /proc proc rw 0 0\n"), None);
+    }
+}

@@ -1,0 +1,239 @@
+//! What the command line asks, carried out. A user commands only their own
+//! tenants, root all of them.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use strata_api::{PROTOCOL_VERSION, Reply, Request};
+use strata_pager::{ReleaseRefused, Tenant};
+use strata_sys::peer::Peer;
+use strata_sys::total_bytes;
+use strata_units::ByteSize;
+use strata_units::wire::{ENV_SOCKET, ENV_TOKEN};
+
+use crate::cgroup::Cgroups;
+use crate::config::Config;
+use crate::control::Handler;
+use crate::statistics;
+use crate::supervisor::Inheritance;
+use crate::tenants::{Tenants, Wish};
+
+const SIGTERM: i32 = 15;
+const SIGKILL: i32 = 9;
+/// How often `stop` looks whether the processes have gone.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// How long killed processes may take to be gone.
+const KILL_PATIENCE: Duration = Duration::from_secs(10);
+
+pub(crate) struct Commands {
+    tenants: Arc<Tenants>,
+    config: Config,
+    private: bool,
+    agent_socket: PathBuf,
+    supervisor_pid: u32,
+}
+
+fn error(message: impl Into<String>, hint: impl Into<String>) -> Reply {
+    Reply::Error { message: message.into(), hint: hint.into() }
+}
+
+impl Handler for Commands {
+    fn log(&self, line: &str) {
+        eprintln!("stratad: {line}");
+    }
+
+    fn handle(&self, peer: Peer, request: Request) -> Reply {
+        match request {
+            Request::Ping => Reply::Pong {
+                protocol: PROTOCOL_VERSION,
+                version: env!("CARGO_PKG_VERSION").into(),
+                pid: self.supervisor_pid,
+            },
+            Request::Run { name, dram_bytes, command } => self.run(peer, name, dram_bytes, command),
+            Request::List => Reply::List {
+                tenants: self
+                    .tenants
+                    .list()
+                    .iter()
+                    .filter(|tenant| may(peer, tenant))
+                    .map(|tenant| statistics::of(tenant))
+                    .collect(),
+            },
+            Request::Stats { name } => self.with(peer, &name, |tenant| Reply::Stats {
+                stats: Box::new(statistics::of(tenant)),
+            }),
+            Request::Set { name, dram_bytes } => {
+                self.with(peer, &name, |tenant| set(tenant, dram_bytes))
+            }
+            Request::Release { name } => self.with(peer, &name, |tenant| release(tenant)),
+            Request::Stop { name } => self.with(peer, &name, |tenant| self.stop(tenant)),
+        }
+    }
+}
+
+fn may(peer: Peer, tenant: &Tenant) -> bool {
+    peer.uid == 0 || peer.uid == tenant.record().uid
+}
+
+/// Refuses a budget that this machine cannot give.
+fn check_budget(bytes: u64) -> Result<(), Reply> {
+    let machine = total_bytes().unwrap_or(u64::MAX);
+    if bytes > machine {
+        return Err(error(
+            format!(
+                "a budget of {} is more than this machine has ({})",
+                ByteSize(bytes),
+                ByteSize(machine)
+            ),
+            "name a smaller one",
+        ));
+    }
+    if bytes < LEAST_BUDGET.0 {
+        return Err(error(
+            format!("a budget of {} is too small to run anything", ByteSize(bytes)),
+            format!("name at least {LEAST_BUDGET}"),
+        ));
+    }
+    Ok(())
+}
+
+/// Below this a program's own stacks and libraries fill the budget.
+const LEAST_BUDGET: ByteSize = ByteSize(4 << 20);
+
+impl Commands {
+    pub(crate) fn new(tenants: Arc<Tenants>, inheritance: &Inheritance) -> Self {
+        Self {
+            tenants,
+            config: inheritance.config.clone(),
+            private: inheritance.private,
+            agent_socket: inheritance.agent_socket.clone(),
+            supervisor_pid: inheritance.supervisor_pid,
+        }
+    }
+
+    /// A tenant that the caller may command. Others' do not exist for them.
+    fn with(&self, peer: Peer, name: &str, act: impl FnOnce(&Arc<Tenant>) -> Reply) -> Reply {
+        match self.tenants.get(name).filter(|tenant| may(peer, tenant)) {
+            Some(tenant) => act(&tenant),
+            None => error(format!("there is no tenant {name}"), "strata ps lists them"),
+        }
+    }
+
+    fn run(
+        &self,
+        peer: Peer,
+        name: Option<String>,
+        dram_bytes: Option<u64>,
+        command: Vec<String>,
+    ) -> Reply {
+        let budget_bytes = dram_bytes.unwrap_or(self.config.default_dram.0);
+        if let Err(refused) = check_budget(budget_bytes) {
+            return refused;
+        }
+        let listed = self.config.uffd_users.iter().any(|user| user.uid == peer.uid);
+        if peer.uid != 0 && !self.private && !listed {
+            return error(
+                format!("user {} may not use userfaultfd through this daemon", peer.uid),
+                "let its administrator add you to uffd_users in the configuration",
+            );
+        }
+        let wish = Wish {
+            name,
+            uid: peer.uid,
+            command,
+            budget_bytes,
+            tier_limit: None,
+            starter: Some(peer.pid),
+        };
+        match self.tenants.create(wish) {
+            Ok((tenant, warnings)) => {
+                let record = tenant.record();
+                let mut environment = vec![
+                    (ENV_SOCKET.to_owned(), self.agent_socket.to_string_lossy().into_owned()),
+                    (ENV_TOKEN.to_owned(), format!("{:016x}", record.token)),
+                ];
+                if let Some(library) = &self.config.preload {
+                    let library = library.to_string_lossy().into_owned();
+                    environment.push(("LD_PRELOAD".to_owned(), library));
+                }
+                Reply::Run {
+                    name: record.name.clone(),
+                    dram_bytes: budget_bytes,
+                    environment,
+                    warnings,
+                }
+            }
+            Err(message) => error(message, "choose another --name, or see stratad's log"),
+        }
+    }
+
+    fn stop(&self, tenant: &Arc<Tenant>) -> Reply {
+        let signalled = tenant.signal(SIGTERM);
+        if signalled == 0 {
+            return error(
+                format!("{} has no process that stratad knows", tenant.record().name),
+                "end its program by hand",
+            );
+        }
+        let gone = |patience: Duration| {
+            let deadline = Instant::now() + patience;
+            while tenant.attachment().1 && Instant::now() < deadline {
+                std::thread::sleep(LOOK_EVERY);
+            }
+            !tenant.attachment().1
+        };
+        if gone(self.config.stop_grace) {
+            return Reply::Done { note: String::new() };
+        }
+        tenant.signal(SIGKILL);
+        if gone(KILL_PATIENCE) {
+            Reply::Done { note: "it did not end by SIGTERM and was killed".into() }
+        } else {
+            error(
+                format!("{} was killed and is not gone yet", tenant.record().name),
+                "look for a process in uninterruptible sleep",
+            )
+        }
+    }
+}
+
+fn set(tenant: &Arc<Tenant>, dram_bytes: u64) -> Reply {
+    if let Err(refused) = check_budget(dram_bytes) {
+        return refused;
+    }
+    tenant.set_budget(dram_bytes);
+    let followed = tenant
+        .record()
+        .cgroup
+        .as_ref()
+        .map(|directory| Cgroups::set_budget(directory.as_ref(), dram_bytes));
+    let note = match followed {
+        Some(Err(failed)) => failed.to_string(),
+        _ => String::new(),
+    };
+    Reply::Done { note }
+}
+
+fn release(tenant: &Arc<Tenant>) -> Reply {
+    if tenant.is_released() {
+        return Reply::Done { note: "it was released before".into() };
+    }
+    let name = &tenant.record().name;
+    match tenant.release() {
+        Ok(()) => Reply::Done { note: String::new() },
+        Err(ReleaseRefused::NoRoom { needed_bytes, available_bytes }) => error(
+            format!(
+                "cannot release {name}: its stored pages need {} of DRAM, {} are available",
+                ByteSize(needed_bytes),
+                ByteSize(available_bytes)
+            ),
+            "free memory on this machine, or leave it managed",
+        ),
+        Err(ReleaseRefused::Stuck { pages }) => error(
+            format!("cannot release {name}: {pages} pages cannot come back now"),
+            "its processes may be stopped; let them run and try again",
+        ),
+        Err(ReleaseRefused::Ended) => error(format!("{name} has ended"), ""),
+    }
+}

@@ -1,0 +1,121 @@
+//! The supervisor: one thread that holds every descriptor and replaces a worker
+//! that dies. It touches no tenant.
+//!
+//! The worker is cloned, never executed, and shares the descriptor table, so
+//! whatever the worker opened is open here too and is found by the next one.
+
+use std::fs;
+use std::os::fd::RawFd;
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use strata_pager::Registry;
+use strata_sys::{
+    SeqPacketListener, Signal, WorkerExit, block_signals, kill_process, lock_memory, open_fds,
+    raise_descriptor_limit, spawn_sharing_files, wait_for_signal, wait_worker,
+};
+
+use crate::config::Config;
+use crate::{control, worker};
+
+/// The agents' socket, in the socket directory.
+pub(crate) const AGENT_SOCKET_NAME: &str = "agent.sock";
+/// A worker that lived shorter than this is replaced only after a pause.
+const SHORT_LIFE: Duration = Duration::from_secs(1);
+/// That pause: a worker that cannot start must not take a CPU for itself.
+const PAUSE: Duration = Duration::from_millis(500);
+/// Short lives in a row before the pause is made.
+const SHORT_LIVES: u32 = 20;
+
+/// Everything that a worker starts with.
+#[derive(Debug)]
+pub(crate) struct Inheritance {
+    pub(crate) config: Config,
+    pub(crate) private: bool,
+    pub(crate) registry: Arc<Registry>,
+    pub(crate) control: UnixListener,
+    pub(crate) agents: SeqPacketListener,
+    pub(crate) agent_socket: PathBuf,
+    /// Descriptors that were open before the first worker.
+    pub(crate) own_fds: Vec<RawFd>,
+    pub(crate) supervisor_pid: u32,
+}
+
+/// Serves until a worker ends in good order.
+pub(crate) fn run(config: Config, private: bool) -> anyhow::Result<ExitCode> {
+    block_signals();
+    raise_descriptor_limit();
+    make_directory(&config.socket_dir, private)?;
+    let control_socket = config.control_socket();
+    let agent_socket = config.socket_dir.join(AGENT_SOCKET_NAME);
+    let open_to_all = if private { 0o600 } else { 0o666 };
+    let control = control::bind(&control_socket, open_to_all)
+        .with_context(|| format!("cannot listen on {}", control_socket.display()))?;
+    // The control socket is ours alone now, so this one is left over, if there.
+    let _ = fs::remove_file(&agent_socket);
+    let agents = SeqPacketListener::bind(&agent_socket)
+        .with_context(|| format!("cannot listen on {}", agent_socket.display()))?;
+    fs::set_permissions(&agent_socket, fs::Permissions::from_mode(open_to_all))?;
+    let registry = Arc::new(Registry::create().context("cannot make the registry")?);
+    if let Err(error) = lock_memory() {
+        eprintln!("stratad: the supervisor may be swapped out: {error}");
+    }
+    // Without CAP_SYS_RESOURCE this is refused; then it is as any other.
+    let _ = fs::write("/proc/self/oom_score_adj", "-1000");
+    let mut inheritance = Inheritance {
+        config,
+        private,
+        registry,
+        control,
+        agents,
+        agent_socket: agent_socket.clone(),
+        own_fds: Vec::new(),
+        supervisor_pid: std::process::id(),
+    };
+    inheritance.own_fds = open_fds().context("cannot list open descriptors")?;
+    let code = watch(&inheritance)?;
+    let _ = fs::remove_file(agent_socket);
+    let _ = fs::remove_file(control_socket);
+    Ok(code)
+}
+
+fn make_directory(directory: &Path, private: bool) -> anyhow::Result<()> {
+    let mode = if private { 0o700 } else { 0o755 };
+    fs::DirBuilder::new()
+        .recursive(true)
+        .mode(mode)
+        .create(directory)
+        .with_context(|| format!("cannot make {}", directory.display()))
+}
+
+fn watch(inheritance: &Inheritance) -> anyhow::Result<ExitCode> {
+    let mut short_lives = 0;
+    loop {
+        let born = Instant::now();
+        let worker = spawn_sharing_files(|| worker::run(inheritance))
+            .context("cannot make a worker process")?;
+        let died = loop {
+            match wait_for_signal() {
+                Signal::Terminate => kill_process(worker, 15),
+                Signal::Child => match wait_worker(worker) {
+                    WorkerExit::Running => {}
+                    other => break other,
+                },
+            }
+        };
+        match died {
+            WorkerExit::Status(worker::DONE) => return Ok(ExitCode::SUCCESS),
+            WorkerExit::Status(worker::CANNOT_START) => return Ok(ExitCode::FAILURE),
+            other => eprintln!("stratad: the worker died ({other:?}); another takes over"),
+        }
+        short_lives = if born.elapsed() < SHORT_LIFE { short_lives + 1 } else { 0 };
+        if short_lives > SHORT_LIVES {
+            std::thread::sleep(PAUSE);
+        }
+    }
+}

@@ -1,0 +1,256 @@
+//! The tenants of this daemon by name and by token, and their coming and going.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use strata_pager::{Registry, Tenant, TenantSpec};
+use strata_sys::Pidfd;
+
+use crate::cgroup::Cgroups;
+use crate::config::{Config, Rule};
+use crate::program::Program;
+use crate::supervisor::Inheritance;
+
+/// What a new tenant is asked to be.
+#[derive(Debug)]
+pub(crate) struct Wish {
+    pub(crate) name: Option<String>,
+    pub(crate) uid: u32,
+    pub(crate) command: Vec<String>,
+    pub(crate) budget_bytes: u64,
+    pub(crate) tier_limit: Option<u64>,
+    /// The process that will execute the program; none for a rule's tenant.
+    pub(crate) starter: Option<u32>,
+}
+
+#[derive(Default)]
+struct Known {
+    by_name: BTreeMap<String, Entry>,
+    /// A private daemon that is ending takes no more.
+    closed: bool,
+}
+
+struct Entry {
+    tenant: Arc<Tenant>,
+    /// The process that `strata run` became.
+    starter: Option<Pidfd>,
+}
+
+pub(crate) struct Tenants {
+    known: Mutex<Known>,
+    registry: Arc<Registry>,
+    cgroups: Cgroups,
+    tier: Option<(PathBuf, u64)>,
+}
+
+/// Characters of a name: it becomes part of a path and of a metric.
+pub(crate) fn is_name(name: &str) -> bool {
+    !name.is_empty()
+        && name.len() <= 64
+        && !name.starts_with(['.', '-'])
+        && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b))
+}
+
+impl Tenants {
+    pub(crate) fn new(inheritance: &Inheritance) -> Self {
+        let Config { tier_path, tier_limit, .. } = &inheritance.config;
+        Self {
+            known: Mutex::default(),
+            registry: Arc::clone(&inheritance.registry),
+            cgroups: Cgroups::find(inheritance.supervisor_pid),
+            tier: tier_path.as_ref().map(|path| (path.clone(), tier_limit.0)),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A tenant that an earlier worker made.
+    pub(crate) fn adopt(&self, tenant: &Arc<Tenant>) {
+        let starter = tenant.record().starter.and_then(|pid| Pidfd::open(pid).ok());
+        let entry = Entry { tenant: Arc::clone(tenant), starter };
+        self.lock().by_name.insert(tenant.record().name.clone(), entry);
+    }
+
+    pub(crate) fn list(&self) -> Vec<Arc<Tenant>> {
+        self.lock().by_name.values().map(|entry| Arc::clone(&entry.tenant)).collect()
+    }
+
+    pub(crate) fn get(&self, name: &str) -> Option<Arc<Tenant>> {
+        self.lock().by_name.get(name).map(|entry| Arc::clone(&entry.tenant))
+    }
+
+    pub(crate) fn by_token(&self, token: u64) -> Option<Arc<Tenant>> {
+        self.list().into_iter().find(|tenant| token != 0 && tenant.record().token == token)
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.lock().by_name.is_empty()
+    }
+
+    /// No more tenants from now on, if there are none.
+    pub(crate) fn close_if_empty(&self) -> bool {
+        let mut known = self.lock();
+        known.closed |= known.by_name.is_empty();
+        known.closed
+    }
+
+    /// Makes a tenant. The error is one line for the user.
+    pub(crate) fn create(&self, wish: Wish) -> Result<(Arc<Tenant>, Vec<String>), String> {
+        let mut known = self.lock();
+        if known.closed {
+            return Err("this daemon is ending".into());
+        }
+        let name = match wish.name {
+            Some(name) if !is_name(&name) => {
+                return Err(format!(
+                    "{name:?} is no name for a tenant (1 to 64 letters, digits, '.', '_', '-')"
+                ));
+            }
+            Some(name) if known.by_name.contains_key(&name) => {
+                return Err(format!("there is a tenant {name} already"));
+            }
+            Some(name) => name,
+            None => free_name(&known.by_name, wish.command.first()),
+        };
+        let mut warnings = Vec::new();
+        let cgroup = match self.cgroups.make(&name, wish.starter, wish.budget_bytes) {
+            Ok(directory) => Some(directory.to_string_lossy().into_owned()),
+            Err(error) => {
+                warnings.push(format!(
+                    "no memory cgroup ({error}): memory that grows before it is managed can exceed the budget (see docs/limits.md)"
+                ));
+                None
+            }
+        };
+        let tier = self.tier.as_ref().map(|(path, limit)| {
+            (path.clone(), wish.tier_limit.map_or(*limit, |own| own.min(*limit)))
+        });
+        let spec = TenantSpec {
+            name: name.clone(),
+            uid: wish.uid,
+            token: random_token().map_err(|error| format!("no random numbers: {error}"))?,
+            command: wish.command,
+            budget_bytes: wish.budget_bytes,
+            cgroup: cgroup.clone(),
+            tier,
+            starter: wish.starter,
+        };
+        let tenant = Tenant::create(&self.registry, spec).map_err(|error| {
+            if let Some(directory) = &cgroup {
+                self.cgroups.remove(directory.as_ref());
+            }
+            format!("cannot make tenant {name}: {}", chain(&error))
+        })?;
+        let starter = wish.starter.and_then(|pid| Pidfd::open(pid).ok());
+        known.by_name.insert(name, Entry { tenant: Arc::clone(&tenant), starter });
+        Ok((tenant, warnings))
+    }
+
+    /// The tenant of a rule, made when its first program starts.
+    pub(crate) fn of_rule(&self, rule: &Rule, program: &Program) -> Result<Arc<Tenant>, String> {
+        if let Some(tenant) = self.get(&rule.name) {
+            return Ok(tenant);
+        }
+        self.create(Wish {
+            name: Some(rule.name.clone()),
+            uid: program.uid,
+            command: program.command.clone(),
+            budget_bytes: rule.dram.0,
+            tier_limit: rule.tier_limit.map(|limit| limit.0),
+            starter: None,
+        })
+        .map(|(tenant, _)| tenant)
+    }
+
+    /// Ends every tenant whose processes are all gone.
+    pub(crate) fn end_finished(&self) {
+        let finished: Vec<Arc<Tenant>> = {
+            let mut known = self.lock();
+            let names: Vec<String> = known
+                .by_name
+                .iter()
+                .filter(|(_, entry)| entry.is_finished())
+                .map(|(name, _)| name.clone())
+                .collect();
+            names.iter().filter_map(|name| known.by_name.remove(name)).map(|e| e.tenant).collect()
+        };
+        for tenant in finished {
+            tenant.end();
+            if let Some(directory) = &tenant.record().cgroup {
+                self.cgroups.remove(directory.as_ref());
+            }
+        }
+    }
+}
+
+impl Entry {
+    fn is_finished(&self) -> bool {
+        let (attached_once, attached_now) = self.tenant.attachment();
+        let starter_gone = self.starter.as_ref().is_none_or(Pidfd::has_exited);
+        let waits_for_first = self.tenant.record().starter.is_none() && !attached_once;
+        !attached_now && starter_gone && !waits_for_first && !self.tenant.has_released_process()
+    }
+}
+
+/// An error and its causes, on one line.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(inner) = cause {
+        let line = inner.to_string();
+        if !text.contains(&line) {
+            text.push_str(": ");
+            text.push_str(&line);
+        }
+        cause = inner.source();
+    }
+    text
+}
+
+fn free_name(taken: &BTreeMap<String, Entry>, program: Option<&String>) -> String {
+    let base: String = program
+        .and_then(|path| path.rsplit('/').next())
+        .unwrap_or("tenant")
+        .chars()
+        .map(|c| if c.is_ascii_alphanumeric() || "._-".contains(c) { c } else { '-' })
+        .take(48)
+        .collect();
+    let base = if is_name(&base) { base } else { "tenant".into() };
+    (1..)
+        .map(|number| if number == 1 { base.clone() } else { format!("{base}-{number}") })
+        .find(|name| !taken.contains_key(name))
+        .expect("numbers do not run out before tenants")
+}
+
+fn random_token() -> std::io::Result<u64> {
+    use std::io::Read;
+    let mut bytes = [0; 8];
+    std::fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    Ok(u64::from_le_bytes(bytes) | 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_that_paths_can_hold() {
+        for good in ["redis", "db-1", "a.b_c", "X"] {
+            assert!(is_name(good), "{good}");
+        }
+        for bad in ["", ".", "..", "-rf", "a/b", "a b", "é", &"x".repeat(65)] {
+            assert!(!is_name(bad), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_name_is_made_of_the_program() {
+        let taken = BTreeMap::new();
+        assert_eq!(free_name(&taken, Some(&"/usr/bin/redis-server".into())), "redis-server");
+        assert_eq!(free_name(&taken, Some(&"/opt/x y".into())), "x-y");
+        assert_eq!(free_name(&taken, None), "tenant");
+    }
+}

@@ -1,0 +1,114 @@
+//! The worker: takes over what an earlier one left, then serves agents,
+//! commands and metrics. It may be killed at any moment.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use strata_pager::Tenant;
+use strata_sys::{Signal, close_fd, open_fds, wait_for_signal};
+
+use crate::commands::Commands;
+use crate::control::{ControlServer, Limits};
+use crate::supervisor::Inheritance;
+use crate::tenants::Tenants;
+use crate::{agents, metrics, statistics};
+
+/// Exit status: nothing is left to do.
+pub(crate) const DONE: i32 = 0;
+/// Exit status: the first worker could not start; another could not either.
+pub(crate) const CANNOT_START: i32 = 3;
+/// How often ended tenants are looked for.
+const TIDY_EVERY: Duration = Duration::from_millis(100);
+/// A private daemon that gets no tenant ends after this.
+const PRIVATE_IDLE: Duration = Duration::from_secs(10);
+
+/// Runs the worker; returns its exit status.
+pub(crate) fn run(inheritance: &Inheritance) -> i32 {
+    let first =
+        inheritance.registry.workers().fetch_add(1, std::sync::atomic::Ordering::AcqRel) == 0;
+    match start(inheritance) {
+        Ok(()) => DONE,
+        Err(error) => {
+            eprintln!("stratad: {error:#}");
+            if first { CANNOT_START } else { 1 }
+        }
+    }
+}
+
+fn start(inheritance: &Inheritance) -> anyhow::Result<()> {
+    close_litter(inheritance)?;
+    let tenants = Arc::new(Tenants::new(inheritance));
+    for (name, recovered) in Tenant::recover_all(&inheritance.registry) {
+        match recovered {
+            Ok(tenant) => tenants.adopt(&tenant),
+            // Its programs wait for ever, which is not a wrong byte.
+            Err(error) => eprintln!("stratad: {name} cannot be taken over: {error}"),
+        }
+    }
+    agents::serve(inheritance, &tenants)?;
+    let commands = Commands::new(Arc::clone(&tenants), inheritance);
+    let listener = inheritance.control.try_clone()?;
+    let _control = ControlServer::start(listener, Limits::default(), Arc::new(commands))?;
+    if let Some(address) = inheritance.config.metrics {
+        let observed = Arc::clone(&tenants);
+        if let Err(error) = metrics::serve(address, move || statistics::all(&observed)) {
+            eprintln!("stratad: no metrics at {address}: {error}");
+        }
+    }
+    let tidied = Arc::clone(&tenants);
+    let private = inheritance.private;
+    std::thread::Builder::new().name("tidy".into()).spawn(move || tidy(&tidied, private))?;
+    loop {
+        if wait_for_signal() == Signal::Terminate && terminate(&tenants) {
+            return Ok(());
+        }
+    }
+}
+
+/// Closes what a dead worker opened and no record names.
+fn close_litter(inheritance: &Inheritance) -> anyhow::Result<()> {
+    let mut known: HashSet<_> = inheritance.own_fds.iter().copied().collect();
+    known.extend(inheritance.registry.claimed_fds());
+    for fd in open_fds()? {
+        if !known.contains(&fd) {
+            close_fd(fd);
+        }
+    }
+    Ok(())
+}
+
+/// Ends tenants whose processes are gone; a private daemon with the last of
+/// them.
+fn tidy(tenants: &Tenants, private: bool) {
+    let mut busy = Instant::now();
+    let mut had_tenant = false;
+    loop {
+        std::thread::sleep(TIDY_EVERY);
+        tenants.end_finished();
+        if !tenants.is_empty() {
+            had_tenant = true;
+            busy = Instant::now();
+        }
+        let idle = if had_tenant { TIDY_EVERY * 2 } else { PRIVATE_IDLE };
+        if private && tenants.is_empty() && busy.elapsed() > idle && tenants.close_if_empty() {
+            std::process::exit(DONE);
+        }
+    }
+}
+
+/// Gives everything back. False: some tenant's pages do not fit into DRAM, so
+/// the daemon goes on.
+fn terminate(tenants: &Tenants) -> bool {
+    let mut all = true;
+    for tenant in tenants.list() {
+        if let Err(refused) = tenant.release() {
+            eprintln!(
+                "stratad: {} cannot be released ({refused:?}): stop it first, or free memory; stratad goes on",
+                tenant.record().name
+            );
+            all = false;
+        }
+    }
+    all
+}

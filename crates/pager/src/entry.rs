@@ -1,0 +1,133 @@
+//! One page's state, and how it is written into the page map's 8 bytes.
+//!
+//! ```text
+//! Untouched ─fault→ Resident ─MOVE→ Leaving ─read→ Stored ─fault→ Arriving → Resident
+//! any ─unmap / discard→ Untouched (the handle is released exactly once)
+//! ```
+//! Who may write which change: see ARCHITECTURE.md, "Inside the pager".
+
+use strata_units::Handle;
+
+/// Where a page's content is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Entry {
+    /// Nowhere: never touched, or discarded. Reads as zero.
+    Untouched,
+    /// In the address space (or discarded since, unseen: then it is zero).
+    Resident {
+        /// Inherited by a fork and perhaps still mapped by another process
+        /// too: charged there.
+        shared: bool,
+    },
+    /// On its way out: in place still, or in this slot of the transfer range.
+    Leaving {
+        /// Slot of the transfer range.
+        slot: u16,
+        /// A thread waits for it.
+        wanted: bool,
+    },
+    /// In the store.
+    Stored(Handle),
+    /// In the store, and being put in place.
+    Arriving(Handle),
+    /// Its stored copy could not be read back: whoever touches it dies.
+    Lost,
+}
+
+const TAG_BITS: u32 = 4;
+const TAG: u64 = (1 << TAG_BITS) - 1;
+const FLAG: u64 = 1 << TAG_BITS;
+const PAYLOAD_SHIFT: u32 = 16;
+const _: () = assert!(PAYLOAD_SHIFT + Handle::BITS == 64);
+
+impl Entry {
+    pub(crate) const fn encode(self) -> u64 {
+        match self {
+            Self::Untouched => 0,
+            Self::Resident { shared } => 1 | if shared { FLAG } else { 0 },
+            Self::Leaving { slot, wanted } => {
+                2 | if wanted { FLAG } else { 0 } | ((slot as u64) << PAYLOAD_SHIFT)
+            }
+            Self::Stored(handle) => 3 | (handle.0 << PAYLOAD_SHIFT),
+            Self::Arriving(handle) => 4 | (handle.0 << PAYLOAD_SHIFT),
+            Self::Lost => 5,
+        }
+    }
+
+    /// A word that no version wrote reads as [`Entry::Lost`]: never as zeroes.
+    pub(crate) const fn decode(word: u64) -> Self {
+        let payload = word >> PAYLOAD_SHIFT;
+        let flag = word & FLAG != 0;
+        match word & TAG {
+            0 if word == 0 => Self::Untouched,
+            1 => Self::Resident { shared: flag },
+            2 => Self::Leaving { slot: payload as u16, wanted: flag },
+            3 => Self::Stored(Handle(payload)),
+            4 => Self::Arriving(Handle(payload)),
+            _ => Self::Lost,
+        }
+    }
+
+    /// The reference to the store that this entry owns.
+    pub(crate) const fn handle(self) -> Option<Handle> {
+        match self {
+            Self::Stored(handle) | Self::Arriving(handle) => Some(handle),
+            _ => None,
+        }
+    }
+
+    /// What a forked child's entry becomes of its parent's. The caller retains
+    /// the handle, if any.
+    pub(crate) const fn inherited(self) -> Self {
+        match self {
+            Self::Resident { .. } => Self::Resident { shared: true },
+            // Each address space owns its own: the child's transfer range holds
+            // a copy of the slot if the page had been moved already.
+            Self::Leaving { slot, .. } => Self::Leaving { slot, wanted: false },
+            Self::Arriving(handle) => Self::Stored(handle),
+            other => other,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn all() -> Vec<Entry> {
+        let handle = Handle((1 << Handle::BITS) - 1);
+        vec![
+            Entry::Untouched,
+            Entry::Resident { shared: false },
+            Entry::Resident { shared: true },
+            Entry::Leaving { slot: 0, wanted: false },
+            Entry::Leaving { slot: 511, wanted: true },
+            Entry::Stored(Handle(0)),
+            Entry::Stored(handle),
+            Entry::Arriving(handle),
+            Entry::Lost,
+        ]
+    }
+
+    #[test]
+    fn every_state_survives_its_encoding() {
+        for entry in all() {
+            assert_eq!(Entry::decode(entry.encode()), entry);
+        }
+    }
+
+    #[test]
+    fn an_unknown_word_never_reads_as_zero_or_resident() {
+        for tag in 6..16u64 {
+            assert_eq!(Entry::decode(tag | 0xABCD_0000), Entry::Lost);
+        }
+        assert_eq!(Entry::decode(0xABCD_0000), Entry::Lost);
+    }
+
+    #[test]
+    fn a_child_owns_a_handle_exactly_where_its_parent_does() {
+        for entry in all() {
+            assert_eq!(entry.inherited().handle(), entry.handle(), "{entry:?}");
+        }
+    }
+}

@@ -1,0 +1,296 @@
+//! Taking messages from a userfaultfd, and acting on those that are not faults.
+//!
+//! Only a space's handler takes its messages. While it does, no `MOVE` is under
+//! way in that space (see `wire::Control`): an unmap, remap, remove or fork is
+//! always read with every page either still in place or wholly in its transfer
+//! slot, and what was not moved by then is cancelled.
+//!
+//! Everything here can be done twice: the messages stay in the ring until all of
+//! them were acted on, and a new worker begins with those that it finds there.
+
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use strata_sys::{Event, EventFd, Range, Userfaultfd, adopt_fd, futex_wait, futex_wake};
+use strata_units::{LeafIndex, PAGE_SHIFT, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
+
+use crate::entry::Entry;
+use crate::page_map::Piece;
+use crate::registry::{RING_MESSAGES, SpaceAddress, SpaceField};
+use crate::space::{Gate, Space, ids_in};
+use crate::tenant::Tenant;
+
+/// Looks at a busy agent this often before sleeping on it: a `MOVE` takes about
+/// a microsecond.
+const MOVER_SPINS: u32 = 300;
+/// Sleep on a busy agent, between looks at whether the process still lives.
+const MOVER_WAIT: Duration = Duration::from_millis(5);
+
+/// A fault as the kernel told it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct FaultMessage {
+    pub(crate) address: u64,
+    pub(crate) tid: u32,
+}
+
+impl Space {
+    /// Takes all waiting messages, acts on events, and appends faults to
+    /// `faults`.
+    pub(crate) fn take_messages(
+        &self,
+        tenant: &Arc<Tenant>,
+        gate: &mut Gate,
+        faults: &mut Vec<FaultMessage>,
+    ) {
+        let (ring, at) = tenant.registry.ring(self.id);
+        let agent = self.agent();
+        loop {
+            if let Some(agent) = &agent {
+                let control = agent.control.control();
+                control.reader_busy.store(1, Ordering::SeqCst);
+                let mut spins = 0;
+                while control.mover_busy.load(Ordering::SeqCst) != 0 && !self.is_gone() {
+                    spins += 1;
+                    if spins < MOVER_SPINS {
+                        std::hint::spin_loop();
+                        continue;
+                    }
+                    futex_wait(&control.mover_busy, 1, MOVER_WAIT);
+                    if !self.uffd.is_alive() {
+                        self.gone.store(true, Ordering::Release);
+                    }
+                }
+            }
+            let count = if self.is_gone() {
+                0
+            } else {
+                self.uffd.read_messages(ring, at, RING_MESSAGES).unwrap_or(0)
+            };
+            self.act_on_ring(tenant, gate, faults);
+            if let Some(agent) = &agent {
+                let control = agent.control.control();
+                control.reader_busy.store(0, Ordering::SeqCst);
+                futex_wake(&control.reader_busy);
+            }
+            if count < RING_MESSAGES {
+                return;
+            }
+        }
+    }
+
+    /// Acts on whatever stands in the ring, then empties it. Also where a new
+    /// worker begins.
+    pub(crate) fn act_on_ring(
+        &self,
+        tenant: &Arc<Tenant>,
+        gate: &mut Gate,
+        faults: &mut Vec<FaultMessage>,
+    ) {
+        let (ring, at) = tenant.registry.ring(self.id);
+        let mut count = 0;
+        let mut changed = false;
+        while count < RING_MESSAGES {
+            let Some(event) = Userfaultfd::message(ring, at, count) else { break };
+            count += 1;
+            match event {
+                Event::Fault { address, tid } => faults.push(FaultMessage { address, tid }),
+                Event::Fork { fd } => {
+                    changed = true;
+                    self.forked(tenant, gate, fd);
+                }
+                Event::Remap { from, to, len } => {
+                    changed = true;
+                    self.remapped(tenant, gate, from, to, len);
+                }
+                Event::Remove(range) => {
+                    changed = true;
+                    self.discarded(tenant, gate, range, false);
+                }
+                Event::Unmap(range) => {
+                    changed = true;
+                    self.discarded(tenant, gate, range, true);
+                }
+                Event::Unknown(number) => {
+                    eprintln!("stratad: {}: unknown userfaultfd event {number}", self.id);
+                }
+            }
+        }
+        if changed && let Some(agent) = self.agent() {
+            agent.control.control().epoch.fetch_add(1, Ordering::SeqCst);
+        }
+        if count > 0 {
+            Userfaultfd::clear_messages(ring, at, count);
+        }
+    }
+
+    /// `range` reads as zero from now on.
+    fn discarded(&self, tenant: &Tenant, gate: &mut Gate, range: Range, unmapped: bool) {
+        let mut emptied: Vec<(Piece, LeafIndex)> = Vec::new();
+        for (piece, leaf, part) in gate.pages_in(range) {
+            for (_, page) in ids_in(leaf, part) {
+                let entry = tenant.map.get(page);
+                match entry {
+                    Entry::Untouched => continue,
+                    Entry::Leaving { slot, .. } => gate.slots[usize::from(slot)] = 0,
+                    _ => {}
+                }
+                tenant.map.set(page, Entry::Untouched);
+                tenant.uncharge(entry);
+            }
+            if unmapped && part.len() == (PAGE_SIZE * PAGES_PER_LEAF) as u64 {
+                emptied.push((piece, leaf));
+            }
+        }
+        for (piece, leaf) in emptied {
+            gate.directory.remove(&piece);
+            tenant.map.give_back(leaf);
+        }
+        if unmapped {
+            gate.remove_registered(range);
+        }
+    }
+
+    /// `mremap` moved `len` bytes. The new place may have grown; it was empty.
+    fn remapped(&self, tenant: &Tenant, gate: &mut Gate, from: u64, to: u64, len: u64) {
+        let source = Range { start: from, end: from + len };
+        for (_, leaf, part) in gate.pages_in(source) {
+            for (address, page) in ids_in(leaf, part) {
+                let entry = tenant.map.get(page);
+                if entry == Entry::Untouched {
+                    continue;
+                }
+                let Some(target) = gate.page_or_new(&tenant.map, self.id, address - from + to)
+                else {
+                    // No room in the page map: 16 TiB are managed already. The
+                    // page is lost to the program rather than wrong.
+                    eprintln!("stratad: {}: page map full, a moved page is lost", self.id);
+                    continue;
+                };
+                if let Entry::Leaving { slot, .. } = entry {
+                    gate.slots[usize::from(slot)] = address - from + to;
+                }
+                let age = tenant.map.age(page).load(Ordering::Relaxed);
+                tenant.map.age(target).store(age, Ordering::Relaxed);
+                if tenant.map.get(target) == entry
+                    && let Some(handle) = entry.handle()
+                {
+                    // Done before by a worker that died over it: the new one
+                    // counted the handle twice.
+                    tenant.store.release(handle);
+                }
+                // In this order: killed in between, both name the handle, and
+                // doing it again repairs that.
+                tenant.map.set(target, entry);
+                tenant.map.set(page, Entry::Untouched);
+                if matches!(entry, Entry::Resident { .. }) {
+                    tenant.noticed_resident(target);
+                }
+            }
+        }
+        gate.remove_registered(source);
+        gate.add_registered(Range { start: to, end: to + len });
+    }
+
+    /// A fork: the child has the same pages, the stored ones too.
+    fn forked(&self, tenant: &Arc<Tenant>, gate: &mut Gate, fd: RawFd) {
+        let Some(uffd) = adopt_fd(fd) else {
+            return;
+        };
+        // Done half already, by a worker that died over it? Begin again.
+        if let Some(known) =
+            tenant.registry.spaces_of(tenant.id).into_iter().find(|&id| {
+                tenant.registry.space_fd(id, SpaceField::Uffd) == Some(uffd.as_raw_fd())
+            })
+        {
+            if tenant.registry.space_is_live(known) {
+                // Whole: only the ring had not been emptied yet. The
+                // descriptor belongs to that space.
+                std::mem::forget(uffd);
+                return;
+            }
+            tenant.forget_leaves(known);
+            tenant.registry.remove_space(known);
+        }
+        let Some(child) = tenant.registry.add_space(tenant.id, uffd.as_raw_fd()) else {
+            // Closing it would let the child read zeroes: keep it for ever,
+            // so that it waits.
+            eprintln!("stratad: too many address spaces: a forked child will wait for ever");
+            std::mem::forget(uffd);
+            return;
+        };
+        let parent = self.id.0 + 1;
+        tenant.registry.space_field(child, SpaceField::Parent).store(parent, Ordering::Relaxed);
+        let transfer =
+            tenant.registry.space_address(self.id, SpaceAddress::Transfer).load(Ordering::Relaxed);
+        tenant
+            .registry
+            .space_address(child, SpaceAddress::Transfer)
+            .store(transfer, Ordering::Relaxed);
+        match self.copy_for_child(tenant, gate, child, uffd) {
+            Ok(space) => {
+                tenant.registry.space_goes_live(child);
+                tenant.adopt_space(Arc::new(space));
+            }
+            Err((reason, uffd)) => {
+                eprintln!("stratad: {}: a forked child will wait for ever: {reason}", self.id);
+                tenant.forget_leaves(child);
+                std::mem::forget(uffd);
+            }
+        }
+    }
+
+    /// The child's space with a copy of this one's page map.
+    fn copy_for_child(
+        &self,
+        tenant: &Tenant,
+        gate: &Gate,
+        child: SpaceId,
+        uffd: OwnedFd,
+    ) -> Result<Space, (String, OwnedFd)> {
+        let kick = match EventFd::new() {
+            Ok(kick) => kick,
+            Err(error) => return Err((error.to_string(), uffd)),
+        };
+        let mut leaves = Vec::with_capacity(gate.directory.len());
+        for (&piece, &leaf) in &gate.directory {
+            match tenant.map.take(child, piece) {
+                Some(copy) => leaves.push((piece, leaf, copy)),
+                None => return Err(("the page map is full".into(), uffd)),
+            }
+        }
+        let space = Space::new(child, Userfaultfd::adopt(uffd), kick);
+        let mut child_gate = crate::space::lock(&space.gate);
+        for (piece, leaf, copy) in leaves {
+            for index in 0..PAGES_PER_LEAF {
+                let (from, to) = (PageId::new(leaf, index), PageId::new(copy, index));
+                let entry = tenant.map.get(from).inherited();
+                match entry {
+                    Entry::Untouched => continue,
+                    Entry::Leaving { slot, .. } => {
+                        child_gate.slots[usize::from(slot)] = address_of(piece, index);
+                        space.has_strays.store(true, Ordering::Release);
+                    }
+                    Entry::Resident { .. } => space.has_shared.store(true, Ordering::Release),
+                    Entry::Stored(handle) | Entry::Arriving(handle) => {
+                        tenant.store.retain(handle);
+                    }
+                    Entry::Lost => {}
+                }
+                let age = tenant.map.age(from).load(Ordering::Relaxed);
+                tenant.map.age(to).store(age, Ordering::Relaxed);
+                tenant.map.set(to, entry);
+            }
+            child_gate.directory.insert(piece, copy);
+        }
+        child_gate.registered.clone_from(&gate.registered);
+        drop(child_gate);
+        Ok(space)
+    }
+}
+
+/// First byte of the page `index` of a piece.
+pub(crate) fn address_of(piece: Piece, index: usize) -> u64 {
+    (u64::from(piece) * PAGES_PER_LEAF as u64 + index as u64) << PAGE_SHIFT
+}

@@ -1,0 +1,339 @@
+//! The fault handler: one thread per space under pressure. It takes messages,
+//! acts on events, and puts pages in place. It never waits for an agent's work,
+//! for an eviction, or for another tenant.
+//!
+//! Between the claim of a page (`Stored → Arriving`, under the gate) and its
+//! completion (`Arriving → Resident`, without) nobody else changes its entry:
+//! the keeper leaves arriving pages alone, and this thread is the only one that
+//! takes messages.
+
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use strata_store::Source;
+use strata_sys::{Fill, Range, pin_current_thread, poll_readable, set_thread_name, thread_cpu};
+use strata_units::{Handle, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageId, TenantId};
+
+use crate::counters::Counter;
+use crate::entry::Entry;
+use crate::events::FaultMessage;
+use crate::space::{Gate, Space, lock};
+use crate::tenant::Tenant;
+
+/// How long a fault that found no DRAM left, or an address space that was
+/// changing, waits before it is tried again.
+const RETRY_AFTER: Duration = Duration::from_micros(500);
+/// Longest sleep without messages.
+const IDLE: Duration = Duration::from_secs(1);
+/// A first-touch fill never maps more than this at once: 2 MiB, one leaf.
+const MOST_ZERO_PAGES: u64 = PAGES_PER_LEAF as u64;
+/// A first-touch fill takes at most this part of what is free in the budget.
+const ZERO_SHARE: i64 = 16;
+/// How often to look where the faulting thread runs.
+const FOLLOW_EVERY: Duration = Duration::from_millis(4);
+/// Most faults that wait for DRAM here; further ones fault again.
+const MOST_DEFERRED: usize = 4096;
+
+/// What is to be done about one fault.
+#[derive(Debug)]
+enum Claim {
+    /// Map zeroes; the first page's entry, where it is ours to change.
+    Zero(Range, Option<PageId>),
+    /// Put this stored page in place.
+    Fill(PageId, u64, Handle),
+    /// It is on its way out; the keeper hands it back when it has arrived.
+    Wait,
+    /// No DRAM left: later.
+    Defer,
+    /// Its content is lost.
+    Poison(u64),
+}
+
+/// What came of it.
+#[derive(PartialEq, Eq, Debug)]
+enum Served {
+    Done,
+    Defer,
+}
+
+/// Which CPU this handler should wake on.
+#[derive(Debug)]
+struct Follow {
+    looked: Instant,
+    cpu: Option<u32>,
+}
+
+impl Follow {
+    /// Moves this thread beside the one that faults.
+    fn beside(&mut self, space: &Space, tid: u32, now: Instant) {
+        if now.duration_since(self.looked) < FOLLOW_EVERY && self.cpu.is_some() {
+            return;
+        }
+        self.looked = now;
+        let Some(pid) = space.pid() else { return };
+        let cpu = thread_cpu(pid, tid);
+        if cpu.is_some() && cpu != self.cpu {
+            self.cpu = cpu;
+            pin_current_thread(cpu.unwrap_or(0));
+        }
+    }
+}
+
+/// Starts the handler of a space.
+pub(crate) fn start(space: &Arc<Space>, tenant: &Arc<Tenant>) {
+    let mut handler = lock(&space.handler);
+    if handler.is_some() {
+        return;
+    }
+    let (own_space, own_tenant) = (Arc::clone(space), Arc::clone(tenant));
+    let started = std::thread::Builder::new()
+        .name(format!("fault-{}", space.id))
+        .spawn(move || run(&own_space, &own_tenant));
+    match started {
+        Ok(thread) => *handler = Some(thread),
+        Err(error) => eprintln!("stratad: {}: no thread for its faults: {error}", space.id),
+    }
+}
+
+fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
+    set_thread_name(&format!("fault-{}", space.id));
+    let mut page = PageBuffer::zeroed();
+    let mut faults: Vec<FaultMessage> = Vec::with_capacity(64);
+    let mut claims: Vec<(FaultMessage, Claim)> = Vec::with_capacity(64);
+    let mut deferred: Vec<FaultMessage> = Vec::new();
+    let mut follow = Follow { looked: Instant::now(), cpu: None };
+    while !space.is_gone() {
+        let timeout = if deferred.is_empty() { IDLE } else { RETRY_AFTER };
+        let ready = poll_readable([space.uffd.as_fd(), space.kick.as_fd()], Some(timeout));
+        let began = Instant::now();
+        if let Ok([_, kick]) = ready
+            && kick.readable
+        {
+            space.kick.clear();
+            let handed = std::mem::take(&mut *lock(&space.kicked));
+            faults.extend(handed.into_iter().map(|address| FaultMessage { address, tid: 0 }));
+        }
+        faults.append(&mut deferred);
+        {
+            let mut gate = lock(&space.gate);
+            space.take_messages(tenant, &mut gate, &mut faults);
+            faults.sort_unstable_by_key(|fault| fault.address);
+            faults.dedup_by_key(|fault| fault.address);
+            for fault in faults.drain(..) {
+                let claim = space.claim(tenant, &mut gate, fault.address);
+                claims.push((fault, claim));
+            }
+        }
+        for (fault, claim) in claims.drain(..) {
+            if fault.tid != 0 {
+                follow.beside(space, fault.tid, began);
+            }
+            let counts = !matches!(claim, Claim::Wait | Claim::Defer);
+            match space.serve(tenant, claim, &mut page, began) {
+                Served::Done => {
+                    if counts {
+                        tenant.counters.add(Counter::Faults, 1);
+                    }
+                }
+                Served::Defer if deferred.len() < MOST_DEFERRED => deferred.push(fault),
+                // Woken, its thread faults again, and the kernel's queue is
+                // where it waits.
+                Served::Defer => space.uffd.wake(one_page(fault.address)),
+            }
+        }
+    }
+}
+
+fn one_page(address: u64) -> Range {
+    Range { start: address, end: address + PAGE_SIZE as u64 }
+}
+
+impl Space {
+    /// Decides what one fault gets. The caller holds the gate.
+    fn claim(&self, tenant: &Tenant, gate: &mut Gate, address: u64) -> Claim {
+        if let Some(agent) = self.agent()
+            && (agent.ranges.transfer.contains(address) || agent.ranges.own.contains(address))
+        {
+            return Claim::Zero(one_page(address), None);
+        }
+        let Some(page) = gate.page_or_new(&tenant.map, self.id, address) else {
+            return Claim::Defer;
+        };
+        match tenant.map.get(page) {
+            // Discarded unseen (MADV_FREE), or another thread's fault on the
+            // same page came first: then it is there, and this only wakes.
+            Entry::Resident { .. } => Claim::Zero(one_page(address), None),
+            Entry::Leaving { slot, .. } => {
+                tenant.map.set(page, Entry::Leaving { slot, wanted: true });
+                Claim::Wait
+            }
+            Entry::Lost => Claim::Poison(address),
+            _ if !tenant.may_fill() => {
+                tenant.wake_keeper();
+                Claim::Defer
+            }
+            Entry::Untouched => Claim::Zero(self.zero_window(tenant, gate, address), Some(page)),
+            Entry::Stored(handle) | Entry::Arriving(handle) => {
+                tenant.map.set(page, Entry::Arriving(handle));
+                Claim::Fill(page, address, handle)
+            }
+        }
+    }
+
+    /// How much to map at a first touch: one page, but twice as much each time
+    /// as long as touches go on where the last fill ended.
+    fn zero_window(&self, tenant: &Tenant, gate: &mut Gate, address: u64) -> Range {
+        let in_sequence = address == gate.zero_end && gate.zero_pages > 0;
+        let wish = if in_sequence { (gate.zero_pages * 2).min(MOST_ZERO_PAGES) } else { 1 };
+        let afford = (tenant.headroom_pages() / ZERO_SHARE).max(1) as u64;
+        let wish = wish.min(afford);
+        let leaf_end = (address / (PAGES_PER_LEAF * PAGE_SIZE) as u64 + 1)
+            * (PAGES_PER_LEAF * PAGE_SIZE) as u64;
+        let mapped_end = gate.registered_end(address).unwrap_or(address + PAGE_SIZE as u64);
+        let most = leaf_end.min(mapped_end).min(address + wish * PAGE_SIZE as u64);
+        let mut end = address + PAGE_SIZE as u64;
+        while end < most
+            && gate.page(end).is_none_or(|page| tenant.map.get(page) == Entry::Untouched)
+        {
+            end += PAGE_SIZE as u64;
+        }
+        gate.zero_end = end;
+        gate.zero_pages = if in_sequence { wish } else { 1 };
+        Range { start: address, end }
+    }
+
+    fn serve(
+        &self,
+        tenant: &Tenant,
+        claim: Claim,
+        buffer: &mut PageBuffer,
+        began: Instant,
+    ) -> Served {
+        match claim {
+            Claim::Wait => Served::Done,
+            Claim::Defer => Served::Defer,
+            Claim::Poison(address) => {
+                self.uffd.poison(address);
+                self.uffd.wake(one_page(address));
+                Served::Done
+            }
+            Claim::Zero(range, first) => self.serve_zero(tenant, range, first),
+            Claim::Fill(page, address, handle) => {
+                self.serve_stored(tenant, page, address, handle, buffer, began)
+            }
+        }
+    }
+
+    fn serve_zero(&self, tenant: &Tenant, range: Range, first: Option<PageId>) -> Served {
+        let filled = match self.uffd.zero(range) {
+            // The window may span mappings of different kinds.
+            Fill::Unmapped if range.len() > PAGE_SIZE as u64 => {
+                self.uffd.zero(one_page(range.start))
+            }
+            other => other,
+        };
+        match filled {
+            Fill::Done { pages } => {
+                let Some(first) = first else { return Served::Done };
+                tenant.counters.add(Counter::ZeroFaults, 1);
+                for offset in 0..pages as u32 {
+                    let page = PageId(first.0 + offset);
+                    if tenant.map.replace(page, Entry::Untouched, Entry::Resident { shared: false })
+                    {
+                        tenant.charge_resident(page);
+                    }
+                }
+                Served::Done
+            }
+            Fill::Present => {
+                if let Some(page) = first
+                    && tenant.map.replace(page, Entry::Untouched, Entry::Resident { shared: false })
+                {
+                    tenant.charge_resident(page);
+                }
+                self.uffd.wake(one_page(range.start));
+                Served::Done
+            }
+            Fill::Changing => Served::Defer,
+            Fill::NoMemory => {
+                tenant.wake_keeper();
+                Served::Defer
+            }
+            // The thread that waits there touched what is no longer mapped:
+            // woken, it learns so from the kernel.
+            Fill::Unmapped => {
+                self.uffd.wake(one_page(range.start));
+                Served::Done
+            }
+            Fill::Gone => {
+                self.gone.store(true, Ordering::Release);
+                Served::Done
+            }
+        }
+    }
+
+    fn serve_stored(
+        &self,
+        tenant: &Tenant,
+        page: PageId,
+        address: u64,
+        handle: Handle,
+        buffer: &mut PageBuffer,
+        began: Instant,
+    ) -> Served {
+        let source = match tenant.store.get(handle, &mut buffer.0) {
+            Ok(source) => source,
+            Err(error) => {
+                tenant.lost_page(self, page, address, &error.to_string());
+                self.uffd.poison(address);
+                self.uffd.wake(one_page(address));
+                return Served::Done;
+            }
+        };
+        match self.uffd.copy(address, buffer) {
+            Fill::Done { .. } => {
+                tenant.arrived(page, handle);
+                tenant.counters.record_latency(began.elapsed());
+                match source {
+                    Source::Staged => {
+                        tenant.counters.add(Counter::SoftFaults, 1);
+                    }
+                    Source::File => {
+                        tenant.counters.add(Counter::FileFaults, 1);
+                    }
+                    Source::Fill | Source::Compressed => {}
+                }
+                Served::Done
+            }
+            Fill::Present => {
+                tenant.arrived(page, handle);
+                self.uffd.wake(one_page(address));
+                Served::Done
+            }
+            Fill::Changing => Served::Defer,
+            Fill::NoMemory => {
+                tenant.wake_keeper();
+                Served::Defer
+            }
+            Fill::Unmapped => {
+                // The message that says so is on its way and releases the
+                // handle.
+                tenant.map.set(page, Entry::Stored(handle));
+                self.uffd.wake(one_page(address));
+                Served::Done
+            }
+            Fill::Gone => {
+                tenant.map.set(page, Entry::Stored(handle));
+                self.gone.store(true, Ordering::Release);
+                Served::Done
+            }
+        }
+    }
+}
+
+/// Names a tenant in a log line.
+pub(crate) fn log(tenant: TenantId, name: &str, text: &str) {
+    eprintln!("stratad: {name} ({tenant}): {text}");
+}

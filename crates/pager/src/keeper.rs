@@ -1,0 +1,454 @@
+//! The keeper: one thread per tenant. It looks at what the tenant costs, asks
+//! the policy what to do about it, and does some of it; then it looks again.
+//! Evicting runs ahead of demand: faults are served from what it keeps free.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use strata_policy::budget::{self, Actions, Observation, Packed};
+use strata_policy::replacement::Standing;
+use strata_policy::{Census, Pages, Replacement, gap};
+use strata_store::StoreStats;
+use strata_units::wire::BATCH_PAGES;
+use strata_units::{ByteSize, PAGE_SIZE, PAGES_PER_LEAF, PageId};
+
+use crate::counters::Counter;
+use crate::entry::Entry;
+use crate::evict::{Evictor, Stayed, level_of};
+use crate::release;
+use crate::scan::{Excluded, register_new, settle_shared};
+use crate::space::{Space, lock};
+use crate::tenant::{Order, Tenant};
+use crate::usage::{Usage, measure};
+
+/// A handler that takes the last but so many pages of headroom wakes the keeper.
+pub(crate) const WAKE_AT_PAGES: i64 = 512;
+/// Pages evicted between two looks: a few milliseconds of work.
+const PAGES_PER_ROUND: usize = 4 * BATCH_PAGES;
+/// Pages settled, repacked or demoted between two looks.
+const STORE_PAGES_PER_ROUND: usize = 1024;
+/// Memory maps are read again at least this often under pressure...
+const RESCAN_EVERY: Duration = Duration::from_millis(250);
+/// ...and at once when so much memory has come that is not managed.
+const RESCAN_AT_BYTES: u64 = 1 << 20;
+/// How often inherited pages are looked at.
+const SETTLE_SHARED_EVERY: Duration = Duration::from_millis(250);
+/// Leaves whose estimates are swept a round.
+const SWEEP_LEAVES: usize = 16;
+/// Records of arrivals that are kept for a keeper that is held up.
+pub(crate) const MOST_ARRIVALS: usize = 1 << 20;
+/// A page that the kernel would not move is tried again after this.
+const PINNED_FOR: Duration = Duration::from_secs(1);
+/// Store memory given back a round by moving objects together.
+const COMPACT_BYTES_PER_ROUND: u64 = 1 << 20;
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+impl Pages for Tenant {
+    fn standing(&self, page: PageId) -> Standing {
+        match self.map.get(page) {
+            Entry::Resident { .. } => Standing::Evictable(level_of(self, page)),
+            // On its way out and perhaps back: it is announced when it is.
+            _ => Standing::Gone,
+        }
+    }
+}
+
+impl Tenant {
+    pub(crate) fn census(&self) -> Census {
+        let resident = self.resident_pages.load(Ordering::Relaxed).max(0) as usize;
+        let stored = self.store.stats().stored_pages as usize;
+        Census { managed: resident + stored, resident }
+    }
+}
+
+struct Keeper<'a> {
+    tenant: &'a Arc<Tenant>,
+    replacement: Replacement,
+    evictor: Evictor,
+    excluded: BTreeMap<u32, Excluded>,
+    /// Pages that the kernel refused, and when to try again.
+    pinned: Vec<(Instant, PageId)>,
+    scanned: Instant,
+    unmanaged_at_scan: u64,
+    settled_shared: Instant,
+    swept_leaf: usize,
+    evicting: bool,
+    resident_before: u64,
+    spaces_at_scan: usize,
+}
+
+pub(crate) fn run(tenant: &Arc<Tenant>) {
+    strata_sys::set_thread_name(&format!("keeper-{}", tenant.id));
+    let now = Instant::now();
+    let mut keeper = Keeper {
+        tenant,
+        replacement: Replacement::new(),
+        evictor: Evictor::new(),
+        excluded: BTreeMap::new(),
+        pinned: Vec::new(),
+        scanned: now,
+        unmanaged_at_scan: 0,
+        settled_shared: now,
+        swept_leaf: 0,
+        evicting: false,
+        resident_before: 0,
+        spaces_at_scan: 0,
+    };
+    let mut next_look = Duration::ZERO;
+    loop {
+        for order in wait_for_orders(tenant, next_look) {
+            match order {
+                Order::Release(answer) => {
+                    let outcome = release::release(tenant, &mut keeper.evictor);
+                    // The one who asked may have gone.
+                    let _ = answer.send(outcome);
+                }
+                Order::End => {
+                    for space in tenant.space_list() {
+                        tenant.bury(&space);
+                    }
+                    tenant.ended.store(true, Ordering::Release);
+                    return;
+                }
+            }
+        }
+        next_look = keeper.round();
+    }
+}
+
+/// What lz4 packed, and everything else in DRAM that is not staged (zstd, and
+/// pages that do not compress): what each was and costs, unused parts of slots
+/// and slabs shared out in proportion.
+fn packed(store: &StoreStats) -> (Packed, Packed) {
+    let payload = store.payload_bytes - store.staged_bytes.min(store.payload_bytes);
+    let cost = store.dram_bytes.saturating_sub(store.staged_bytes);
+    let fast_cost = (u128::from(cost) * u128::from(store.fast_payload_bytes)
+        / u128::from(payload.max(1))) as u64;
+    let fast_cost = fast_cost.min(cost);
+    let in_dram = store.objects * PAGE;
+    let rest = in_dram.saturating_sub(store.fast_original_bytes + store.staged_bytes);
+    let fast = Packed { original_bytes: store.fast_original_bytes, cost_bytes: fast_cost };
+    (fast, Packed { original_bytes: rest, cost_bytes: cost - fast_cost })
+}
+
+fn wait_for_orders(tenant: &Tenant, patience: Duration) -> Vec<Order> {
+    let inbox = lock(&tenant.inbox);
+    let (mut inbox, _) = tenant
+        .inbox_filled
+        .wait_timeout_while(inbox, patience, |inbox| !inbox.woken)
+        .unwrap_or_else(std::sync::PoisonError::into_inner);
+    inbox.woken = false;
+    std::mem::take(&mut inbox.orders)
+}
+
+impl Keeper<'_> {
+    /// Looks and acts once; says when to look again at the latest.
+    fn round(&mut self) -> Duration {
+        let tenant = self.tenant;
+        self.take_arrivals();
+        let spaces = self.living_spaces();
+        let usage = measure(tenant, self.replacement.memory_bytes() as u64);
+        *lock(&tenant.usage) = usage;
+        if tenant.is_released() {
+            tenant.may_exceed.store(true, Ordering::Relaxed);
+            return RESCAN_EVERY;
+        }
+        let budget = tenant.budget_bytes();
+        self.set_headroom(budget, usage);
+        let seen = self.observe(budget, usage);
+        let actions = budget::decide(&seen);
+        if actions.register && !spaces.is_empty() {
+            tenant.under_pressure.store(true, Ordering::Relaxed);
+        }
+        if tenant.under_pressure.load(Ordering::Relaxed) {
+            self.rescan(&spaces, seen.unmanaged_bytes);
+            self.settle_shared(&spaces);
+            for space in &spaces {
+                if space.has_strays.load(Ordering::Acquire) {
+                    let report = self.evictor.fetch_strays(space, tenant);
+                    self.take_report(space, report);
+                }
+            }
+        }
+        let worked = self.act(&actions, &spaces);
+        self.evicting = actions.evict_pages > 0;
+        self.sweep();
+        let exhausted = actions.cannot_by_bytes > budget::tolerance_bytes(budget)
+            || (actions.evict_pages > 0 && worked == 0);
+        self.say_exhausted(exhausted, &actions, usage, budget);
+        if worked > 0 { Duration::ZERO } else { Duration::from_micros(actions.next_look_us) }
+    }
+
+    fn take_arrivals(&mut self) {
+        let arrivals = std::mem::take(&mut *lock(&self.tenant.arrivals));
+        let now = self.tenant.counters.get(Counter::PolicyTime) as u32;
+        let lost = arrivals.len() >= MOST_ARRIVALS;
+        for (page, arrival) in arrivals {
+            self.replacement.arrived(page, arrival, now);
+        }
+        let due = Instant::now();
+        let mut still = Vec::new();
+        for (when, page) in self.pinned.drain(..) {
+            if when <= due {
+                self.replacement.refused(page, now);
+            } else {
+                still.push((when, page));
+            }
+        }
+        self.pinned = still;
+        if lost {
+            self.rebuild();
+        }
+    }
+
+    /// Fills the queues from the page map: records were lost.
+    fn rebuild(&mut self) {
+        let tenant = self.tenant;
+        let now = tenant.counters.get(Counter::PolicyTime) as u32;
+        let resident = tenant.map.leaves().into_iter().flat_map(|(leaf, _, _)| {
+            (0..PAGES_PER_LEAF)
+                .map(move |index| PageId::new(leaf, index))
+                .filter(|&page| matches!(tenant.map.get(page), Entry::Resident { .. }))
+                .map(|page| (page, level_of(tenant, page)))
+        });
+        self.replacement.rebuild(resident, now);
+    }
+
+    /// The spaces whose processes live; the others are buried.
+    fn living_spaces(&mut self) -> Vec<Arc<Space>> {
+        let mut living = self.tenant.space_list();
+        living.retain(|space| {
+            let exited = space.agent().is_some_and(|agent| agent.pidfd.has_exited());
+            let alive = !exited && !space.is_gone() && space.uffd.is_alive();
+            if !alive {
+                self.tenant.bury(space);
+                self.excluded.remove(&space.id.0);
+            }
+            alive
+        });
+        living
+    }
+
+    fn set_headroom(&self, budget: u64, usage: Usage) {
+        let hard = budget + budget::tolerance_bytes(budget) / 4;
+        let pages = (hard as i64 - usage.total_bytes() as i64) / PAGE as i64;
+        self.tenant.headroom_pages.store(pages, Ordering::Relaxed);
+    }
+
+    fn observe(&mut self, budget_bytes: u64, usage: Usage) -> Observation {
+        let tenant = self.tenant;
+        let store = tenant.store.stats();
+        let managed = tenant.resident_pages.load(Ordering::Relaxed).max(0) as u64 * PAGE;
+        let in_space = managed.min(usage.anonymous_bytes);
+        let pinned = self.pinned.len() as u64 * PAGE;
+        let resident_bytes = in_space + store.staged_bytes;
+        let growth_bytes = resident_bytes.saturating_sub(self.resident_before);
+        self.resident_before = resident_bytes;
+        let (fast, dense) = packed(&store);
+        Observation {
+            budget_bytes,
+            resident_bytes,
+            evictable_bytes: in_space.saturating_sub(pinned),
+            staged_bytes: store.staged_bytes,
+            fast,
+            dense,
+            kept_cost_bytes: 0,
+            metadata_bytes: usage.metadata_bytes,
+            unmanaged_bytes: usage.anonymous_bytes - in_space,
+            growth_bytes,
+            file_room_bytes: tenant
+                .record
+                .tier
+                .as_ref()
+                .map(|(_, limit)| limit.saturating_sub(store.file_bytes)),
+            evicting: self.evicting,
+        }
+    }
+
+    fn rescan(&mut self, spaces: &[Arc<Space>], unmanaged_bytes: u64) {
+        let due = self.scanned.elapsed() >= RESCAN_EVERY
+            || spaces.len() != self.spaces_at_scan
+            || unmanaged_bytes > self.unmanaged_at_scan + RESCAN_AT_BYTES;
+        if !due {
+            return;
+        }
+        for space in spaces {
+            if !register_new(space, self.tenant) {
+                space.set_gone();
+            }
+        }
+        self.scanned = Instant::now();
+        self.spaces_at_scan = spaces.len();
+        let managed = self.tenant.resident_pages.load(Ordering::Relaxed).max(0) as u64 * PAGE;
+        let usage = measure(self.tenant, 0);
+        self.unmanaged_at_scan = usage.anonymous_bytes.saturating_sub(managed);
+    }
+
+    fn settle_shared(&mut self, spaces: &[Arc<Space>]) {
+        if self.settled_shared.elapsed() < SETTLE_SHARED_EVERY {
+            return;
+        }
+        for space in spaces {
+            if space.has_shared.load(Ordering::Acquire) {
+                settle_shared(space, self.tenant);
+            }
+        }
+        self.settled_shared = Instant::now();
+    }
+
+    /// Does some of what the policy asks for. Returns how much was done, in
+    /// pages.
+    fn act(&mut self, actions: &Actions, spaces: &[Arc<Space>]) -> usize {
+        let tenant = self.tenant;
+        tenant.store.reap();
+        let mut worked = 0;
+        let settle = (actions.settle_pages as usize).min(STORE_PAGES_PER_ROUND);
+        worked += tenant.store.settle(settle);
+        let evict = (actions.evict_pages as usize).min(PAGES_PER_ROUND);
+        if evict > 0 {
+            worked += self.evict(evict, spaces);
+        }
+        let repack = (actions.repack_pages as usize).min(STORE_PAGES_PER_ROUND / 4);
+        worked += tenant.store.repack(repack);
+        if actions.demote_bytes > 0 {
+            let pages = (actions.demote_bytes / 1024) as usize + 1;
+            worked += tenant.store.demote(pages.min(STORE_PAGES_PER_ROUND));
+        }
+        if worked == 0 {
+            tenant.store.compact(COMPACT_BYTES_PER_ROUND);
+        }
+        worked
+    }
+
+    fn evict(&mut self, want: usize, spaces: &[Arc<Space>]) -> usize {
+        let tenant = self.tenant;
+        let now = tenant.counters.get(Counter::PolicyTime) as u32;
+        let census = tenant.census();
+        let mut victims = Vec::with_capacity(want);
+        self.replacement.victims(now, want, census, tenant.as_ref(), &mut victims);
+        if victims.len() < want / 2 && census.resident > victims.len() + 4096 {
+            self.rebuild();
+        }
+        let mut by_space: BTreeMap<u32, Vec<PageId>> = BTreeMap::new();
+        for page in victims {
+            if let Some((space, _)) = tenant.map.owner(page.leaf()) {
+                by_space.entry(space.0).or_default().push(page);
+            }
+        }
+        let mut evicted = 0;
+        for (id, pages) in by_space {
+            let Some(space) = spaces.iter().find(|space| space.id.0 == id) else { continue };
+            for batch in pages.chunks(BATCH_PAGES) {
+                let Some(agent) = space.agent() else {
+                    self.give_back(batch);
+                    continue;
+                };
+                let control = agent.control.control();
+                let excluded = self.excluded.entry(id).or_default();
+                if excluded.is_stale(control) {
+                    *excluded = Excluded::read(control);
+                }
+                match self.evictor.evict(space, tenant, excluded, batch) {
+                    Some(report) => {
+                        evicted += report.evicted;
+                        self.take_report(space, report);
+                    }
+                    None => self.give_back(batch),
+                }
+            }
+        }
+        evicted
+    }
+
+    fn give_back(&mut self, pages: &[PageId]) {
+        let now = self.tenant.counters.get(Counter::PolicyTime) as u32;
+        for &page in pages {
+            self.replacement.refused(page, now);
+        }
+    }
+
+    fn take_report(&mut self, space: &Arc<Space>, report: crate::evict::BatchReport) {
+        let tenant = self.tenant;
+        let now = tenant.counters.get(Counter::PolicyTime) as u32;
+        let mut busy = Vec::new();
+        for (page, address, stayed) in report.stayed {
+            match stayed {
+                Stayed::Cancelled => self.replacement.refused(page, now),
+                Stayed::Busy => busy.push((page, address)),
+                Stayed::Pinned | Stayed::StoreFull => {
+                    self.pinned.push((Instant::now() + PINNED_FOR, page));
+                }
+            }
+        }
+        tenant.note(
+            "store",
+            report.store_error.map(|error| format!("pages cannot be stored, they stay: {error}")),
+        );
+        // Once shared by a fork, or pinned by I/O: after a write of its own a
+        // page is the process's alone. Then once more; else a pause.
+        for batch in busy.chunks(BATCH_PAGES) {
+            let addresses: Vec<u64> = batch.iter().map(|&(_, address)| address).collect();
+            let populated = self.evictor.populate(space, &addresses);
+            let pages: Vec<PageId> = batch.iter().map(|&(page, _)| page).collect();
+            let again = populated.then(|| {
+                let excluded = self.excluded.entry(space.id.0).or_default();
+                self.evictor.evict(space, tenant, excluded, &pages)
+            });
+            match again.flatten() {
+                Some(second) => {
+                    for (page, _, stayed) in second.stayed {
+                        if stayed == Stayed::Cancelled {
+                            self.replacement.refused(page, now);
+                        } else {
+                            self.pinned.push((Instant::now() + PINNED_FOR, page));
+                        }
+                    }
+                }
+                None => self.give_back(&pages),
+            }
+        }
+    }
+
+    /// Raises the estimates of pages that stay out for long.
+    fn sweep(&mut self) {
+        let tenant = self.tenant;
+        let now = tenant.counters.get(Counter::PolicyTime) as u32;
+        let leaves = tenant.map.leaf_range(self.swept_leaf, SWEEP_LEAVES);
+        self.swept_leaf = match leaves.last() {
+            Some(_) => self.swept_leaf + SWEEP_LEAVES,
+            None => 0,
+        };
+        for leaf in leaves {
+            for index in 0..PAGES_PER_LEAF {
+                let page = PageId::new(leaf, index);
+                if matches!(tenant.map.get(page), Entry::Stored(_)) {
+                    let age = tenant.map.age(page);
+                    let cell = age.load(Ordering::Relaxed);
+                    let swept = gap::swept(cell, now);
+                    if swept != cell {
+                        // A fault that comes first wins.
+                        let _ =
+                            age.compare_exchange(cell, swept, Ordering::Relaxed, Ordering::Relaxed);
+                    }
+                }
+            }
+        }
+    }
+
+    fn say_exhausted(&self, exhausted: bool, actions: &Actions, usage: Usage, budget: u64) {
+        let tenant = self.tenant;
+        tenant.may_exceed.store(exhausted, Ordering::Relaxed);
+        let text = exhausted.then(|| {
+            format!(
+                "over its budget: costs {}, may cost {}, and nothing more can leave DRAM ({} short); raise the budget, or give it a file tier",
+                ByteSize(usage.total_bytes()),
+                ByteSize(budget),
+                ByteSize(actions.cannot_by_bytes.max(usage.total_bytes().saturating_sub(budget))),
+            )
+        });
+        tenant.note("exhausted", text);
+    }
+}

@@ -1,0 +1,197 @@
+//! A new worker takes over a tenant that an old one left behind.
+//!
+//! Nothing is served before all of it is done, in this order:
+//! 1. the page map and the store's files are mapped again;
+//! 2. the directories of all spaces are rebuilt from the leaves' owners;
+//! 3. messages that the old worker had taken and not finished are acted on;
+//! 4. pages that were arriving are settled by looking whether they are there;
+//! 5. every handle in the page map is counted, and the store frees the rest;
+//! 6. pages that were leaving are left to the keeper: it looks into the transfer
+//!    range (they cannot be told apart before the agent is idle);
+//! 7. handlers start, and every waiting thread is woken: faults that the old
+//!    worker had read are not delivered again, so their threads fault again.
+
+use std::collections::HashMap;
+use std::io;
+use std::path::PathBuf;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+
+use strata_store::{Descriptors, Store};
+use strata_sys::{
+    ControlBlock, EventFd, Pidfd, Range, SeqPacket, Userfaultfd, adopt_fd, page_presence,
+};
+use strata_units::{PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId, TenantId};
+
+use crate::counters::Counter;
+use crate::entry::Entry;
+use crate::page_map::PageMap;
+use crate::registry::{Registry, SpaceAddress, SpaceField, TenantRecord};
+use crate::space::{Agent, AgentRanges, Space, lock};
+use crate::tenant::{Tenant, store_config};
+
+fn store_descriptors(record: &TenantRecord) -> io::Result<Descriptors> {
+    let mut fds = record.store_fds.iter().map(|&fd| adopt_fd(fd));
+    let missing = || io::Error::new(io::ErrorKind::NotFound, "a file of its store is gone");
+    let mut next = || fds.next().flatten().ok_or_else(missing);
+    Ok(Descriptors { table: next()?, data: next()?, file: next().ok() })
+}
+
+impl Tenant {
+    /// Every tenant of the registry, taken over and at work again.
+    pub fn recover_all(registry: &Arc<Registry>) -> Vec<(String, io::Result<Arc<Self>>)> {
+        registry
+            .tenants()
+            .into_iter()
+            .map(|(id, record)| {
+                let name = record.name.clone();
+                (name, Self::recover(registry, id, record))
+            })
+            .collect()
+    }
+
+    fn recover(
+        registry: &Arc<Registry>,
+        id: TenantId,
+        record: TenantRecord,
+    ) -> io::Result<Arc<Self>> {
+        let map = PageMap::attach(&record.map_fds)?;
+        let tier = record.tier.as_ref().map(|(path, limit)| (PathBuf::from(path), *limit));
+        let mut recovering = Store::recover(store_descriptors(&record)?, store_config(&tier))
+            .map_err(io::Error::other)?;
+        // The store counts references from the page map before it serves; the
+        // events of step 3 release and retain, so they wait for it.
+        let mut directories: HashMap<SpaceId, Vec<_>> = HashMap::new();
+        for (leaf, space, piece) in map.leaves() {
+            directories.entry(space).or_default().push((piece, leaf));
+            for index in 0..PAGES_PER_LEAF {
+                if let Some(handle) = map.get(PageId::new(leaf, index)).handle() {
+                    recovering.reference(handle).map_err(io::Error::other)?;
+                }
+            }
+        }
+        let store = recovering.finish();
+        let tenant = Self::assemble(registry, id, record, map, store);
+        tenant.counters.add(Counter::WorkerRestarts, 1);
+        let mut spaces = Vec::new();
+        for space_id in registry.spaces_of(id) {
+            if !registry.space_is_live(space_id) {
+                // A fork half taken over: its message is still in the parent's
+                // ring and makes it anew.
+                continue;
+            }
+            match tenant.recover_space(space_id) {
+                Ok(space) => {
+                    let mut gate = lock(&space.gate);
+                    for (piece, leaf) in directories.remove(&space_id).unwrap_or_default() {
+                        gate.directory.insert(piece, leaf);
+                    }
+                    drop(gate);
+                    spaces.push(space);
+                }
+                Err(error) => {
+                    tenant.log(&format!("{space_id} cannot be taken over: {error}"));
+                    tenant.forget_leaves(space_id);
+                    registry.remove_space(space_id);
+                }
+            }
+        }
+        for space in &spaces {
+            let mut faults = Vec::new();
+            let mut gate = lock(&space.gate);
+            // Faults among them are dropped: their threads are woken below.
+            space.act_on_ring(&tenant, &mut gate, &mut faults);
+        }
+        // What the events did to sums that were not counted yet.
+        tenant.resident_pages.store(0, Ordering::Relaxed);
+        lock(&tenant.arrivals).clear();
+        for space in &spaces {
+            tenant.settle_after_death(space);
+        }
+        for space in spaces {
+            if let Some(agent) = space.agent() {
+                agent.control.control().reader_busy.store(0, Ordering::SeqCst);
+                strata_sys::futex_wake(&agent.control.control().reader_busy);
+            }
+            let all = Range { start: PAGE_SIZE as u64, end: (1 << 47) - PAGE_SIZE as u64 };
+            let registered = !lock(&space.gate).directory.is_empty();
+            if registered {
+                tenant.under_pressure.store(true, Ordering::Relaxed);
+                crate::handler::start(&space, &tenant);
+            }
+            space.uffd.wake(all);
+            tenant.adopt_space(space);
+        }
+        tenant.start_keeper();
+        Ok(tenant)
+    }
+
+    fn recover_space(&self, id: SpaceId) -> io::Result<Arc<Space>> {
+        let missing = |what| io::Error::new(io::ErrorKind::NotFound, format!("its {what} is gone"));
+        let fd = |field| self.registry.space_fd(id, field).and_then(adopt_fd);
+        let uffd = Userfaultfd::adopt(fd(SpaceField::Uffd).ok_or(missing("userfaultfd"))?);
+        let space = Space::new(id, uffd, EventFd::new()?);
+        // The agent's descriptors were recorded one by one, the control block
+        // last: without it, the agent says hello again.
+        if let (Some(control), Some(pidfd)) = (fd(SpaceField::Control), fd(SpaceField::Pidfd)) {
+            let address = |field| self.registry.space_address(id, field).load(Ordering::Relaxed);
+            let transfer = address(SpaceAddress::Transfer);
+            let transfer_bytes = (strata_units::wire::TRANSFER_PAGES * PAGE_SIZE) as u64;
+            let agent = Agent {
+                control: ControlBlock::attach(control)?,
+                ranges: AgentRanges {
+                    transfer: Range { start: transfer, end: transfer + transfer_bytes },
+                    own: Range {
+                        start: address(SpaceAddress::OwnStart),
+                        end: address(SpaceAddress::OwnEnd),
+                    },
+                },
+                socket: Mutex::new(fd(SpaceField::Socket).map(SeqPacket::adopt)),
+                pid: self.registry.space_field(id, SpaceField::Pid).load(Ordering::Relaxed),
+                pidfd: Pidfd::adopt(pidfd),
+            };
+            *space.agent.write().unwrap_or_else(std::sync::PoisonError::into_inner) =
+                Some(Arc::new(agent));
+        }
+        Ok(Arc::new(space))
+    }
+
+    /// Counts what is resident, finds what was leaving, settles what was
+    /// arriving.
+    fn settle_after_death(&self, space: &Space) {
+        let pid = space.pid();
+        let mut gate = lock(&space.gate);
+        let pieces = gate.pages_in(Range { start: 0, end: 1 << 52 });
+        for (_, leaf, part) in pieces {
+            for (address, page) in crate::space::ids_in(leaf, part) {
+                match self.map.get(page) {
+                    Entry::Resident { shared: false } => self.charge_resident(page),
+                    Entry::Resident { shared: true } => {
+                        space.has_shared.store(true, Ordering::Release);
+                    }
+                    Entry::Leaving { slot, .. } => {
+                        self.resident_pages.fetch_add(1, Ordering::Relaxed);
+                        // Whoever waited is woken and asks again.
+                        self.map.set(page, Entry::Leaving { slot, wanted: false });
+                        gate.slots[usize::from(slot)] = address;
+                        space.has_strays.store(true, Ordering::Release);
+                    }
+                    Entry::Arriving(handle) => {
+                        let one = Range { start: address, end: address + PAGE_SIZE as u64 };
+                        let mut there = false;
+                        if let Some(pid) = pid {
+                            // Unreadable: the process is gone.
+                            let _ = page_presence(pid, one, |_, presence| there = presence.present);
+                        }
+                        if there {
+                            self.arrived(page, handle);
+                        } else {
+                            self.map.set(page, Entry::Stored(handle));
+                        }
+                    }
+                    Entry::Untouched | Entry::Stored(_) | Entry::Lost => {}
+                }
+            }
+        }
+    }
+}

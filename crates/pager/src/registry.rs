@@ -1,0 +1,300 @@
+//! The registry: what a new worker must know of the old one's tenants and
+//! spaces. One memory file, mapped by the supervisor before it makes a worker,
+//! fixed places, every field that changes an atomic.
+//!
+//! A slot is filled while its `live` word says so to nobody, and goes live by
+//! one store; so a worker killed at any instant leaves whole slots only.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use serde::{Deserialize, Serialize};
+use strata_sys::{SharedMemory, Userfaultfd};
+use strata_units::{SpaceId, TenantId};
+
+use crate::counters::{BUCKETS, COUNTERS};
+
+/// Most tenants at a time.
+pub(crate) const TENANTS: u32 = 1024;
+/// Most address spaces at a time.
+pub(crate) const SPACES: u32 = 8192;
+/// Messages taken from a userfaultfd at a time.
+pub(crate) const RING_MESSAGES: usize = 16;
+
+const HEADER_BYTES: u64 = 4096;
+const TENANT_BYTES: u64 = 8192;
+const SPACE_BYTES: u64 = 1024;
+const TENANTS_AT: u64 = HEADER_BYTES;
+const SPACES_AT: u64 = TENANTS_AT + TENANTS as u64 * TENANT_BYTES;
+const REGISTRY_BYTES: u64 = SPACES_AT + SPACES as u64 * SPACE_BYTES;
+
+// Within a tenant's slot.
+const T_LIVE: u64 = 0;
+const T_RELEASED: u64 = 4;
+const T_BUDGET: u64 = 8;
+const T_COUNTERS: u64 = 64;
+const T_BUCKETS: u64 = T_COUNTERS + 8 * COUNTERS as u64;
+const T_RECORD: u64 = 4096;
+const _: () = assert!(T_BUCKETS + 8 * BUCKETS as u64 <= T_RECORD);
+
+// Within a space's slot.
+const S_RING: u64 = 256;
+const _: () = assert!(S_RING + Userfaultfd::ring_bytes(RING_MESSAGES) as u64 <= SPACE_BYTES);
+
+/// A slot nobody uses.
+const FREE: u32 = 0;
+/// A slot in use.
+const LIVE: u32 = 1;
+/// A forked child's slot whose page map is not complete yet.
+const BUILDING: u32 = 2;
+
+/// What is fixed about a tenant from its start on.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TenantRecord {
+    /// Its name.
+    pub name: String,
+    /// Its owner.
+    pub uid: u32,
+    /// What its agents name it by.
+    pub token: u64,
+    /// The program, for display.
+    pub command: Vec<String>,
+    /// Seconds since the epoch.
+    pub started: f64,
+    /// Its memory cgroup's directory, if it has one of its own.
+    pub cgroup: Option<String>,
+    /// Directory and limit of its file tier, if any.
+    pub tier: Option<(String, u64)>,
+    /// The process that `strata run` became; none where a rule of the
+    /// configuration made the tenant.
+    pub starter: Option<u32>,
+    /// Descriptors: page map.
+    pub(crate) map_fds: Vec<RawFd>,
+    /// Descriptors: store.
+    pub(crate) store_fds: Vec<RawFd>,
+}
+
+/// The fields of a space's slot that are plain numbers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u64)]
+pub(crate) enum SpaceField {
+    Live = 0,
+    Tenant = 4,
+    Pid = 8,
+    Uffd = 12,
+    Pidfd = 16,
+    Control = 20,
+    Socket = 24,
+    /// The parent's space + 1, or 0.
+    Parent = 28,
+}
+
+/// The fields of a space's slot that are addresses.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u64)]
+pub(crate) enum SpaceAddress {
+    Transfer = 32,
+    OwnStart = 40,
+    OwnEnd = 48,
+}
+
+/// See the module's text.
+#[derive(Debug)]
+pub struct Registry {
+    memory: SharedMemory,
+}
+
+impl Registry {
+    /// A new, empty one.
+    pub fn create() -> io::Result<Self> {
+        let memory = SharedMemory::create("strata-registry", REGISTRY_BYTES)?;
+        Ok(Self { memory })
+    }
+
+    /// The registry's own descriptor.
+    #[must_use]
+    pub fn descriptor(&self) -> BorrowedFd<'_> {
+        self.memory.as_fd()
+    }
+
+    /// Number of workers so far; the next one adds itself.
+    #[must_use]
+    pub fn workers(&self) -> &AtomicU64 {
+        self.memory.atomic_u64(0)
+    }
+
+    fn tenant_at(id: TenantId) -> u64 {
+        assert!(id.0 < TENANTS, "tenant ids come from this registry");
+        TENANTS_AT + u64::from(id.0) * TENANT_BYTES
+    }
+
+    fn space_at(id: SpaceId) -> u64 {
+        assert!(id.0 < SPACES, "space ids come from this registry");
+        SPACES_AT + u64::from(id.0) * SPACE_BYTES
+    }
+
+    /// Every live tenant.
+    #[must_use]
+    pub fn tenants(&self) -> Vec<(TenantId, TenantRecord)> {
+        (0..TENANTS)
+            .map(TenantId)
+            .filter(|&id| {
+                self.memory.atomic_u32(Self::tenant_at(id) + T_LIVE).load(Ordering::Acquire) == LIVE
+            })
+            .filter_map(|id| Some((id, self.tenant_record(id)?)))
+            .collect()
+    }
+
+    fn tenant_record(&self, id: TenantId) -> Option<TenantRecord> {
+        let at = Self::tenant_at(id) + T_RECORD;
+        let length = self.memory.atomic_u32(at).load(Ordering::Acquire) as usize;
+        let mut bytes = vec![0; length.min((TENANT_BYTES - T_RECORD - 4) as usize)];
+        self.memory.read(at + 4, &mut bytes);
+        serde_json::from_slice(&bytes).ok()
+    }
+
+    /// Makes a tenant known. None: all slots are taken.
+    pub(crate) fn add_tenant(&self, record: &TenantRecord, budget_bytes: u64) -> Option<TenantId> {
+        let id = (0..TENANTS).map(TenantId).find(|&id| {
+            self.memory.atomic_u32(Self::tenant_at(id) + T_LIVE).load(Ordering::Acquire) == FREE
+        })?;
+        let at = Self::tenant_at(id);
+        self.memory.write(at, &vec![0; TENANT_BYTES as usize]);
+        self.memory.atomic_u64(at + T_BUDGET).store(budget_bytes, Ordering::Relaxed);
+        self.write_record(id, record);
+        self.memory.atomic_u32(at + T_LIVE).store(LIVE, Ordering::Release);
+        Some(id)
+    }
+
+    fn write_record(&self, id: TenantId, record: &TenantRecord) {
+        let mut record = record.clone();
+        let room = (TENANT_BYTES - T_RECORD - 4) as usize;
+        let bytes = loop {
+            let bytes = serde_json::to_vec(&record).expect("plain strings and numbers");
+            if bytes.len() <= room {
+                break bytes;
+            }
+            // Only the command line can be this long, and it is for display.
+            record.command.truncate(record.command.len().saturating_sub(1));
+            if record.command.is_empty() {
+                record.command = vec!["…".into()];
+            }
+        };
+        let at = Self::tenant_at(id) + T_RECORD;
+        self.memory.write(at + 4, &bytes);
+        self.memory.atomic_u32(at).store(bytes.len() as u32, Ordering::Release);
+    }
+
+    pub(crate) fn remove_tenant(&self, id: TenantId) {
+        self.memory.atomic_u32(Self::tenant_at(id) + T_LIVE).store(FREE, Ordering::Release);
+    }
+
+    pub(crate) fn budget(&self, id: TenantId) -> &AtomicU64 {
+        self.memory.atomic_u64(Self::tenant_at(id) + T_BUDGET)
+    }
+
+    pub(crate) fn released(&self, id: TenantId) -> &AtomicU32 {
+        self.memory.atomic_u32(Self::tenant_at(id) + T_RELEASED)
+    }
+
+    pub(crate) fn counter(&self, id: TenantId, index: usize) -> &AtomicU64 {
+        assert!(index < COUNTERS, "counters are an enum of ours");
+        self.memory.atomic_u64(Self::tenant_at(id) + T_COUNTERS + 8 * index as u64)
+    }
+
+    pub(crate) fn bucket(&self, id: TenantId, index: usize) -> &AtomicU64 {
+        assert!(index < BUCKETS, "bucket_of clamps");
+        self.memory.atomic_u64(Self::tenant_at(id) + T_BUCKETS + 8 * index as u64)
+    }
+
+    /// Takes a free slot for a space that is not complete yet. None: all are
+    /// taken.
+    pub(crate) fn add_space(&self, tenant: TenantId, uffd: RawFd) -> Option<SpaceId> {
+        let id = (0..SPACES).map(SpaceId).find(|&id| {
+            self.space_field(id, SpaceField::Live)
+                .compare_exchange(FREE, BUILDING, Ordering::AcqRel, Ordering::Relaxed)
+                .is_ok()
+        })?;
+        let at = Self::space_at(id);
+        self.memory.write(at + 4, &vec![0; SPACE_BYTES as usize - 4]);
+        self.set_space_fd(id, SpaceField::Pidfd, None);
+        self.set_space_fd(id, SpaceField::Control, None);
+        self.set_space_fd(id, SpaceField::Socket, None);
+        self.space_field(id, SpaceField::Tenant).store(tenant.0, Ordering::Relaxed);
+        self.space_field(id, SpaceField::Uffd).store(uffd as u32, Ordering::Release);
+        Some(id)
+    }
+
+    pub(crate) fn space_goes_live(&self, id: SpaceId) {
+        self.space_field(id, SpaceField::Live).store(LIVE, Ordering::Release);
+    }
+
+    pub(crate) fn space_is_live(&self, id: SpaceId) -> bool {
+        self.space_field(id, SpaceField::Live).load(Ordering::Acquire) == LIVE
+    }
+
+    pub(crate) fn remove_space(&self, id: SpaceId) {
+        self.space_field(id, SpaceField::Live).store(FREE, Ordering::Release);
+    }
+
+    /// Slots in use by `tenant`, complete or not.
+    pub(crate) fn spaces_of(&self, tenant: TenantId) -> Vec<SpaceId> {
+        (0..SPACES)
+            .map(SpaceId)
+            .filter(|&id| {
+                self.space_field(id, SpaceField::Live).load(Ordering::Acquire) != FREE
+                    && self.space_field(id, SpaceField::Tenant).load(Ordering::Relaxed) == tenant.0
+            })
+            .collect()
+    }
+
+    pub(crate) fn space_field(&self, id: SpaceId, field: SpaceField) -> &AtomicU32 {
+        self.memory.atomic_u32(Self::space_at(id) + field as u64)
+    }
+
+    pub(crate) fn space_address(&self, id: SpaceId, field: SpaceAddress) -> &AtomicU64 {
+        self.memory.atomic_u64(Self::space_at(id) + field as u64)
+    }
+
+    pub(crate) fn space_fd(&self, id: SpaceId, field: SpaceField) -> Option<RawFd> {
+        let fd = self.space_field(id, field).load(Ordering::Acquire) as RawFd;
+        (fd >= 0).then_some(fd)
+    }
+
+    pub(crate) fn set_space_fd(&self, id: SpaceId, field: SpaceField, fd: Option<RawFd>) {
+        self.space_field(id, field).store(fd.unwrap_or(-1) as u32, Ordering::Release);
+    }
+
+    /// The memory that a space's messages are read into, and where.
+    pub(crate) fn ring(&self, id: SpaceId) -> (&SharedMemory, u64) {
+        (&self.memory, Self::space_at(id) + S_RING)
+    }
+
+    /// Every descriptor that some record names: all others in the table are a
+    /// dead worker's litter.
+    #[must_use]
+    pub fn claimed_fds(&self) -> Vec<RawFd> {
+        let mut fds = vec![self.memory.as_fd().as_raw_fd()];
+        for (id, record) in self.tenants() {
+            fds.extend(&record.map_fds);
+            fds.extend(&record.store_fds);
+            for space in self.spaces_of(id) {
+                for field in
+                    [SpaceField::Uffd, SpaceField::Pidfd, SpaceField::Control, SpaceField::Socket]
+                {
+                    fds.extend(self.space_fd(space, field));
+                }
+                let (memory, at) = self.ring(space);
+                for index in 0..RING_MESSAGES {
+                    if let Some(strata_sys::Event::Fork { fd }) =
+                        Userfaultfd::message(memory, at, index)
+                    {
+                        fds.push(fd);
+                    }
+                }
+            }
+        }
+        fds
+    }
+}

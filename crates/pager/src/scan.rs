@@ -1,0 +1,214 @@
+//! Which memory of a process is managed: reads its memory map, registers what
+//! may be, and notes what is resident there.
+//!
+//! Runs on the keeper, not the handler: `/proc` can keep it waiting as long as
+//! the process holds its own locks.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use strata_sys::{Mapping, Range, Registration, page_presence, read_maps};
+use strata_units::PAGE_SIZE;
+use strata_units::wire::Control;
+
+use crate::entry::Entry;
+use crate::handler;
+use crate::space::{Agent, Space, lock};
+use crate::tenant::Tenant;
+
+/// Smaller mappings are left alone: glibc's own threshold for giving an
+/// allocation a mapping of its own.
+const SMALLEST_BYTES: u64 = 128 << 10;
+/// A mapping that holds a thread's stack is taken for that stack, whole, up to
+/// this size; in a larger one only the thread's control block is kept out.
+const LARGEST_STACK_BYTES: u64 = 64 << 20;
+/// Pages around a thread control block (below, above) that are never evicted:
+/// the kernel writes there when a thread ends, and cannot wait for a page then.
+const CONTROL_BLOCK_PAGES: (u64, u64) = (1, 3);
+/// Pages whose entries are changed under one hold of the gate.
+const CHUNK_BYTES: u64 = 16 << 20;
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+/// Addresses that are never evicted, in order.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub(crate) struct Excluded {
+    ranges: Vec<Range>,
+    /// The thread table's generation that this holds for.
+    pub(crate) thread_seq: u32,
+    pinned_seq: u32,
+}
+
+impl Excluded {
+    /// What the threads and mutexes of `control` keep in place. Asked of an
+    /// untrusted table: a wrong answer pins or evicts only its own tenant's
+    /// pages.
+    pub(crate) fn read(control: &Control) -> Self {
+        // The generation first: a thread that comes later raises it, and the
+        // agent cancels a batch that was composed before.
+        let thread_seq = control.thread_seq.load(Ordering::SeqCst);
+        let pinned_seq = control.pinned_seq.load(Ordering::SeqCst);
+        let mut ranges = Vec::new();
+        for slot in &control.threads {
+            let block = slot.control_block.load(Ordering::Acquire);
+            if block != 0 {
+                let page = block & !(PAGE - 1);
+                ranges.push(Range {
+                    start: page.saturating_sub(CONTROL_BLOCK_PAGES.0 * PAGE),
+                    end: page.saturating_add(CONTROL_BLOCK_PAGES.1 * PAGE),
+                });
+            }
+        }
+        for pinned in &control.pinned {
+            let address = pinned.load(Ordering::Acquire);
+            if address != 0 {
+                let page = address & !(PAGE - 1);
+                ranges.push(Range { start: page, end: page.saturating_add(PAGE) });
+            }
+        }
+        ranges.sort_unstable_by_key(|range| range.start);
+        Self { ranges, thread_seq, pinned_seq }
+    }
+
+    /// Whether the table has changed since.
+    pub(crate) fn is_stale(&self, control: &Control) -> bool {
+        control.thread_seq.load(Ordering::SeqCst) != self.thread_seq
+            || control.pinned_seq.load(Ordering::SeqCst) != self.pinned_seq
+    }
+
+    pub(crate) fn contains(&self, address: u64) -> bool {
+        // Ranges may overlap, all have nearly the same small length: look at
+        // those that start within it.
+        let longest = (CONTROL_BLOCK_PAGES.0 + CONTROL_BLOCK_PAGES.1) * PAGE;
+        let from =
+            self.ranges.partition_point(|range| range.start < address.saturating_sub(longest));
+        self.ranges[from..]
+            .iter()
+            .take_while(|range| range.start <= address)
+            .any(|range| range.contains(address))
+    }
+}
+
+fn overlaps(a: Range, b: Range) -> bool {
+    a.start < b.end && b.start < a.end
+}
+
+/// Whether a mapping is memory that the program uses as its own.
+fn is_eligible(mapping: &Mapping, agent: &Agent, stacks: &[u64]) -> bool {
+    mapping.private
+        && mapping.anonymous
+        && !mapping.executable
+        && mapping.range.len() >= SMALLEST_BYTES
+        && !overlaps(mapping.range, agent.ranges.transfer)
+        && !overlaps(mapping.range, agent.ranges.own)
+        && !(mapping.range.len() <= LARGEST_STACK_BYTES
+            && stacks.iter().any(|&stack| mapping.range.contains(stack)))
+}
+
+/// Registers what is eligible and new. Returns whether the process was there.
+pub(crate) fn register_new(space: &Arc<Space>, tenant: &Arc<Tenant>) -> bool {
+    let Some(agent) = space.agent() else { return true };
+    let Ok(maps) = read_maps(agent.pid) else { return false };
+    let control = agent.control.control();
+    if control.thread_overflow.load(Ordering::Relaxed) != 0 {
+        tenant.note(
+            "threads",
+            Some(
+                "a process has had more than 4096 threads: its new mappings are not managed".into(),
+            ),
+        );
+        return true;
+    }
+    let stacks: Vec<u64> = control
+        .threads
+        .iter()
+        .filter(|slot| slot.control_block.load(Ordering::Acquire) != 0)
+        .map(|slot| slot.stack.load(Ordering::Relaxed))
+        .filter(|&stack| stack != 0)
+        .collect();
+    handler::start(space, tenant);
+    for mapping in maps {
+        if !is_eligible(&mapping, &agent, &stacks) {
+            continue;
+        }
+        if lock(&space.gate).is_registered(mapping.range) {
+            continue;
+        }
+        match space.uffd.register(mapping.range) {
+            Registration::Done => {
+                lock(&space.gate).add_registered(mapping.range);
+                note_resident(space, tenant, agent.pid, mapping.range);
+            }
+            // Gone or changed since the map was read; or not ours to manage.
+            Registration::Refused => {}
+            Registration::Gone => return false,
+        }
+    }
+    true
+}
+
+/// Enters pages of `range` that are in the address space already.
+///
+/// The page table is read without the gate, so an answer may be old by the time
+/// it is entered: a page believed resident that is not reads as zero, which is
+/// what a page discarded meanwhile must read as; and a page that was evicted
+/// meanwhile is not `Untouched`, so nothing is entered.
+fn note_resident(space: &Space, tenant: &Tenant, pid: u32, range: Range) {
+    let mut start = range.start;
+    while start < range.end {
+        let chunk = Range { start, end: (start + CHUNK_BYTES).min(range.end) };
+        start = chunk.end;
+        let mut present = Vec::new();
+        let read = page_presence(pid, chunk, |index, presence| {
+            if presence.present {
+                present.push(chunk.start + index * PAGE);
+            }
+        });
+        if read.is_err() || present.is_empty() {
+            continue;
+        }
+        let mut gate = lock(&space.gate);
+        // Unmapped meanwhile: the message has been acted on, or will be.
+        if !gate.is_registered(chunk) {
+            continue;
+        }
+        for address in present {
+            let Some(page) = gate.page_or_new(&tenant.map, space.id, address) else { return };
+            if tenant.map.replace(page, Entry::Untouched, Entry::Resident { shared: false }) {
+                tenant.charge_resident(page);
+            }
+        }
+    }
+}
+
+/// Looks which inherited pages are this process's alone by now, and charges
+/// them here.
+pub(crate) fn settle_shared(space: &Space, tenant: &Tenant) {
+    let Some(agent) = space.agent() else { return };
+    let mut left = false;
+    let pieces = lock(&space.gate).pages_in(Range { start: 0, end: 1 << 52 });
+    for (_, leaf, part) in pieces {
+        let mut alone = Vec::new();
+        let read = page_presence(agent.pid, part, |index, presence| {
+            let address = part.start + index * PAGE;
+            if presence.exclusive {
+                alone.push(address);
+            }
+        });
+        if read.is_err() {
+            return;
+        }
+        let gate = lock(&space.gate);
+        let shared = Entry::Resident { shared: true };
+        for address in alone {
+            if let Some(page) = gate.page(address)
+                && tenant.map.replace(page, shared, Entry::Resident { shared: false })
+            {
+                tenant.charge_resident(page);
+            }
+        }
+        let whole = crate::space::ids_in(leaf, part);
+        left |= whole.into_iter().any(|(_, page)| tenant.map.get(page) == shared);
+    }
+    space.has_shared.store(left, Ordering::Release);
+}

@@ -1,0 +1,308 @@
+//! One address space: its userfaultfd, its agent, and the gate that keeps
+//! messages, evictions and forks in order.
+//!
+//! The gate is held while messages are taken and acted on, while victims are
+//! marked as leaving, and while they are marked as stored. It is never held
+//! over decompression, I/O, or waiting for an agent.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::thread::JoinHandle;
+
+use strata_sys::{ControlBlock, EventFd, Pidfd, Range, SeqPacket, Userfaultfd};
+use strata_units::wire::TRANSFER_PAGES;
+use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber, SpaceId};
+
+use crate::page_map::{PageMap, Piece};
+use crate::registry::{Registry, SpaceAddress, SpaceField};
+
+/// First byte of the transfer range and of the agent's own memory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AgentRanges {
+    pub(crate) transfer: Range,
+    pub(crate) own: Range,
+}
+
+/// The agent of a space, once it has said hello.
+#[derive(Debug)]
+pub(crate) struct Agent {
+    pub(crate) control: ControlBlock,
+    pub(crate) ranges: AgentRanges,
+    pub(crate) socket: Mutex<Option<SeqPacket>>,
+    pub(crate) pid: u32,
+    pub(crate) pidfd: Pidfd,
+}
+
+/// What only the holder of the gate may touch.
+#[derive(Debug)]
+pub(crate) struct Gate {
+    /// Leaves by the 2 MiB piece that they describe.
+    pub(crate) directory: BTreeMap<Piece, LeafIndex>,
+    /// The address of the page that has each transfer slot; 0: none, or it was
+    /// discarded while it was leaving.
+    pub(crate) slots: Vec<u64>,
+    /// Registered ranges, in order, apart from each other.
+    pub(crate) registered: Vec<Range>,
+    /// Where the last first-touch fill ended, and how many pages it had.
+    pub(crate) zero_end: u64,
+    pub(crate) zero_pages: u64,
+}
+
+/// One address space of a tenant.
+#[derive(Debug)]
+pub struct Space {
+    pub(crate) id: SpaceId,
+    pub(crate) uffd: Userfaultfd,
+    pub(crate) agent: RwLock<Option<Arc<Agent>>>,
+    pub(crate) gate: Mutex<Gate>,
+    /// Wakes the handler.
+    pub(crate) kick: EventFd,
+    /// Faulting addresses that others hand to the handler.
+    pub(crate) kicked: Mutex<Vec<u64>>,
+    /// The process is gone: the handler ends.
+    pub(crate) gone: AtomicBool,
+    pub(crate) handler: Mutex<Option<JoinHandle<()>>>,
+    /// Pages may be in the transfer range with nobody fetching them (after a
+    /// fork or a worker's death).
+    pub(crate) has_strays: AtomicBool,
+    /// Inherited pages may still be shared with the parent.
+    pub(crate) has_shared: AtomicBool,
+}
+
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // A panic aborts the worker (profile: panic = "abort"): no lock is ever
+    // seen poisoned.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The 2 MiB piece that holds a page. Addresses above 2^53 do not exist.
+pub(crate) fn piece_of(page: PageNumber) -> Piece {
+    (page.0 / PAGES_PER_LEAF as u64) as Piece
+}
+
+impl Gate {
+    fn new() -> Self {
+        Self {
+            directory: BTreeMap::new(),
+            slots: vec![0; TRANSFER_PAGES],
+            registered: Vec::new(),
+            zero_end: 0,
+            zero_pages: 0,
+        }
+    }
+
+    /// The managed page at `address`, if there is a leaf for it.
+    pub(crate) fn page(&self, address: u64) -> Option<PageId> {
+        let page = PageNumber::containing(address);
+        let leaf = *self.directory.get(&piece_of(page))?;
+        Some(PageId::new(leaf, page.0 as usize % PAGES_PER_LEAF))
+    }
+
+    /// The managed page at `address`, with a new leaf where there was none.
+    pub(crate) fn page_or_new(
+        &mut self,
+        map: &PageMap,
+        space: SpaceId,
+        address: u64,
+    ) -> Option<PageId> {
+        if let Some(page) = self.page(address) {
+            return Some(page);
+        }
+        let page = PageNumber::containing(address);
+        let leaf = map.take(space, piece_of(page))?;
+        self.directory.insert(piece_of(page), leaf);
+        Some(PageId::new(leaf, page.0 as usize % PAGES_PER_LEAF))
+    }
+
+    /// The managed pages of `range`, with their addresses.
+    pub(crate) fn pages_in(&self, range: Range) -> Vec<(Piece, LeafIndex, Range)> {
+        if range.is_empty() {
+            return Vec::new();
+        }
+        let first = piece_of(PageNumber::containing(range.start));
+        let last = piece_of(PageNumber::containing(range.end - 1));
+        self.directory
+            .range(first..=last)
+            .map(|(&piece, &leaf)| {
+                let start = u64::from(piece) * (PAGES_PER_LEAF * PAGE_SIZE) as u64;
+                let end = start + (PAGES_PER_LEAF * PAGE_SIZE) as u64;
+                (piece, leaf, Range { start: start.max(range.start), end: end.min(range.end) })
+            })
+            .collect()
+    }
+
+    /// Remembers that `range` is registered.
+    pub(crate) fn add_registered(&mut self, range: Range) {
+        self.remove_registered(range);
+        let at = self.registered.partition_point(|known| known.start < range.start);
+        self.registered.insert(at, range);
+        // Neighbours become one.
+        let mut merged: Vec<Range> = Vec::with_capacity(self.registered.len());
+        for range in self.registered.drain(..) {
+            match merged.last_mut() {
+                Some(last) if last.end == range.start => last.end = range.end,
+                _ => merged.push(range),
+            }
+        }
+        self.registered = merged;
+    }
+
+    /// Forgets `range`, whole or in part.
+    pub(crate) fn remove_registered(&mut self, range: Range) {
+        let mut kept = Vec::with_capacity(self.registered.len() + 1);
+        for known in self.registered.drain(..) {
+            let before = Range { start: known.start, end: known.end.min(range.start) };
+            let after = Range { start: known.start.max(range.end), end: known.end };
+            for part in [before, after] {
+                if !part.is_empty() {
+                    kept.push(part);
+                }
+            }
+        }
+        self.registered = kept;
+    }
+
+    /// Whether all of `range` is registered.
+    pub(crate) fn is_registered(&self, range: Range) -> bool {
+        let at = self.registered.partition_point(|known| known.end <= range.start);
+        self.registered
+            .get(at)
+            .is_some_and(|known| known.start <= range.start && range.end <= known.end)
+    }
+
+    /// End of the registered range around `address`.
+    pub(crate) fn registered_end(&self, address: u64) -> Option<u64> {
+        let at = self.registered.partition_point(|known| known.end <= address);
+        self.registered.get(at).filter(|known| known.contains(address)).map(|known| known.end)
+    }
+}
+
+/// The addresses of the pages of `range`, beside their ids in `leaf`.
+pub(crate) fn ids_in(leaf: LeafIndex, range: Range) -> impl Iterator<Item = (u64, PageId)> {
+    (range.start..range.end).step_by(PAGE_SIZE).map(move |address| {
+        let index = PageNumber::containing(address).0 as usize % PAGES_PER_LEAF;
+        (address, PageId::new(leaf, index))
+    })
+}
+
+impl Space {
+    pub(crate) fn new(id: SpaceId, uffd: Userfaultfd, kick: EventFd) -> Self {
+        Self {
+            id,
+            uffd,
+            agent: RwLock::new(None),
+            gate: Mutex::new(Gate::new()),
+            kick,
+            kicked: Mutex::default(),
+            gone: AtomicBool::new(false),
+            handler: Mutex::new(None),
+            has_strays: AtomicBool::new(false),
+            has_shared: AtomicBool::new(false),
+        }
+    }
+
+    /// The space's number.
+    #[must_use]
+    pub fn id(&self) -> SpaceId {
+        self.id
+    }
+
+    /// Another descriptor of its userfaultfd, to be sent to its agent.
+    pub fn userfaultfd(&self) -> std::io::Result<OwnedFd> {
+        self.uffd.try_clone()
+    }
+
+    /// The agent, once there is one.
+    pub(crate) fn agent(&self) -> Option<Arc<Agent>> {
+        self.agent.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The process, once its agent has said hello.
+    #[must_use]
+    pub fn pid(&self) -> Option<u32> {
+        self.agent().map(|agent| agent.pid)
+    }
+
+    /// Records and takes the agent of this space.
+    pub(crate) fn attach_agent(&self, registry: &Registry, agent: Agent) {
+        registry.space_field(self.id, SpaceField::Pid).store(agent.pid, Ordering::Relaxed);
+        for (field, value) in [
+            (SpaceAddress::Transfer, agent.ranges.transfer.start),
+            (SpaceAddress::OwnStart, agent.ranges.own.start),
+            (SpaceAddress::OwnEnd, agent.ranges.own.end),
+        ] {
+            registry.space_address(self.id, field).store(value, Ordering::Relaxed);
+        }
+        registry.set_space_fd(self.id, SpaceField::Pidfd, Some(agent.pidfd.as_fd().as_raw_fd()));
+        let socket = lock(&agent.socket).as_ref().map(|socket| socket.as_fd().as_raw_fd());
+        registry.set_space_fd(self.id, SpaceField::Socket, socket);
+        registry.set_space_fd(
+            self.id,
+            SpaceField::Control,
+            Some(agent.control.as_fd().as_raw_fd()),
+        );
+        *self.agent.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(agent));
+    }
+
+    /// Gives a faulting address to the handler.
+    pub(crate) fn hand_over(&self, addresses: impl IntoIterator<Item = u64>) {
+        lock(&self.kicked).extend(addresses);
+        self.kick.ring();
+    }
+
+    /// The process is gone, or the address space is being given up.
+    pub(crate) fn set_gone(&self) {
+        self.gone.store(true, Ordering::Release);
+        self.kick.ring();
+    }
+
+    pub(crate) fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::Acquire)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn r(start: u64, end: u64) -> Range {
+        Range { start: start << 12, end: end << 12 }
+    }
+
+    #[test]
+    fn registered_ranges_merge_and_split() {
+        let mut gate = Gate::new();
+        gate.add_registered(r(10, 20));
+        gate.add_registered(r(20, 30));
+        gate.add_registered(r(40, 50));
+        assert_eq!(gate.registered, [r(10, 30), r(40, 50)]);
+        assert!(gate.is_registered(r(15, 25)));
+        assert!(!gate.is_registered(r(25, 45)));
+        gate.remove_registered(r(12, 14));
+        gate.remove_registered(r(45, 60));
+        assert_eq!(gate.registered, [r(10, 12), r(14, 30), r(40, 45)]);
+        assert_eq!(gate.registered_end(11 << 12), Some(12 << 12));
+        assert_eq!(gate.registered_end(12 << 12), None);
+        gate.add_registered(r(0, 100));
+        assert_eq!(gate.registered, [r(0, 100)]);
+    }
+
+    #[test]
+    fn pages_of_a_range_are_clipped_to_it() {
+        let mut gate = Gate::new();
+        gate.directory.insert(0, LeafIndex(7));
+        gate.directory.insert(2, LeafIndex(9));
+        let found = gate.pages_in(r(500, 1030));
+        assert_eq!(found, [(0, LeafIndex(7), r(500, 512)), (2, LeafIndex(9), r(1024, 1030))]);
+        let ids: Vec<_> = ids_in(LeafIndex(9), r(1024, 1026)).collect();
+        assert_eq!(
+            ids,
+            [
+                (1024 << 12, PageId::new(LeafIndex(9), 0)),
+                (1025 << 12, PageId::new(LeafIndex(9), 1))
+            ]
+        );
+    }
+}

@@ -1,0 +1,600 @@
+//! One tenant: its budget, page map, store and spaces, and what the daemon can
+//! ask of it. The work is done by its keeper and by its spaces' handlers.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock, mpsc};
+use std::thread::JoinHandle;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use strata_policy::{Arrival, gap};
+use strata_store::{Descriptors, FileConfig, Store, StoreConfig};
+use strata_sys::{ControlBlock, EventFd, Pidfd, Range, Registration, SeqPacket, Userfaultfd};
+use strata_units::wire::TRANSFER_PAGES;
+use strata_units::{Handle, PAGE_SIZE, PageId, SpaceId, TenantId};
+
+use crate::counters::{Counter, Counters};
+use crate::entry::Entry;
+use crate::page_map::PageMap;
+use crate::registry::{Registry, SpaceField, TenantRecord};
+use crate::space::{Agent, AgentRanges, Space, ids_in, lock};
+pub use crate::usage::Usage;
+use crate::{handler, keeper};
+
+/// What a new tenant is made of.
+#[derive(Clone, Debug)]
+pub struct TenantSpec {
+    /// Its name.
+    pub name: String,
+    /// Its owner.
+    pub uid: u32,
+    /// What its agents name it by; not 0.
+    pub token: u64,
+    /// The program, for display.
+    pub command: Vec<String>,
+    /// Its DRAM budget.
+    pub budget_bytes: u64,
+    /// Its own memory cgroup's directory, if one could be made.
+    pub cgroup: Option<String>,
+    /// Its file tier, if any: directory and limit.
+    pub tier: Option<(PathBuf, u64)>,
+    /// The process that executes the program; none where a rule of the
+    /// configuration makes the tenant.
+    pub starter: Option<u32>,
+}
+
+/// What an agent said of its process.
+#[derive(Clone, Copy, Debug)]
+pub struct Hail {
+    /// The process, as the kernel knows it.
+    pub pid: u32,
+    /// First byte of the transfer range.
+    pub transfer: u64,
+    /// The agent's own memory.
+    pub own: Range,
+}
+
+/// Why `release` was refused. Nothing was changed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ReleaseRefused {
+    /// The machine has not enough DRAM for what is stored.
+    NoRoom {
+        /// Bytes that would have to come back.
+        needed_bytes: u64,
+        /// Bytes that the machine could give.
+        available_bytes: u64,
+    },
+    /// Some pages cannot come back, or a process does not let them.
+    Stuck {
+        /// Pages still stored.
+        pages: u64,
+    },
+    /// The tenant ended meanwhile.
+    Ended,
+}
+
+/// What the keeper is asked to do.
+pub(crate) enum Order {
+    Release(mpsc::Sender<Result<(), ReleaseRefused>>),
+    End,
+}
+
+/// The keeper's letter box.
+#[derive(Default)]
+pub(crate) struct Inbox {
+    pub(crate) orders: Vec<Order>,
+    pub(crate) woken: bool,
+}
+
+/// See the module's text.
+pub struct Tenant {
+    pub(crate) id: TenantId,
+    pub(crate) registry: Arc<Registry>,
+    pub(crate) record: TenantRecord,
+    pub(crate) map: PageMap,
+    pub(crate) store: Store,
+    /// Counters since the tenant's start.
+    pub counters: Counters,
+    pub(crate) spaces: RwLock<BTreeMap<SpaceId, Arc<Space>>>,
+    /// Managed pages in DRAM, those on their way out included.
+    pub(crate) resident_pages: AtomicI64,
+    /// Pages that may still come in before the budget is full.
+    pub(crate) headroom_pages: AtomicI64,
+    /// Nothing can be evicted any more: faults are served beyond the budget.
+    pub(crate) may_exceed: AtomicBool,
+    /// Registered: near its budget at some time.
+    pub(crate) under_pressure: AtomicBool,
+    pub(crate) ended: AtomicBool,
+    /// Arrivals that the policy has not seen yet.
+    pub(crate) arrivals: Mutex<Vec<(PageId, Arrival)>>,
+    pub(crate) usage: Mutex<Usage>,
+    pub(crate) inbox: Mutex<Inbox>,
+    pub(crate) inbox_filled: Condvar,
+    pub(crate) keeper: Mutex<Option<JoinHandle<()>>>,
+    /// What the user should know, by cause.
+    pub(crate) notes: Mutex<BTreeMap<&'static str, String>>,
+    had_space: AtomicBool,
+    /// Agents whose spaces were released.
+    pub(crate) released_agents: Mutex<Vec<Arc<Agent>>>,
+}
+
+impl Tenant {
+    /// Makes a tenant and starts its keeper.
+    pub fn create(registry: &Arc<Registry>, spec: TenantSpec) -> io::Result<Arc<Self>> {
+        let map = PageMap::create()?;
+        let store = Store::create(store_config(&spec.tier)).map_err(io::Error::other)?;
+        let started =
+            SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs_f64();
+        let record = TenantRecord {
+            name: spec.name,
+            uid: spec.uid,
+            token: spec.token,
+            command: spec.command,
+            started,
+            cgroup: spec.cgroup,
+            tier: spec.tier.map(|(path, limit)| (path.to_string_lossy().into_owned(), limit)),
+            starter: spec.starter,
+            map_fds: map.fds(),
+            store_fds: store_fds(&store),
+        };
+        let id = registry.add_tenant(&record, spec.budget_bytes).ok_or_else(|| {
+            io::Error::new(io::ErrorKind::OutOfMemory, "this daemon has 1024 tenants already")
+        })?;
+        let tenant = Self::assemble(registry, id, record, map, store);
+        tenant.start_keeper();
+        Ok(tenant)
+    }
+
+    pub(crate) fn assemble(
+        registry: &Arc<Registry>,
+        id: TenantId,
+        record: TenantRecord,
+        map: PageMap,
+        store: Store,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            id,
+            registry: Arc::clone(registry),
+            record,
+            map,
+            store,
+            counters: Counters::new(Arc::clone(registry), id),
+            spaces: RwLock::default(),
+            resident_pages: AtomicI64::new(0),
+            headroom_pages: AtomicI64::new(0),
+            may_exceed: AtomicBool::new(false),
+            under_pressure: AtomicBool::new(false),
+            ended: AtomicBool::new(false),
+            arrivals: Mutex::default(),
+            usage: Mutex::default(),
+            inbox: Mutex::default(),
+            inbox_filled: Condvar::new(),
+            keeper: Mutex::default(),
+            notes: Mutex::default(),
+            had_space: AtomicBool::new(false),
+            released_agents: Mutex::default(),
+        })
+    }
+
+    pub(crate) fn start_keeper(self: &Arc<Self>) {
+        let tenant = Arc::clone(self);
+        let started = std::thread::Builder::new()
+            .name(format!("keeper-{}", self.id))
+            .spawn(move || keeper::run(&tenant));
+        match started {
+            Ok(thread) => *lock(&self.keeper) = Some(thread),
+            Err(error) => self.log(&format!("no thread to keep its budget: {error}")),
+        }
+    }
+
+    /// Its number.
+    #[must_use]
+    pub fn id(&self) -> TenantId {
+        self.id
+    }
+
+    /// What is fixed about it.
+    #[must_use]
+    pub fn record(&self) -> &TenantRecord {
+        &self.record
+    }
+
+    /// Its budget, bytes.
+    #[must_use]
+    pub fn budget_bytes(&self) -> u64 {
+        self.registry.budget(self.id).load(Ordering::Relaxed)
+    }
+
+    /// Changes the budget; the keeper follows at once.
+    pub fn set_budget(&self, bytes: u64) {
+        self.registry.budget(self.id).store(bytes, Ordering::Relaxed);
+        self.wake_keeper();
+    }
+
+    /// Whether `release` was carried out.
+    #[must_use]
+    pub fn is_released(&self) -> bool {
+        self.registry.released(self.id).load(Ordering::Relaxed) != 0
+    }
+
+    /// Whether anything is registered.
+    #[must_use]
+    pub fn is_managed(&self) -> bool {
+        self.under_pressure.load(Ordering::Relaxed) && !self.is_released()
+    }
+
+    /// Over its budget with nothing left to evict.
+    #[must_use]
+    pub fn is_exhausted(&self) -> bool {
+        self.may_exceed.load(Ordering::Relaxed)
+    }
+
+    /// Its processes.
+    #[must_use]
+    pub fn pids(&self) -> Vec<u32> {
+        let released: Vec<u32> = lock(&self.released_agents)
+            .iter()
+            .filter(|agent| !agent.pidfd.has_exited())
+            .map(|agent| agent.pid)
+            .collect();
+        self.space_list().iter().filter_map(|space| space.pid()).chain(released).collect()
+    }
+
+    /// Whether a process ever attached, and whether any is attached now.
+    #[must_use]
+    pub fn attachment(&self) -> (bool, bool) {
+        let now = !self.spaces.read().unwrap_or_else(PoisonError::into_inner).is_empty();
+        (self.had_space.load(Ordering::Relaxed) || now, now || self.has_released_process())
+    }
+
+    /// What it cost when the keeper last looked.
+    #[must_use]
+    pub fn usage(&self) -> Usage {
+        *lock(&self.usage)
+    }
+
+    /// Managed pages in DRAM and with an entry in the page map.
+    #[must_use]
+    pub fn pages(&self) -> (u64, u64) {
+        let managed = self.map.leaf_count() * strata_units::PAGES_PER_LEAF as u64;
+        (self.resident_pages.load(Ordering::Relaxed).max(0) as u64, managed)
+    }
+
+    /// The store's figures.
+    #[must_use]
+    pub fn store_stats(&self) -> strata_store::StoreStats {
+        self.store.stats()
+    }
+
+    /// What the user should know now.
+    #[must_use]
+    pub fn notes(&self) -> Vec<String> {
+        lock(&self.notes).values().cloned().collect()
+    }
+
+    pub(crate) fn note(&self, cause: &'static str, text: Option<String>) {
+        let mut notes = lock(&self.notes);
+        match text {
+            Some(text) => {
+                if notes.get(cause) != Some(&text) {
+                    self.log(&text);
+                }
+                notes.insert(cause, text);
+            }
+            None => {
+                notes.remove(cause);
+            }
+        }
+    }
+
+    pub(crate) fn log(&self, text: &str) {
+        handler::log(self.id, &self.record.name, text);
+    }
+
+    /// Gives every page back and stops managing; the program runs on natively.
+    pub fn release(&self) -> Result<(), ReleaseRefused> {
+        let (sender, receiver) = mpsc::channel();
+        lock(&self.inbox).orders.push(Order::Release(sender));
+        self.wake_keeper();
+        receiver.recv().unwrap_or(Err(ReleaseRefused::Ended))
+    }
+
+    /// Ends its processes: `signal` to each. Returns how many were there.
+    pub fn signal(&self, signal: i32) -> usize {
+        let released = lock(&self.released_agents).clone();
+        self.space_list()
+            .iter()
+            .filter_map(|space| space.agent())
+            .chain(released)
+            .filter(|agent| agent.pidfd.signal(signal))
+            .count()
+    }
+
+    /// Takes the tenant down once its processes are gone, or at once when they
+    /// are none of its business any more.
+    pub fn end(self: &Arc<Self>) {
+        lock(&self.inbox).orders.push(Order::End);
+        self.wake_keeper();
+        let keeper = lock(&self.keeper).take();
+        if let Some(keeper) = keeper {
+            // A keeper only waits for agents with a limit; it always ends.
+            let _ = keeper.join();
+        }
+        self.registry.remove_tenant(self.id);
+    }
+
+    pub(crate) fn wake_keeper(&self) {
+        let mut inbox = lock(&self.inbox);
+        if !inbox.woken {
+            inbox.woken = true;
+            self.inbox_filled.notify_one();
+        }
+    }
+
+    // ----- spaces -----
+
+    pub(crate) fn space_list(&self) -> Vec<Arc<Space>> {
+        self.spaces.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
+    }
+
+    /// The space `id`, if it is this tenant's.
+    #[must_use]
+    pub fn space(&self, id: SpaceId) -> Option<Arc<Space>> {
+        self.spaces.read().unwrap_or_else(PoisonError::into_inner).get(&id).cloned()
+    }
+
+    /// A process that starts under this tenant: its userfaultfd after the
+    /// handshake, and everything that its agent said.
+    pub fn attach(
+        self: &Arc<Self>,
+        uffd: Userfaultfd,
+        control: ControlBlock,
+        socket: SeqPacket,
+        hail: Hail,
+    ) -> io::Result<Arc<Space>> {
+        let agent = Agent::new(control, socket, hail)?;
+        let kick = EventFd::new()?;
+        let id = self
+            .registry
+            .add_space(self.id, uffd.as_fd().as_raw_fd())
+            .ok_or_else(|| io::Error::other("this daemon manages 8192 processes already"))?;
+        let space = Arc::new(Space::new(id, uffd, kick));
+        space.attach_agent(&self.registry, agent);
+        self.registry.space_goes_live(id);
+        self.adopt_space(Arc::clone(&space));
+        self.wake_keeper();
+        Ok(space)
+    }
+
+    /// A space whose userfaultfd a fork made and whose agent has not come yet,
+    /// if the process in which `probe` is mapped is the one.
+    #[must_use]
+    pub fn orphan_with(&self, probe: u64) -> Option<Arc<Space>> {
+        let range = Range { start: probe, end: probe.saturating_add(PAGE_SIZE as u64) };
+        // Whoever holds a gate may just be making the child's space: wait for
+        // that by taking each gate once.
+        for space in self.space_list() {
+            drop(lock(&space.gate));
+        }
+        self.space_list().into_iter().filter(|space| space.agent().is_none()).find(|space| {
+            let found = space.uffd.register(range) == Registration::Done;
+            if found {
+                space.uffd.unregister(range);
+            }
+            found
+        })
+    }
+
+    /// The agent of a forked child came.
+    pub fn attach_orphan(
+        &self,
+        space: &Space,
+        control: ControlBlock,
+        socket: SeqPacket,
+        hail: Hail,
+    ) -> io::Result<()> {
+        space.attach_agent(&self.registry, Agent::new(control, socket, hail)?);
+        self.wake_keeper();
+        Ok(())
+    }
+
+    /// The living space of a process.
+    #[must_use]
+    pub fn space_of(&self, pid: u32) -> Option<Arc<Space>> {
+        self.space_list()
+            .into_iter()
+            .find(|space| space.pid() == Some(pid) && space.uffd.is_alive())
+    }
+
+    /// An agent connected again. `greet` sends it the control block's
+    /// descriptor.
+    pub fn resume(
+        &self,
+        space: &Space,
+        socket: SeqPacket,
+        greet: impl FnOnce(&SeqPacket, &ControlBlock) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let agent = space.agent().ok_or_else(|| io::Error::other("it has not said hello yet"))?;
+        greet(&socket, &agent.control)?;
+        self.registry.set_space_fd(space.id, SpaceField::Socket, Some(socket.as_fd().as_raw_fd()));
+        *lock(&agent.socket) = Some(socket);
+        Ok(())
+    }
+
+    /// Sends a message to the agent of a space.
+    pub fn tell_agent(&self, id: SpaceId, bytes: &[u8]) -> io::Result<()> {
+        let gone = || io::Error::from(io::ErrorKind::NotConnected);
+        let agent = self.space(id).and_then(|space| space.agent()).ok_or_else(gone)?;
+        lock(&agent.socket).as_ref().ok_or_else(gone)?.send(bytes, &[])
+    }
+
+    /// Whether a process that was released still runs.
+    #[must_use]
+    pub fn has_released_process(&self) -> bool {
+        lock(&self.released_agents).iter().any(|agent| !agent.pidfd.has_exited())
+    }
+
+    pub(crate) fn adopt_space(self: &Arc<Self>, space: Arc<Space>) {
+        let managed = self.is_managed();
+        let forked =
+            self.registry.space_field(space.id, SpaceField::Parent).load(Ordering::Relaxed);
+        if managed || forked != 0 {
+            handler::start(&space, self);
+        }
+        self.had_space.store(true, Ordering::Relaxed);
+        self.spaces.write().unwrap_or_else(PoisonError::into_inner).insert(space.id, space);
+    }
+
+    /// A space's process is gone: releases all that it held.
+    pub(crate) fn bury(&self, space: &Space) {
+        space.set_gone();
+        let handler = lock(&space.handler).take();
+        if let Some(handler) = handler {
+            let _ = handler.join();
+        }
+        self.forget_leaves(space.id);
+        self.spaces.write().unwrap_or_else(PoisonError::into_inner).remove(&space.id);
+        self.registry.remove_space(space.id);
+    }
+
+    /// Releases every page of a space.
+    pub(crate) fn forget_leaves(&self, space: SpaceId) {
+        for (leaf, owner, _) in self.map.leaves() {
+            if owner != space {
+                continue;
+            }
+            let whole = Range { start: 0, end: (strata_units::PAGES_PER_LEAF * PAGE_SIZE) as u64 };
+            for (_, page) in ids_in(leaf, whole) {
+                let entry = self.map.get(page);
+                if entry != Entry::Untouched {
+                    self.map.set(page, Entry::Untouched);
+                    self.uncharge(entry);
+                }
+            }
+            self.map.give_back(leaf);
+        }
+    }
+
+    // ----- accounting: constant time, called in the middle of faults -----
+
+    /// Pages that may still come in.
+    pub(crate) fn headroom_pages(&self) -> i64 {
+        self.headroom_pages.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn may_fill(&self) -> bool {
+        self.headroom_pages() > 0 || self.may_exceed.load(Ordering::Relaxed)
+    }
+
+    fn policy_now(&self) -> u32 {
+        self.counters.add(Counter::PolicyTime, 1) as u32
+    }
+
+    fn count_in(&self, page: PageId, arrival: Arrival) {
+        self.resident_pages.fetch_add(1, Ordering::Relaxed);
+        let left = self.headroom_pages.fetch_sub(1, Ordering::Relaxed);
+        self.tell_policy(page, arrival);
+        if left == keeper::WAKE_AT_PAGES {
+            self.wake_keeper();
+        }
+    }
+
+    fn tell_policy(&self, page: PageId, arrival: Arrival) {
+        let mut arrivals = lock(&self.arrivals);
+        if arrivals.len() < keeper::MOST_ARRIVALS {
+            arrivals.push((page, arrival));
+        }
+    }
+
+    /// A page was touched for the first time, or found resident.
+    pub(crate) fn charge_resident(&self, page: PageId) {
+        self.policy_now();
+        self.count_in(page, self.standing_arrival(page));
+    }
+
+    /// An arrival that tells no more than the page's estimate.
+    fn standing_arrival(&self, page: PageId) -> Arrival {
+        let level = gap::level(self.map.age(page).load(Ordering::Relaxed));
+        Arrival { level, surprise: 0, repeated: false }
+    }
+
+    /// A stored page is in place again: its entry owns the handle no more.
+    pub(crate) fn arrived(&self, page: PageId, handle: Handle) {
+        let cell = self.map.age(page);
+        let (age, arrival) = gap::arrived(cell.load(Ordering::Relaxed), self.policy_now());
+        cell.store(age, Ordering::Relaxed);
+        self.map.set(page, Entry::Resident { shared: false });
+        self.store.release(handle);
+        self.count_in(page, arrival);
+    }
+
+    /// A resident page has another id (mremap): the policy learns it.
+    pub(crate) fn noticed_resident(&self, page: PageId) {
+        self.tell_policy(page, self.standing_arrival(page));
+    }
+
+    /// What `entry` held is gone: its handle, or its DRAM.
+    pub(crate) fn uncharge(&self, entry: Entry) {
+        match entry {
+            Entry::Resident { shared: false } | Entry::Leaving { .. } => {
+                self.resident_pages.fetch_sub(1, Ordering::Relaxed);
+                self.headroom_pages.fetch_add(1, Ordering::Relaxed);
+            }
+            Entry::Stored(handle) | Entry::Arriving(handle) => self.store.release(handle),
+            Entry::Resident { shared: true } | Entry::Untouched | Entry::Lost => {}
+        }
+    }
+
+    /// A stored page could not be read back.
+    pub(crate) fn lost_page(&self, space: &Space, page: PageId, address: u64, why: &str) {
+        let entry = self.map.get(page);
+        self.map.set(page, Entry::Lost);
+        self.uncharge(entry);
+        self.counters.add(Counter::LostPages, 1);
+        let pid = space.pid().unwrap_or(0);
+        self.note(
+            "lost",
+            Some(format!(
+                "page {address:#x} of process {pid} cannot be read back: {why}; whoever touches it gets SIGBUS"
+            )),
+        );
+    }
+}
+
+impl Agent {
+    fn new(control: ControlBlock, socket: SeqPacket, hail: Hail) -> io::Result<Self> {
+        let end = hail.transfer.saturating_add((TRANSFER_PAGES * PAGE_SIZE) as u64);
+        Ok(Self {
+            control,
+            ranges: AgentRanges { transfer: Range { start: hail.transfer, end }, own: hail.own },
+            socket: Mutex::new(Some(socket)),
+            pid: hail.pid,
+            pidfd: Pidfd::open(hail.pid)?,
+        })
+    }
+}
+
+/// Numbers of a store's descriptors: table, data and, perhaps, tier file.
+fn store_fds(store: &Store) -> Vec<RawFd> {
+    let Descriptors { table, data, file } = store.descriptors();
+    [Some(table), Some(data), file].into_iter().flatten().map(|fd| fd.as_raw_fd()).collect()
+}
+
+pub(crate) fn store_config(tier: &Option<(PathBuf, u64)>) -> StoreConfig {
+    StoreConfig {
+        compressed_limit: None,
+        file: tier.as_ref().map(|(path, limit_bytes)| FileConfig {
+            path: path.clone(),
+            limit_bytes: *limit_bytes,
+        }),
+    }
+}
+
+impl std::fmt::Debug for Tenant {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Tenant").field("id", &self.id).field("name", &self.record.name).finish()
+    }
+}

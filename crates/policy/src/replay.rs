@@ -1,0 +1,200 @@
+//! A page-level model of a tenant: what the pager does with the replacement,
+//! without memory, threads or time. For the simulator and for tests; production
+//! code does not use it.
+
+use std::collections::VecDeque;
+
+use strata_units::PageId;
+
+use crate::gap::{self, Level};
+use crate::replacement::{Census, Pages, Replacement, Standing};
+
+/// Where a touched page was.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Touch {
+    /// In the address space: nobody notices.
+    Hit,
+    /// Nowhere: a first touch.
+    First,
+    /// Out of the address space, kept raw.
+    Soft,
+    /// Stored.
+    Hard,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Place {
+    Nowhere,
+    Resident,
+    Staged,
+    Stored,
+}
+
+/// Sizes of the model, in pages.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    /// All the pages there are.
+    pub managed_pages: usize,
+    /// Room for resident and staged pages together.
+    pub capacity_pages: usize,
+    /// Most pages kept staged.
+    pub staged_pages: usize,
+    /// Pages evicted at a time.
+    pub batch_pages: usize,
+}
+
+/// One tenant under the production replacement.
+pub struct Tenant {
+    shape: Shape,
+    map: Map,
+    replacement: Replacement,
+    staged: VecDeque<PageId>,
+    staged_live: usize,
+    resident: usize,
+    now: u32,
+    swept: usize,
+    victims: Vec<PageId>,
+}
+
+struct Map {
+    cells: Vec<u16>,
+    places: Vec<Place>,
+}
+
+impl Pages for Map {
+    fn standing(&self, page: PageId) -> Standing {
+        match self.places[page.0 as usize] {
+            Place::Resident => Standing::Evictable(gap::level(self.cells[page.0 as usize])),
+            _ => Standing::Gone,
+        }
+    }
+}
+
+impl Tenant {
+    /// Nothing touched yet.
+    #[must_use]
+    pub fn new(shape: Shape) -> Self {
+        assert!(shape.capacity_pages > shape.staged_pages + shape.batch_pages + 64);
+        let map = Map {
+            cells: vec![gap::NEW; shape.managed_pages],
+            places: vec![Place::Nowhere; shape.managed_pages],
+        };
+        Self {
+            shape,
+            map,
+            replacement: Replacement::new(),
+            staged: VecDeque::new(),
+            staged_live: 0,
+            resident: 0,
+            now: 0,
+            swept: 0,
+            victims: Vec::new(),
+        }
+    }
+
+    /// The program touches `page`.
+    pub fn touch(&mut self, page: u32) -> Touch {
+        let index = page as usize;
+        let touch = match self.map.places[index] {
+            Place::Resident => return Touch::Hit,
+            Place::Nowhere => Touch::First,
+            Place::Staged => Touch::Soft,
+            Place::Stored => Touch::Hard,
+        };
+        if touch == Touch::Soft {
+            self.staged_live -= 1;
+        } else if self.resident + self.staged_live >= self.shape.capacity_pages {
+            self.make_room();
+        }
+        self.now = self.now.wrapping_add(1);
+        let (cell, arrival) = gap::arrived(self.map.cells[index], self.now);
+        self.map.cells[index] = cell;
+        self.map.places[index] = Place::Resident;
+        self.resident += 1;
+        self.replacement.arrived(PageId(page), arrival, self.now);
+        self.sweep_one();
+        touch
+    }
+
+    /// The program gives `page` back.
+    pub fn discard(&mut self, page: u32) {
+        let place = &mut self.map.places[page as usize];
+        match place {
+            Place::Resident => self.resident -= 1,
+            Place::Staged => self.staged_live -= 1,
+            Place::Nowhere | Place::Stored => {}
+        }
+        *place = Place::Nowhere;
+        self.map.cells[page as usize] = gap::NEW;
+    }
+
+    /// Forgets the queues and makes them anew from the page map, as a new worker
+    /// does.
+    pub fn restart_worker(&mut self) {
+        let map = &self.map;
+        let resident =
+            (0..map.places.len() as u32).filter_map(|page| match map.standing(PageId(page)) {
+                Standing::Evictable(level) => Some((PageId(page), level)),
+                _ => None,
+            });
+        self.replacement.rebuild(resident, self.now);
+    }
+
+    /// Pages in the address space and staged.
+    #[must_use]
+    pub fn in_dram(&self) -> (usize, usize) {
+        (self.resident, self.staged_live)
+    }
+
+    /// The replacement, to look at.
+    #[must_use]
+    pub fn replacement(&self) -> &Replacement {
+        &self.replacement
+    }
+
+    /// The estimate of a page.
+    #[must_use]
+    pub fn level(&self, page: u32) -> Level {
+        gap::level(self.map.cells[page as usize])
+    }
+
+    fn make_room(&mut self) {
+        let census = Census { managed: self.shape.managed_pages, resident: self.resident };
+        self.victims.clear();
+        self.replacement.victims(
+            self.now,
+            self.shape.batch_pages,
+            census,
+            &self.map,
+            &mut self.victims,
+        );
+        for &page in &self.victims {
+            let index = page.0 as usize;
+            let cell = self.map.cells[index];
+            self.map.cells[index] = gap::left(cell, self.now, census.newcomer());
+            self.map.places[index] = Place::Staged;
+            self.staged.push_back(page);
+        }
+        self.resident -= self.victims.len();
+        self.staged_live += self.victims.len();
+        let room = self.shape.capacity_pages - self.shape.batch_pages.min(self.victims.len());
+        while self.staged_live > self.shape.staged_pages || self.resident + self.staged_live > room
+        {
+            let page = self.staged.pop_front().expect("what is staged is in the queue");
+            let place = &mut self.map.places[page.0 as usize];
+            if *place == Place::Staged {
+                *place = Place::Stored;
+                self.staged_live -= 1;
+            }
+        }
+    }
+
+    /// One page of the walk that raises the estimates of absent pages.
+    fn sweep_one(&mut self) {
+        self.swept = (self.swept + 1) % self.shape.managed_pages;
+        if self.map.places[self.swept] != Place::Resident {
+            let cell = &mut self.map.cells[self.swept];
+            *cell = gap::swept(*cell, self.now);
+        }
+    }
+}

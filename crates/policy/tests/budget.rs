@@ -1,0 +1,279 @@
+//! The budget's decisions in a closed loop: a tenant that grows, touches and
+//! obeys, within what eviction and packing can do in a tick.
+
+use proptest::prelude::*;
+use strata_policy::budget::{Actions, Observation, Packed, decide, tolerance_bytes};
+
+const PAGE: u64 = 4096;
+const MIB: u64 = 1 << 20;
+
+/// A tenant's counts, in pages.
+#[derive(Clone, Copy, Debug, Default)]
+struct Loop {
+    budget_bytes: u64,
+    mapped: u64,
+    pinned: u64,
+    staged: u64,
+    fast: u64,
+    dense: u64,
+    file: u64,
+    file_room_bytes: Option<u64>,
+    fast_ratio: f64,
+    dense_ratio: f64,
+    growth: u64,
+    evicting: bool,
+}
+
+impl Loop {
+    fn packed(pages: u64, ratio: f64) -> Packed {
+        let original_bytes = pages * PAGE;
+        Packed { original_bytes, cost_bytes: (original_bytes as f64 / ratio) as u64 }
+    }
+
+    fn pages(&self) -> u64 {
+        self.mapped + self.pinned + self.staged + self.fast + self.dense + self.file
+    }
+
+    fn observe(&self) -> Observation {
+        Observation {
+            budget_bytes: self.budget_bytes,
+            resident_bytes: (self.mapped + self.pinned + self.staged) * PAGE,
+            evictable_bytes: self.mapped * PAGE,
+            staged_bytes: self.staged * PAGE,
+            fast: Self::packed(self.fast, self.fast_ratio),
+            dense: Self::packed(self.dense, self.dense_ratio),
+            metadata_bytes: self.pages() * 24,
+            growth_bytes: self.growth * PAGE,
+            file_room_bytes: self.file_room_bytes,
+            evicting: self.evicting,
+            ..Observation::default()
+        }
+    }
+
+    /// Does at most `speed` pages of each thing.
+    fn obey(&mut self, actions: &Actions, speed: u64) {
+        let repack = actions.repack_pages.min(speed).min(self.fast);
+        self.fast -= repack;
+        self.dense += repack;
+        let settle = actions.settle_pages.min(speed).min(self.staged);
+        self.staged -= settle;
+        self.fast += settle;
+        let evict = actions.evict_pages.min(speed).min(self.mapped);
+        self.mapped -= evict;
+        self.staged += evict;
+        let per_page = (PAGE as f64 / self.dense_ratio).max(PAGE as f64 / self.fast_ratio) as u64;
+        let demote = (actions.demote_bytes / per_page).min(speed).min(self.fast + self.dense);
+        let from_dense = demote.min(self.dense);
+        self.dense -= from_dense;
+        self.fast -= demote - from_dense;
+        self.file += demote;
+        if let Some(room) = &mut self.file_room_bytes {
+            *room = room.saturating_sub(demote * per_page);
+        }
+        self.evicting = actions.evict_pages > 0 || actions.settle_pages > 0;
+    }
+
+    /// One tick: the program grows by `grow` pages if it may, and takes `faults`
+    /// stored pages back.
+    fn tick(&mut self, grow: u64, faults: u64, speed: u64) -> (Observation, Actions) {
+        let seen = self.observe();
+        let actions = decide(&seen);
+        self.growth = 0;
+        if !actions.hold_growth {
+            self.mapped += grow;
+            self.growth += grow;
+        }
+        let back = faults.min(self.fast);
+        self.fast -= back;
+        self.mapped += back;
+        self.growth += back;
+        self.obey(&actions, speed);
+        (seen, actions)
+    }
+}
+
+fn check_amounts(seen: &Observation, actions: &Actions) -> Result<(), TestCaseError> {
+    prop_assert!(actions.evict_pages * PAGE <= seen.resident_bytes - seen.staged_bytes);
+    prop_assert!(actions.evict_pages * PAGE <= seen.evictable_bytes);
+    prop_assert!(actions.settle_pages * PAGE <= seen.staged_bytes);
+    prop_assert!(actions.repack_pages * PAGE <= seen.fast.original_bytes);
+    prop_assert!(actions.drop_kept_bytes <= seen.kept_cost_bytes);
+    prop_assert!(actions.demote_bytes <= seen.file_room_bytes.unwrap_or(0));
+    prop_assert!(actions.demote_bytes <= seen.fast.cost_bytes + seen.dense.cost_bytes);
+    prop_assert!((1_000..=250_000).contains(&actions.next_look_us));
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn never_asks_for_more_than_there_is(
+        budget in 0..1u64 << 40,
+        sizes in prop::array::uniform8(0..1u64 << 40),
+        ratios in prop::array::uniform2(1.0..50.0f64),
+        room in prop::option::of(0..1u64 << 40),
+        evicting: bool,
+    ) {
+        let [mapped, pinned, staged, fast, dense, metadata, unmanaged, growth] =
+            sizes.map(|size| size / PAGE * PAGE);
+        let packed = |original_bytes: u64, ratio: f64| Packed {
+            original_bytes,
+            cost_bytes: (original_bytes as f64 / ratio) as u64,
+        };
+        let (fast, dense) = (packed(fast, ratios[0]), packed(dense, ratios[1]));
+        let seen = Observation {
+            budget_bytes: budget,
+            resident_bytes: mapped + pinned + staged,
+            evictable_bytes: mapped,
+            staged_bytes: staged,
+            fast,
+            dense,
+            kept_cost_bytes: fast.cost_bytes / 2,
+            metadata_bytes: metadata,
+            unmanaged_bytes: unmanaged,
+            growth_bytes: growth,
+            file_room_bytes: room,
+            evicting,
+        };
+        check_amounts(&seen, &decide(&seen))?;
+    }
+
+    #[test]
+    fn keeps_the_budget_or_says_that_it_cannot(
+        budget_mib in 16..4096u64,
+        share in 0.3..6.0f64,
+        fast_ratio in 1.0..6.0f64,
+        dense_gain in 1.0..2.0f64,
+        grow in 1..4096u64,
+        least_ticks in 100..20_000u64,
+        fault_share in 0.0..0.4f64,
+    ) {
+        let budget_bytes = budget_mib * MIB;
+        let tolerance = tolerance_bytes(budget_bytes);
+        let dense_ratio = fast_ratio * dense_gain;
+        let mut tenant = Loop { budget_bytes, fast_ratio, dense_ratio, ..Loop::default() };
+        let most_pages = (budget_bytes as f64 * share) as u64 / PAGE;
+        // Eviction and packing are as fast as growth and faults together, a tick
+        // is at most what the tolerance allows to come between two looks.
+        let grow = grow.max(most_pages / least_ticks).min(tolerance / 4 / PAGE);
+        let faults = (grow as f64 * fault_share) as u64;
+        let speed = 2 * (grow + faults) + 512;
+        let (mut said_cannot, mut ticks) = (false, 0u64);
+        while tenant.pages() < most_pages && ticks < 200_000 {
+            ticks += 1;
+            let (seen, actions) = tenant.tick(grow, faults, speed);
+            check_amounts(&seen, &actions)?;
+            if actions.cannot_by_bytes > 0 {
+                said_cannot = true;
+                break;
+            }
+            prop_assert!(seen.cost_bytes() <= budget_bytes + tolerance, "{seen:?} {actions:?}");
+            prop_assert!(seen.cost_bytes() * 10 < budget_bytes * 9 || actions.register);
+        }
+        let dense_cost = PAGE as f64 / dense_ratio;
+        let least = tenant.pages() as f64 * (dense_cost + 24.0);
+        if said_cannot {
+            prop_assert!(least * 1.15 > budget_bytes as f64, "{least} fits: {tenant:?}");
+            return Ok(());
+        }
+        prop_assert!(tenant.pages() >= most_pages, "stuck: {:?} {tenant:?}", decide(&tenant.observe()));
+        // Growth has ended: in a while there is nothing more to do.
+        for _ in 0..200_000 {
+            let (seen, actions) = tenant.tick(0, 0, speed);
+            prop_assert!(seen.cost_bytes() <= budget_bytes + tolerance);
+            let idle = actions.evict_pages == 0 && actions.settle_pages == 0
+                && actions.repack_pages == 0;
+            if idle || actions.cannot_by_bytes > 0 {
+                let fits = tenant.observe().cost_bytes() <= budget_bytes;
+                prop_assert!(fits || actions.cannot_by_bytes > 0, "{actions:?} {tenant:?}");
+                return Ok(());
+            }
+        }
+        prop_assert!(false, "never rests: {:?} {tenant:?}", decide(&tenant.observe()));
+    }
+}
+
+fn stored_to_the_brim(fast_ratio: f64, room: Option<u64>) -> Loop {
+    Loop {
+        budget_bytes: 256 * MIB,
+        mapped: 100 * MIB / PAGE,
+        fast: 512 * MIB / PAGE,
+        fast_ratio,
+        dense_ratio: fast_ratio * 1.6,
+        file_room_bytes: room,
+        ..Loop::default()
+    }
+}
+
+#[test]
+fn far_from_the_budget_nothing_happens() {
+    let tenant = Loop { mapped: 1000, fast_ratio: 2.0, dense_ratio: 3.0, ..Loop::default() };
+    let actions = decide(&Loop { budget_bytes: 1 << 30, ..tenant }.observe());
+    assert_eq!(actions, Actions { next_look_us: actions.next_look_us, ..Actions::default() });
+    // 0.9 GiB at 4 GB/s are 240 ms.
+    assert!((200_000..250_000).contains(&actions.next_look_us), "{}", actions.next_look_us);
+}
+
+#[test]
+fn registers_from_nine_tenths_on() {
+    for (pages, expected) in [(22_000, false), (23_500, true)] {
+        let tenant = Loop {
+            budget_bytes: 100 * MIB,
+            mapped: pages,
+            fast_ratio: 2.0,
+            dense_ratio: 3.0,
+            ..Loop::default()
+        };
+        assert_eq!(decide(&tenant.observe()).register, expected, "{pages}");
+    }
+}
+
+#[test]
+fn packs_densely_when_the_store_takes_too_much() {
+    let mut tenant = stored_to_the_brim(3.4, None);
+    let first = decide(&tenant.observe());
+    assert!(first.repack_pages > 0, "{first:?}");
+    for _ in 0..1000 {
+        tenant.tick(0, 0, 4096);
+    }
+    assert!(tenant.dense > tenant.fast, "{tenant:?}");
+}
+
+#[test]
+fn dense_packing_that_wins_nothing_is_not_done() {
+    let mut tenant = stored_to_the_brim(3.4, None);
+    tenant.dense = 2000;
+    tenant.dense_ratio = 3.45;
+    assert_eq!(decide(&tenant.observe()).repack_pages, 0);
+}
+
+#[test]
+fn says_by_how_much_it_cannot_and_a_file_helps() {
+    let tenant = Loop { dense: 2048, dense_ratio: 1.0, ..stored_to_the_brim(1.0, None) };
+    let alone = decide(&tenant.observe());
+    let missing = (100 + 512 + 8 - 256) * MIB;
+    assert!(alone.cannot_by_bytes.abs_diff(missing) < 8 * MIB, "{alone:?}");
+    let mut helped = Loop { file_room_bytes: Some(1 << 30), ..tenant };
+    assert_eq!(decide(&helped.observe()).cannot_by_bytes, 0);
+    for _ in 0..2000 {
+        helped.tick(0, 0, 4096);
+    }
+    let cost = helped.observe().cost_bytes();
+    assert!(cost <= 256 * MIB, "{cost} {helped:?}");
+}
+
+#[test]
+fn growth_waits_only_while_something_can_be_freed() {
+    let over = Loop {
+        budget_bytes: 64 * MIB,
+        mapped: 90 * MIB / PAGE,
+        fast_ratio: 2.0,
+        dense_ratio: 3.0,
+        ..Loop::default()
+    };
+    assert!(decide(&over.observe()).hold_growth);
+    let pinned = Loop { mapped: 0, pinned: over.mapped, ..over };
+    let actions = decide(&pinned.observe());
+    assert!(!actions.hold_growth && actions.cannot_by_bytes > 20 * MIB, "{actions:?}");
+}

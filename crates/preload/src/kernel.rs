@@ -1,0 +1,290 @@
+//! The system calls of the agent, each with its outcome as a value.
+//!
+//! Not here: what is done with them, and the socket's messages (`message`).
+
+use core::sync::atomic::AtomicU32;
+use core::time::Duration;
+
+use libc::c_int;
+use strata_units::PAGE_SIZE;
+
+use crate::syscall::call;
+
+/// `_IO(0xAA, 0x00)` on `/dev/userfaultfd`.
+const USERFAULTFD_IOC_NEW: u64 = 0xAA00;
+/// `_IOWR(0xAA, 0x05, struct uffdio_move)`; the C library's headers are older
+/// than it.
+const UFFDIO_MOVE: u64 = iowr(0xAA, 0x05, size_of::<UffdioMove>());
+
+const _: () = assert!(size_of::<UffdioMove>() == 40);
+const _: () = assert!(UFFDIO_MOVE == 0xC028_AA05);
+
+/// `struct uffdio_move`.
+#[repr(C)]
+struct UffdioMove {
+    dst: u64,
+    src: u64,
+    len: u64,
+    mode: u64,
+    moved: i64,
+}
+
+const fn iowr(group: u64, number: u64, size_bytes: usize) -> u64 {
+    (3 << 30) | ((size_bytes as u64) << 16) | (group << 8) | number
+}
+
+/// A flag or descriptor as the kernel takes it: sign-extended.
+pub(crate) fn word(value: c_int) -> u64 {
+    i64::from(value).cast_unsigned()
+}
+
+/// An open descriptor of the calling thread's table, closed when dropped.
+pub(crate) struct Fd(c_int);
+
+impl Fd {
+    /// Takes ownership of `raw`, an open descriptor nobody else closes.
+    pub(crate) fn own(raw: c_int) -> Self {
+        Self(raw)
+    }
+
+    /// Its number.
+    pub(crate) fn raw(&self) -> c_int {
+        self.0
+    }
+
+    /// Its number as a system call's argument.
+    pub(crate) fn word(&self) -> u64 {
+        word(self.0)
+    }
+}
+
+impl Drop for Fd {
+    fn drop(&mut self) {
+        // SAFETY: the descriptor is ours alone. On Linux it is closed whatever
+        // the call returns.
+        let _ = unsafe { call(libc::SYS_close, [self.word(), 0, 0, 0, 0, 0]) };
+    }
+}
+
+/// Leaves the program's descriptor table and starts with an empty one.
+pub(crate) fn own_empty_descriptor_table() -> Result<(), c_int> {
+    // SAFETY: concerns only the calling thread, the agent, which has opened
+    // nothing; the program's table is no longer shared when the second call
+    // closes everything.
+    unsafe {
+        call(libc::SYS_unshare, [word(libc::CLONE_FILES), 0, 0, 0, 0, 0])?;
+        call(libc::SYS_close_range, [0, u64::from(u32::MAX), 0, 0, 0, 0])?;
+    }
+    Ok(())
+}
+
+/// Sleeps while `*word == expected`, at most `timeout`; false: the time is up.
+/// A shared futex, since the word may lie in memory of two processes.
+pub(crate) fn futex_wait(futex: &AtomicU32, expected: u32, timeout: Duration) -> bool {
+    let timeout = timespec(timeout);
+    let operation = word(libc::FUTEX_WAIT);
+    let arguments =
+        [futex.as_ptr() as u64, operation, expected.into(), &raw const timeout as u64, 0, 0];
+    // SAFETY: both pointers are valid for the call; the kernel only reads them.
+    let result = unsafe { call(libc::SYS_futex, arguments) };
+    result != Err(libc::ETIMEDOUT)
+}
+
+/// Wakes everyone who sleeps on `futex`.
+pub(crate) fn futex_wake(futex: &AtomicU32) {
+    let arguments = [futex.as_ptr() as u64, word(libc::FUTEX_WAKE), word(c_int::MAX), 0, 0, 0];
+    // SAFETY: a wake reads nothing through the pointer. It fails only for
+    // addresses that are not mapped.
+    let _ = unsafe { call(libc::SYS_futex, arguments) };
+}
+
+/// A new userfaultfd, before its API handshake, from a descriptor of
+/// `/dev/userfaultfd`.
+pub(crate) fn new_userfaultfd(device: &Fd) -> Result<Fd, c_int> {
+    let flags = word(libc::O_CLOEXEC | libc::O_NONBLOCK);
+    // SAFETY: the argument is a flag word, not a pointer.
+    unsafe { call(libc::SYS_ioctl, [device.word(), USERFAULTFD_IOC_NEW, flags, 0, 0, 0]) }
+        .map(|raw| Fd::own(raw as c_int))
+}
+
+/// Moves the page at `source` to `destination`: 0 or a negative errno.
+///
+/// # Safety
+/// `destination` must be a page of the transfer range. The content of `source`
+/// is the daemon's from then on: it must answer faults there.
+pub(crate) unsafe fn move_page(userfaultfd: &Fd, source: u64, destination: u64) -> i32 {
+    let mut request =
+        UffdioMove { dst: destination, src: source, len: PAGE_SIZE as u64, mode: 0, moved: 0 };
+    let arguments = [userfaultfd.word(), UFFDIO_MOVE, &raw mut request as u64, 0, 0, 0];
+    // SAFETY: the request is valid for the call; the caller vouches for the
+    // two pages, and the kernel refuses what it may not move.
+    match unsafe { call(libc::SYS_ioctl, arguments) } {
+        Err(error) => -error,
+        Ok(_) if request.moved == PAGE_SIZE as i64 => 0,
+        Ok(_) => i32::try_from(request.moved).ok().filter(|e| *e < 0).unwrap_or(-libc::EIO),
+    }
+}
+
+/// `madvise`: 0 or a negative errno.
+///
+/// # Safety
+/// As for the advice itself: `MADV_DONTNEED` loses the range's content.
+pub(crate) unsafe fn advise(address: u64, length_bytes: usize, advice: c_int) -> i32 {
+    let arguments = [address, length_bytes as u64, word(advice), 0, 0, 0];
+    // SAFETY: the caller vouches for the range; the kernel checks that it is
+    // mapped.
+    match unsafe { call(libc::SYS_madvise, arguments) } {
+        Ok(_) => 0,
+        Err(error) => -error,
+    }
+}
+
+/// Private anonymous memory, near `hint` when that is free.
+pub(crate) fn map_anonymous(hint: u64, length_bytes: usize, protection: c_int) -> Option<u64> {
+    let flags = word(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE);
+    let arguments = [hint, length_bytes as u64, word(protection), flags, word(-1), 0];
+    // SAFETY: without MAP_FIXED no existing mapping is touched.
+    unsafe { call(libc::SYS_mmap, arguments) }.ok()
+}
+
+/// Replaces `length_bytes` at `address` by memory without access.
+///
+/// # Safety
+/// The range must be one that this library mapped, and nothing may hold a
+/// reference into it.
+pub(crate) unsafe fn blank(address: u64, length_bytes: usize) -> bool {
+    let flags =
+        word(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED);
+    let arguments = [address, length_bytes as u64, word(libc::PROT_NONE), flags, word(-1), 0];
+    // SAFETY: the caller vouches for the range.
+    unsafe { call(libc::SYS_mmap, arguments) }.is_ok()
+}
+
+/// Maps `file` (shared) over `length_bytes` at `address`.
+///
+/// # Safety
+/// The range must be one that this library mapped for the purpose.
+pub(crate) unsafe fn map_shared_at(file: &Fd, address: u64, length_bytes: usize) -> bool {
+    let protection = word(libc::PROT_READ | libc::PROT_WRITE);
+    let flags = word(libc::MAP_SHARED | libc::MAP_FIXED);
+    let arguments = [address, length_bytes as u64, protection, flags, file.word(), 0];
+    // SAFETY: the caller vouches for the range.
+    unsafe { call(libc::SYS_mmap, arguments) }.is_ok()
+}
+
+/// Makes a range inaccessible.
+///
+/// # Safety
+/// The range must be one that this library mapped, and nothing may access it.
+pub(crate) unsafe fn forbid(address: u64, length_bytes: usize) -> bool {
+    let arguments = [address, length_bytes as u64, word(libc::PROT_NONE), 0, 0, 0];
+    // SAFETY: the caller vouches for the range.
+    unsafe { call(libc::SYS_mprotect, arguments) }.is_ok()
+}
+
+/// Locks the page at `address` into memory, as far as the process's limit goes.
+pub(crate) fn lock_page(address: u64) -> bool {
+    // SAFETY: locking changes no content; the kernel checks the address.
+    unsafe { call(libc::SYS_mlock, [address, PAGE_SIZE as u64, 0, 0, 0, 0]) }.is_ok()
+}
+
+/// Unmaps a range.
+///
+/// # Safety
+/// The range must be one that this library mapped, with no references into it.
+pub(crate) unsafe fn unmap(address: u64, length_bytes: usize) {
+    // SAFETY: the caller vouches for the range. It fails only when the process
+    // has too many mappings; the range then stays, unused.
+    let _ = unsafe { call(libc::SYS_munmap, [address, length_bytes as u64, 0, 0, 0, 0]) };
+}
+
+/// Size of an open file, found by seeking to its end (a memfd's position is
+/// nobody's concern).
+pub(crate) fn file_bytes(file: &Fd) -> Option<u64> {
+    let arguments = [file.word(), 0, word(libc::SEEK_END), 0, 0, 0];
+    // SAFETY: no pointers.
+    unsafe { call(libc::SYS_lseek, arguments) }.ok()
+}
+
+/// A random number for choosing an address; 0 when the kernel has none yet.
+pub(crate) fn random() -> u64 {
+    let mut value = 0_u64;
+    let flags = u64::from(libc::GRND_NONBLOCK);
+    let arguments = [&raw mut value as u64, size_of::<u64>() as u64, flags, 0, 0, 0];
+    // SAFETY: the buffer is eight bytes long.
+    let _ = unsafe { call(libc::SYS_getrandom, arguments) };
+    value
+}
+
+/// Kernel id of the calling thread.
+pub(crate) fn thread_id() -> u32 {
+    // SAFETY: no arguments, cannot fail.
+    unsafe { call(libc::SYS_gettid, [0; 6]) }.map_or(0, |id| id as u32)
+}
+
+/// Kernel id of the process, in its own namespace.
+pub(crate) fn process_id() -> u32 {
+    // SAFETY: no arguments, cannot fail.
+    unsafe { call(libc::SYS_getpid, [0; 6]) }.map_or(0, |id| id as u32)
+}
+
+/// Names the calling thread, for people who look at it.
+pub(crate) fn name_thread(name: &'static core::ffi::CStr) {
+    let arguments = [word(libc::PR_SET_NAME), name.as_ptr() as u64, 0, 0, 0, 0];
+    // SAFETY: a C string, which the kernel copies.
+    let _ = unsafe { call(libc::SYS_prctl, arguments) };
+}
+
+/// Sleeps for `duration`; earlier only if a signal came.
+pub(crate) fn pause(duration: Duration) {
+    let duration = timespec(duration);
+    // SAFETY: the request is valid for the call, the remainder is not wanted.
+    let _ = unsafe { call(libc::SYS_nanosleep, [&raw const duration as u64, 0, 0, 0, 0, 0]) };
+}
+
+/// Is there a file of that name, as far as this process can see?
+pub(crate) fn exists(path: &core::ffi::CStr) -> bool {
+    let arguments = [word(libc::AT_FDCWD), path.as_ptr() as u64, word(libc::F_OK), 0, 0, 0];
+    // SAFETY: a C string.
+    unsafe { call(libc::SYS_faccessat, arguments) }.is_ok()
+}
+
+/// Writes to a descriptor, once.
+pub(crate) fn write(descriptor: c_int, text: &str) {
+    let arguments = [word(descriptor), text.as_ptr() as u64, text.len() as u64, 0, 0, 0];
+    // SAFETY: the buffer is valid for its length. There is no one to tell of a
+    // failure.
+    let _ = unsafe { call(libc::SYS_write, arguments) };
+}
+
+/// A point on the monotonic clock.
+#[derive(Clone, Copy)]
+pub(crate) struct Deadline(Duration);
+
+impl Deadline {
+    /// That much from now.
+    pub(crate) fn after(duration: Duration) -> Self {
+        Self(now() + duration)
+    }
+
+    /// Time left; none: it has passed.
+    pub(crate) fn left(self) -> Option<Duration> {
+        self.0.checked_sub(now()).filter(|left| !left.is_zero())
+    }
+}
+
+fn now() -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    let arguments = [word(libc::CLOCK_MONOTONIC), &raw mut time as u64, 0, 0, 0, 0];
+    // SAFETY: the pointer is valid for the call, which cannot fail.
+    let _ = unsafe { call(libc::SYS_clock_gettime, arguments) };
+    Duration::new(time.tv_sec.cast_unsigned(), time.tv_nsec as u32)
+}
+
+/// A duration as the kernel wants it. Ours are seconds, far from any overflow.
+pub(crate) fn timespec(duration: Duration) -> libc::timespec {
+    libc::timespec {
+        tv_sec: duration.as_secs().cast_signed(),
+        tv_nsec: i64::from(duration.subsec_nanos()),
+    }
+}

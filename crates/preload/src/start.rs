@@ -1,0 +1,368 @@
+//! The constructor, and starting an agent: what runs on the program's threads
+//! before `main`, and again in a forked child (`fork`).
+
+use core::ffi::{CStr, c_char, c_int, c_void};
+use core::mem::MaybeUninit;
+use core::sync::atomic::{AtomicU32, Ordering};
+use core::time::Duration;
+
+use strata_units::wire::{CONTROL_BYTES, DEFAULT_AGENT_SOCKET, ENV_SOCKET, ENV_TOKEN, HelloKind};
+
+use crate::agent;
+use crate::block::{
+    self, Block, OUTCOME_ABANDONED, OUTCOME_FAILED, OUTCOME_PENDING, OUTCOME_READY, Settings,
+    TRANSFER_BYTES,
+};
+use crate::fork;
+use crate::handshake::{Failure, HANDSHAKE_TIME};
+use crate::kernel::{self, Deadline};
+use crate::records;
+use crate::threads;
+
+/// How long the constructor waits: a little longer than the agent tries, so
+/// that it is the agent that gives up.
+const START_TIME: Duration = HANDSHAKE_TIME.saturating_add(Duration::from_secs(1));
+
+/// Not yet known whether this program is to be managed.
+const MODE_EARLY: u32 = 0;
+/// It is not: wrappers call straight through.
+const MODE_OFF: u32 = 1;
+/// It is, or its agent is trying.
+const MODE_ON: u32 = 2;
+
+static MODE: AtomicU32 = AtomicU32::new(MODE_EARLY);
+
+/// Whether threads and mutexes are to be recorded, and where. Before the
+/// constructor has decided, they are.
+pub(crate) fn recording() -> Option<&'static Block> {
+    if MODE.load(Ordering::Relaxed) == MODE_OFF {
+        return None;
+    }
+    let block = block::obtain();
+    if block.is_none() {
+        // A thread that is not recorded must not meet a mover.
+        MODE.store(MODE_OFF, Ordering::SeqCst);
+    }
+    block
+}
+
+#[cfg(not(test))]
+#[used]
+#[unsafe(link_section = ".init_array")]
+static CONSTRUCTOR: extern "C" fn(c_int, *const *const c_char, *const *const c_char) = constructor;
+
+/// What the dynamic linker calls before `main`, with `main`'s arguments.
+extern "C" fn constructor(
+    _count: c_int,
+    _arguments: *const *const c_char,
+    environment: *const *const c_char,
+) {
+    // SAFETY: the dynamic linker passes the process's environment, a
+    // null-terminated array of C strings; nothing else runs that could write it.
+    let wishes = unsafe { Wishes::read(environment) };
+    let managed = match wishes {
+        Some(wishes) => start_program(&wishes),
+        None => false,
+    };
+    if !managed {
+        MODE.store(MODE_OFF, Ordering::SeqCst);
+    }
+}
+
+/// What the environment says.
+struct Wishes<'environment> {
+    socket: &'environment CStr,
+    token: u64,
+}
+
+impl Wishes<'_> {
+    /// None: this program is not to be managed.
+    ///
+    /// # Safety
+    /// `environment` must be null or a null-terminated array of C strings that
+    /// stay unchanged while the result is in use.
+    unsafe fn read(environment: *const *const c_char) -> Option<Self> {
+        let mut socket = None;
+        let mut token = 0;
+        let mut entry = environment;
+        // SAFETY: the array is null-terminated, says the caller.
+        while !entry.is_null() && unsafe { !(*entry).is_null() } {
+            // SAFETY: an entry before the terminating one is a C string.
+            let variable = unsafe { CStr::from_ptr(*entry) };
+            if let Some(value) = value_of(variable, ENV_SOCKET).filter(|value| !value.is_empty()) {
+                socket = Some(value);
+            } else if let Some(value) = value_of(variable, ENV_TOKEN) {
+                token = parse_token(value.to_bytes());
+            }
+            // SAFETY: not yet the end.
+            entry = unsafe { entry.add(1) };
+        }
+        let socket = match socket {
+            Some(socket) => socket,
+            None if kernel::exists(DEFAULT_SOCKET) => DEFAULT_SOCKET,
+            None => return None,
+        };
+        Some(Self { socket, token })
+    }
+}
+
+/// [`DEFAULT_AGENT_SOCKET`] as the kernel wants it.
+const DEFAULT_SOCKET: &CStr = {
+    const BYTES: [u8; DEFAULT_AGENT_SOCKET.len() + 1] = {
+        let mut bytes = [0; DEFAULT_AGENT_SOCKET.len() + 1];
+        let mut i = 0;
+        while i < DEFAULT_AGENT_SOCKET.len() {
+            bytes[i] = DEFAULT_AGENT_SOCKET.as_bytes()[i];
+            i += 1;
+        }
+        bytes
+    };
+    match CStr::from_bytes_with_nul(&BYTES) {
+        Ok(path) => path,
+        Err(_) => panic!("the default socket's path has no zero byte"),
+    }
+};
+
+fn value_of<'variable>(variable: &'variable CStr, name: &str) -> Option<&'variable CStr> {
+    let rest = variable.to_bytes_with_nul().strip_prefix(name.as_bytes())?.strip_prefix(b"=")?;
+    CStr::from_bytes_with_nul(rest).ok()
+}
+
+/// 16 hex digits; anything else is no token.
+fn parse_token(text: &[u8]) -> u64 {
+    if text.len() != 16 {
+        return 0;
+    }
+    text.iter()
+        .try_fold(0, |token: u64, &digit| {
+            Some(token << 4 | u64::from(char::from(digit).to_digit(16)?))
+        })
+        .unwrap_or(0)
+}
+
+/// Starts the program's first agent and waits for it; false: it runs unmanaged.
+fn start_program(wishes: &Wishes) -> bool {
+    let Some(block) = recording() else {
+        complain(Failure::NoMemory);
+        return false;
+    };
+    let Some(socket) = socket_address(wishes.socket) else {
+        say("strata: STRATA_AGENT_SOCKET is too long for a socket's path; running unmanaged\n");
+        return false;
+    };
+    let access = libc::PROT_READ | libc::PROT_WRITE;
+    let transfer = kernel::map_anonymous(0, TRANSFER_BYTES, access);
+    let places = kernel::map_anonymous(0, 2 * CONTROL_BYTES, libc::PROT_NONE);
+    let (Some(transfer), Some(places)) = (transfer, places) else {
+        complain(Failure::NoMemory);
+        return false;
+    };
+    // SAFETY: this is the constructor, and there is no agent yet.
+    unsafe {
+        // A huge page would make one slot's arrival cost 2 MiB. It fails only
+        // on kernels without huge pages.
+        kernel::advise(transfer, TRANSFER_BYTES, libc::MADV_NOHUGEPAGE);
+        block.set(Settings {
+            socket,
+            token: wishes.token,
+            transfer,
+            places,
+            thread_count: block::thread_count(),
+        });
+    }
+    MODE.store(MODE_ON, Ordering::SeqCst);
+    records::record_thread(block, 0);
+    wake_allocator();
+    if !fork::register() {
+        complain(Failure::NoMemory);
+        return false;
+    }
+    let Some(thread) = start_agent(block, HelloKind::Start) else {
+        complain(Failure::NoMemory);
+        return false;
+    };
+    let outcome = wait(block, START_TIME);
+    if outcome == OUTCOME_READY {
+        return true;
+    }
+    if outcome == OUTCOME_PENDING {
+        // Stuck in the kernel or never scheduled: it ends by itself when it
+        // finds that nobody waits.
+        complain(Failure::Silent);
+        return false;
+    }
+    // SAFETY: the agent has said its last word and is ending; it is joinable
+    // and joined only here. Nobody else knows the transfer range. (A thread may
+    // still be writing a record to a control block, which stays mapped.)
+    unsafe {
+        libc::pthread_join(thread, core::ptr::null_mut());
+        kernel::unmap(transfer, TRANSFER_BYTES);
+    }
+    if outcome == OUTCOME_FAILED + Failure::Unreachable as u32 {
+        if wishes.token != 0 {
+            complain(Failure::Unreachable);
+        }
+    } else if outcome != OUTCOME_FAILED + Failure::Unmanaged as u32 {
+        complain_of(outcome);
+    }
+    false
+}
+
+/// Has the program's allocator initialise itself, and so register its fork
+/// handlers before ours.
+fn wake_allocator() {
+    // SAFETY: any pointer from malloc may be freed.
+    unsafe { libc::free(core::hint::black_box(libc::malloc(1))) };
+}
+
+fn socket_address(path: &CStr) -> Option<libc::sockaddr_un> {
+    // SAFETY: all zero is a valid address structure.
+    let mut address: libc::sockaddr_un = unsafe { core::mem::zeroed() };
+    address.sun_family = libc::AF_UNIX as libc::sa_family_t;
+    let path = path.to_bytes_with_nul();
+    for (to, from) in address.sun_path.get_mut(..path.len())?.iter_mut().zip(path) {
+        *to = from.cast_signed();
+    }
+    Some(address)
+}
+
+/// Starts an agent thread on the block's stack, with every signal blocked.
+pub(crate) fn start_agent(block: &'static Block, kind: HelloKind) -> Option<libc::pthread_t> {
+    block.hello_kind.store(kind as u32, Ordering::SeqCst);
+    let (stack, stack_bytes) = block.stack();
+    let mut thread: libc::pthread_t = 0;
+    // SAFETY: the attribute and signal sets are initialised by the calls that
+    // get them first; the stack is the block's own, used by no other thread:
+    // there is no other agent in this process. `pthread_sigmask`, unlike the
+    // bare system call, leaves the C library's internal signals unblocked.
+    let result = unsafe {
+        let mut attributes = MaybeUninit::<libc::pthread_attr_t>::uninit();
+        let mut all = MaybeUninit::<libc::sigset_t>::uninit();
+        let mut before = MaybeUninit::<libc::sigset_t>::uninit();
+        libc::pthread_attr_init(attributes.as_mut_ptr());
+        libc::pthread_attr_setstack(attributes.as_mut_ptr(), stack as *mut c_void, stack_bytes);
+        libc::sigfillset(all.as_mut_ptr());
+        libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr());
+        let result = threads::create_unrecorded(
+            &raw mut thread,
+            attributes.as_ptr(),
+            agent::thread_main,
+            core::ptr::from_ref(block).cast_mut().cast(),
+        );
+        libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), core::ptr::null_mut());
+        libc::pthread_attr_destroy(attributes.as_mut_ptr());
+        result
+    };
+    (result == 0).then_some(thread)
+}
+
+/// Waits for the agent's handshake. When the time is up, says
+/// [`OUTCOME_PENDING`]; a first agent is then told to end.
+pub(crate) fn wait(block: &Block, time: Duration) -> u32 {
+    let outcome = &block.shared().outcome;
+    let deadline = Deadline::after(time);
+    loop {
+        let said = outcome.load(Ordering::SeqCst);
+        if said != OUTCOME_PENDING {
+            return said;
+        }
+        let Some(left) = deadline.left() else { break };
+        kernel::futex_wait(outcome, OUTCOME_PENDING, left);
+    }
+    if block.hello_kind.load(Ordering::SeqCst) == HelloKind::Forked as u32 {
+        return OUTCOME_PENDING;
+    }
+    match outcome.compare_exchange(
+        OUTCOME_PENDING,
+        OUTCOME_ABANDONED,
+        Ordering::SeqCst,
+        Ordering::SeqCst,
+    ) {
+        Ok(pending) => pending,
+        Err(said) => said,
+    }
+}
+
+/// One line about an outcome that is a failure.
+pub(crate) fn complain_of(outcome: u32) {
+    let failures = [
+        Failure::Unreachable,
+        Failure::Silent,
+        Failure::Protocol,
+        Failure::NoUserfaultfd,
+        Failure::NoMemory,
+        Failure::NoDescriptorTable,
+    ];
+    for failure in failures {
+        if OUTCOME_FAILED + failure as u32 == outcome {
+            complain(failure);
+        }
+    }
+}
+
+fn complain(failure: Failure) {
+    say(match failure {
+        Failure::Unmanaged => return,
+        Failure::Unreachable => {
+            "strata: no daemon listens on the agent socket (is stratad running?); running unmanaged\n"
+        }
+        Failure::Silent => "strata: the daemon does not answer; running unmanaged\n",
+        Failure::Protocol => {
+            "strata: the daemon speaks another protocol (versions differ?); running unmanaged\n"
+        }
+        Failure::NoUserfaultfd => {
+            "strata: the kernel refuses a userfaultfd (see strata doctor); running unmanaged\n"
+        }
+        Failure::NoMemory => "strata: no memory or no thread for the agent; running unmanaged\n",
+        Failure::NoDescriptorTable => {
+            "strata: the agent may not have its own descriptors (seccomp?); running unmanaged\n"
+        }
+    });
+}
+
+/// Writes one line to standard error, from a thread of the program.
+pub(crate) fn say(line: &str) {
+    kernel::write(libc::STDERR_FILENO, line);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_is_sixteen_hex_digits() {
+        assert_eq!(parse_token(b"00000000deadBEEF"), 0xdead_beef);
+        assert_eq!(parse_token(b"deadbeef"), 0);
+        assert_eq!(parse_token(b"000000000000000g"), 0);
+        assert_eq!(parse_token(b""), 0);
+    }
+
+    #[test]
+    fn a_variable_is_found_by_its_whole_name() {
+        assert_eq!(value_of(c"STRATA_TOKEN=1", ENV_TOKEN), Some(c"1"));
+        assert_eq!(value_of(c"STRATA_TOKENS=1", ENV_TOKEN), None);
+        assert_eq!(value_of(c"STRATA_TOKEN", ENV_TOKEN), None);
+    }
+
+    #[test]
+    fn a_path_that_fills_the_address_is_refused() {
+        let longest = std::ffi::CString::new(vec![b'a'; 107]).expect("no zero byte");
+        let longer = std::ffi::CString::new(vec![b'a'; 108]).expect("no zero byte");
+        assert!(socket_address(&longest).is_some());
+        assert!(socket_address(&longer).is_none());
+    }
+
+    #[test]
+    fn the_environment_is_read_to_its_end() {
+        let environment = [
+            c"A=b".as_ptr(),
+            c"STRATA_TOKEN=0000000000000010".as_ptr(),
+            c"STRATA_AGENT_SOCKET=/run/x".as_ptr(),
+            core::ptr::null(),
+        ];
+        // SAFETY: a null-terminated array of C strings.
+        let wishes = unsafe { Wishes::read(environment.as_ptr()) }.expect("a socket is named");
+        assert_eq!(wishes.socket, c"/run/x");
+        assert_eq!(wishes.token, 16);
+    }
+}

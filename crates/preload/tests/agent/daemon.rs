@@ -1,0 +1,329 @@
+//! A fake daemon: as little of the real one as the agent's contract needs.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+use strata_units::PAGE_SIZE;
+use strata_units::wire::{
+    self, BATCH_PAGES, Control, Hello, HelloKind, MAGIC, RESULT_PENDING, Ready, TRANSFER_PAGES,
+    Userfaultfd, Verdict, Welcome,
+};
+
+use crate::raw;
+use crate::{PATIENCE, wait_until};
+
+/// Where a fake daemon listens.
+pub(crate) struct Daemon {
+    path: PathBuf,
+    listener: OwnedFd,
+}
+
+impl Daemon {
+    pub(crate) fn new() -> Self {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let number = COUNT.fetch_add(1, Ordering::Relaxed);
+        let name = format!("strata-test-{}-{number}.sock", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        let listener = raw::listen(&path, PATIENCE);
+        Self { path, listener }
+    }
+
+    /// Its socket.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Waits for an agent and its Hello.
+    pub(crate) fn accept(&self) -> Caller {
+        let (socket, pid) = raw::accept(&self.listener, PATIENCE);
+        let (hello, userfaultfd) = raw::receive::<Hello>(&socket).expect("a Hello");
+        assert_eq!(hello.magic, MAGIC);
+        Caller { socket, pid, hello, userfaultfd }
+    }
+
+    /// Waits for a program's agent and manages it.
+    pub(crate) fn manage(&self) -> Space {
+        let caller = self.accept();
+        assert_eq!(caller.hello.kind, HelloKind::Start as u32);
+        caller.create()
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+/// An agent that has said Hello.
+pub(crate) struct Caller {
+    pub(crate) socket: OwnedFd,
+    pub(crate) pid: i32,
+    pub(crate) hello: Hello,
+    pub(crate) userfaultfd: Option<OwnedFd>,
+}
+
+impl Caller {
+    pub(crate) fn welcome(&self, verdict: Verdict, descriptors: &[&OwnedFd]) {
+        let welcome = Welcome { magic: MAGIC, verdict: verdict as u32, space: 1 };
+        raw::send(&self.socket, &welcome, descriptors);
+    }
+
+    /// Goes on to Ready with [`Verdict::Create`].
+    pub(crate) fn create(self) -> Space {
+        let device: OwnedFd = File::options()
+            .read(true)
+            .write(true)
+            .open("/dev/userfaultfd")
+            .expect("root may open it")
+            .into();
+        let (file, control) = raw::control();
+        self.welcome(Verdict::Create, &[&file, &device]);
+        let (message, userfaultfd) =
+            raw::receive::<Userfaultfd>(&self.socket).expect("a Userfaultfd");
+        assert_eq!(message.magic, MAGIC);
+        let userfaultfd = userfaultfd.expect("which carries one");
+        raw::start_userfaultfd(&userfaultfd);
+        self.ready(control, userfaultfd, HashMap::new())
+    }
+
+    /// Goes on to Ready with the userfaultfd that a fork made.
+    pub(crate) fn adopt(self, userfaultfd: OwnedFd, stored: Pages) -> Space {
+        let (file, control) = raw::control();
+        self.welcome(Verdict::Adopt, &[&file, &userfaultfd]);
+        self.ready(control, userfaultfd, stored)
+    }
+
+    /// Goes on to Ready with the userfaultfd that the agent brought.
+    pub(crate) fn resume(mut self, stored: Pages) -> Space {
+        let userfaultfd = self.userfaultfd.take().expect("Resumed carries a userfaultfd");
+        let (file, control) = raw::control();
+        self.welcome(Verdict::Resume, &[&file]);
+        self.ready(control, userfaultfd, stored)
+    }
+
+    fn ready(self, control: &'static Control, userfaultfd: OwnedFd, stored: Pages) -> Space {
+        let shared = Arc::new(Served {
+            control,
+            userfaultfd,
+            stored: Mutex::new(stored),
+            forked: Mutex::new(Vec::new()),
+            stop: AtomicBool::new(false),
+        });
+        let server = std::thread::spawn({
+            let shared = Arc::clone(&shared);
+            move || shared.serve()
+        });
+        raw::send(&self.socket, &Ready { magic: MAGIC }, &[]);
+        let Self { socket, pid, hello, .. } = self;
+        Space { socket: Some(socket), pid, hello, served: shared, server: Some(server) }
+    }
+}
+
+/// Content of pages that are out of an address space.
+pub(crate) type Pages = HashMap<u64, Vec<u8>>;
+
+/// What the fault thread shares with the test.
+pub(crate) struct Served {
+    pub(crate) control: &'static Control,
+    pub(crate) userfaultfd: OwnedFd,
+    pub(crate) stored: Mutex<Pages>,
+    pub(crate) forked: Mutex<Vec<OwnedFd>>,
+    stop: AtomicBool,
+}
+
+impl Served {
+    /// Answers faults with what is stored, else with zeroes; reads as the
+    /// contract says.
+    fn serve(&self) {
+        let control = self.control;
+        while !self.stop.load(Ordering::Relaxed) {
+            if !raw::readable(&self.userfaultfd, 20) {
+                continue;
+            }
+            control.reader_busy.store(1, Ordering::SeqCst);
+            while control.mover_busy.load(Ordering::SeqCst) != 0 {
+                std::thread::yield_now();
+            }
+            let event = raw::event(&self.userfaultfd);
+            if let Some((kind, number, _)) = event
+                && kind != raw::EVENT_PAGEFAULT
+            {
+                control.epoch.fetch_add(1, Ordering::SeqCst);
+                if kind == raw::EVENT_FORK {
+                    self.forked.lock().expect("no panic").push(raw::adopt(number));
+                }
+            }
+            control.reader_busy.store(0, Ordering::SeqCst);
+            raw::futex_wake(&control.reader_busy);
+            if let Some((raw::EVENT_PAGEFAULT, _, address)) = event {
+                self.answer(address & !(PAGE_SIZE as u64 - 1));
+            }
+        }
+    }
+
+    fn answer(&self, address: u64) {
+        let page = self.stored.lock().expect("no panic").remove(&address);
+        let page = page.unwrap_or_else(|| vec![0; PAGE_SIZE]);
+        match raw::fill(&self.userfaultfd, address, &page) {
+            // Already there, or the process is gone.
+            Ok(()) | Err(libc::EEXIST | libc::ESRCH | libc::ENOENT) => {}
+            // An event is to be read first; the fault is not delivered again.
+            Err(libc::EAGAIN) => {
+                self.stored.lock().expect("no panic").insert(address, page);
+                if let Some((kind, number, _)) = raw::event(&self.userfaultfd)
+                    && kind == raw::EVENT_FORK
+                {
+                    self.forked.lock().expect("no panic").push(raw::adopt(number));
+                }
+                self.answer(address);
+            }
+            Err(error) => panic!("UFFDIO_COPY: errno {error}"),
+        }
+    }
+}
+
+/// A managed address space.
+pub(crate) struct Space {
+    socket: Option<OwnedFd>,
+    pub(crate) pid: i32,
+    pub(crate) hello: Hello,
+    pub(crate) served: Arc<Served>,
+    server: Option<JoinHandle<()>>,
+}
+
+impl Space {
+    pub(crate) fn control(&self) -> &'static Control {
+        self.served.control
+    }
+
+    pub(crate) fn register(&self, address: u64, pages: usize) {
+        let userfaultfd = &self.served.userfaultfd;
+        raw::register(userfaultfd, address, pages * PAGE_SIZE).expect("UFFDIO_REGISTER");
+    }
+
+    pub(crate) fn register_transfer(&self) {
+        self.register(self.hello.transfer, TRANSFER_PAGES);
+    }
+
+    /// Writes a command for the knowledge of now and gives it.
+    pub(crate) fn give(
+        &self,
+        command: wire::Command,
+        addresses: &[u64],
+        first_slot: u32,
+        count: u32,
+    ) {
+        let control = self.control();
+        assert!(addresses.len() <= BATCH_PAGES);
+        for (entry, address) in control.entries.iter().zip(addresses) {
+            entry.address.store(*address, Ordering::Relaxed);
+            entry.result.store(RESULT_PENDING, Ordering::Relaxed);
+        }
+        control.command.store(command as u32, Ordering::Relaxed);
+        control.first_slot.store(first_slot, Ordering::Relaxed);
+        control.count.store(count, Ordering::Relaxed);
+        control.command_seq.fetch_add(1, Ordering::Release);
+        raw::futex_wake(&control.command_seq);
+    }
+
+    /// The batch holds for what is known now.
+    pub(crate) fn freshen(&self) {
+        let control = self.control();
+        control.batch_epoch.store(control.epoch.load(Ordering::SeqCst), Ordering::Relaxed);
+        let threads = control.thread_seq.load(Ordering::SeqCst);
+        control.batch_thread_seq.store(threads, Ordering::Relaxed);
+    }
+
+    /// Waits until the last command is done.
+    pub(crate) fn done(&self, entries: usize) -> Vec<i32> {
+        let control = self.control();
+        wait_until("the agent has done its command", || {
+            control.done_seq.load(Ordering::Acquire) == control.command_seq.load(Ordering::Relaxed)
+        });
+        control.entries.iter().take(entries).map(|e| e.result.load(Ordering::Relaxed)).collect()
+    }
+
+    /// A whole batch command.
+    pub(crate) fn batch(
+        &self,
+        command: wire::Command,
+        addresses: &[u64],
+        first_slot: u32,
+    ) -> Vec<i32> {
+        self.freshen();
+        self.give(command, addresses, first_slot, addresses.len() as u32);
+        self.done(addresses.len())
+    }
+
+    /// Evicts pages: move, read, keep, discard. All must be movable.
+    pub(crate) fn evict(&self, addresses: &[u64], first_slot: u32) {
+        for (i, address) in addresses.iter().enumerate() {
+            let there = self.hello.transfer + ((first_slot as usize + i) * PAGE_SIZE) as u64;
+            let results = self.batch(wire::Command::Move, &[*address], first_slot + i as u32);
+            assert_eq!(results, [0], "MOVE of {address:#x}");
+            let page = raw::read_memory(self.pid, there, PAGE_SIZE).expect("process_vm_readv");
+            self.served.stored.lock().expect("no panic").insert(*address, page);
+        }
+        self.give(wire::Command::Discard, &[], first_slot, addresses.len() as u32);
+        self.done(0);
+    }
+
+    /// The userfaultfd of a forked child. Its agent may call before the fault
+    /// thread has put it there.
+    pub(crate) fn forked(&self) -> OwnedFd {
+        let forked = || self.served.forked.lock().expect("no panic");
+        wait_until("a fork event", || !forked().is_empty());
+        forked().remove(0)
+    }
+
+    /// The daemon's end of the connection breaks; what was stored is handed
+    /// over to whoever resumes.
+    pub(crate) fn lose(mut self) -> Pages {
+        self.stop();
+        self.socket = None;
+        std::mem::take(&mut *self.served.stored.lock().expect("no panic"))
+    }
+
+    /// Waits for the agent to close its end.
+    pub(crate) fn closed(&self) -> bool {
+        let socket = self.socket.as_ref().expect("not lost");
+        raw::receive::<Ready>(socket).is_none()
+    }
+
+    /// Slots with a thread: control block, stack, thread id.
+    pub(crate) fn threads(&self) -> HashMap<u64, (u64, u32)> {
+        let threads = self.control().threads.iter().map(|slot| {
+            let control_block = slot.control_block.load(Ordering::SeqCst);
+            let stack = slot.stack.load(Ordering::SeqCst);
+            (control_block, (stack, slot.tid.load(Ordering::SeqCst)))
+        });
+        threads.filter(|(control_block, _)| *control_block != 0).collect()
+    }
+
+    pub(crate) fn pinned(&self) -> Vec<u64> {
+        let pages = self.control().pinned.iter().map(|page| page.load(Ordering::SeqCst));
+        let mut pages: Vec<u64> = pages.filter(|page| *page != 0).collect();
+        pages.sort_unstable();
+        pages
+    }
+
+    /// Nobody reads the userfaultfd any more.
+    pub(crate) fn stop(&mut self) {
+        self.served.stop.store(true, Ordering::Relaxed);
+        if let Some(server) = self.server.take() {
+            server.join().expect("the fault thread does not panic");
+        }
+    }
+}
+
+impl Drop for Space {
+    fn drop(&mut self) {
+        self.served.stop.store(true, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,464 @@
+//! Programs that are managed.
+
+use std::sync::atomic::Ordering;
+
+use strata_units::PAGE_SIZE;
+use strata_units::wire::{Command, HelloKind, RESULT_CANCELLED, Verdict};
+
+use crate::daemon::Daemon;
+use crate::program::{Program, agent_descriptors, early_library, library, thread_names};
+use crate::{cannot_run, raw, wait_until};
+
+const PAGES: usize = 64;
+
+/// Every `step`-th page of a filled range.
+fn some(address: u64, step: usize) -> Vec<u64> {
+    (0..PAGES).step_by(step).map(|page| address + (page * PAGE_SIZE) as u64).collect()
+}
+
+#[test]
+fn hello_says_what_the_contract_says() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let mut program = Program::start(&daemon);
+    let space = daemon.manage();
+    let hello = space.hello;
+    assert_eq!(space.pid, program.pid());
+    assert_eq!(hello.pid, space.pid.cast_unsigned());
+    assert_eq!(hello.token, 0xab);
+    assert_eq!(hello.transfer % PAGE_SIZE as u64, 0);
+    assert!(hello.own_start < hello.own_end && hello.own_end - hello.own_start < 1 << 20);
+    // The main thread is known before the program runs.
+    let tid = space.pid.cast_unsigned();
+    assert_eq!(space.threads().values().collect::<Vec<_>>(), [&(0, tid)]);
+    assert_eq!(program.ask("verify"), "0");
+    wait_until("the probe page is unmapped", || {
+        raw::read_memory(space.pid, hello.probe, 1) == Err(libc::EFAULT)
+    });
+    let (status, complaint) = program.end();
+    assert_eq!((status.code(), complaint.as_str()), (Some(5), ""));
+    assert!(space.closed());
+}
+
+#[test]
+fn moved_pages_come_back_as_they_were() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let mut program = Program::start(&daemon);
+    let space = daemon.manage();
+    let memory = program.fill(PAGES);
+    space.register(memory, PAGES);
+    space.register_transfer();
+
+    let pages = some(memory, 2);
+    let results = space.batch(Command::Move, &pages, 0);
+    assert_eq!(results, vec![0; pages.len()]);
+    // A slot that is in use, and one that does not exist.
+    assert_eq!(space.batch(Command::Move, &[memory + PAGE_SIZE as u64], 0), [-libc::EEXIST]);
+    assert_eq!(space.batch(Command::Move, &[memory + PAGE_SIZE as u64], 512), [-libc::EINVAL]);
+    // A page that is not there any more.
+    assert_eq!(space.batch(Command::Move, &pages[..1], 100), [-libc::ENOENT]);
+
+    let bytes = pages.len() * PAGE_SIZE;
+    let content = raw::read_memory(space.pid, space.hello.transfer, bytes).expect("readable");
+    for (page, content) in pages.iter().zip(content.chunks(PAGE_SIZE)) {
+        space.served.stored.lock().expect("no panic").insert(*page, content.to_vec());
+    }
+    space.give(Command::Discard, &[], 0, pages.len() as u32);
+    space.done(0);
+    assert_eq!(program.ask("verify"), "0");
+    assert!(space.served.stored.lock().expect("no panic").is_empty(), "nothing was wanted");
+
+    // The discarded slots take pages again.
+    space.evict(&some(memory, 3), 0);
+    assert_eq!(program.ask("verify"), "0");
+}
+
+#[test]
+fn a_batch_ends_where_the_daemon_knows_more() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let mut program = Program::start(&daemon);
+    let space = daemon.manage();
+    let memory = program.fill(PAGES);
+    space.register(memory, PAGES);
+    space.register_transfer();
+    let control = space.control();
+    let pages = some(memory, 8);
+
+    space.freshen();
+    control.batch_epoch.fetch_add(1, Ordering::Relaxed);
+    space.give(Command::Move, &pages, 0, pages.len() as u32);
+    assert_eq!(space.done(pages.len()), vec![RESULT_CANCELLED; pages.len()]);
+
+    // A batch made before a thread was.
+    space.freshen();
+    program.ask("threads 1");
+    space.give(Command::Move, &pages, 0, pages.len() as u32);
+    assert_eq!(space.done(pages.len()), vec![RESULT_CANCELLED; pages.len()]);
+    assert_eq!(program.ask("join"), "1");
+
+    // A batch that is given while the daemon takes messages waits, and sees
+    // what they said.
+    space.freshen();
+    control.reader_busy.store(1, Ordering::SeqCst);
+    space.give(Command::Move, &pages, 0, pages.len() as u32);
+    std::thread::sleep(std::time::Duration::from_millis(50));
+    assert_eq!(control.mover_busy.load(Ordering::SeqCst), 0);
+    control.epoch.fetch_add(1, Ordering::SeqCst);
+    control.reader_busy.store(0, Ordering::SeqCst);
+    raw::futex_wake(&control.reader_busy);
+    assert_eq!(space.done(pages.len()), vec![RESULT_CANCELLED; pages.len()]);
+
+    assert_eq!(program.ask("verify"), "0");
+    assert_eq!(space.batch(Command::Move, &pages[..1], 0), [0]);
+}
+
+#[test]
+fn a_program_that_closes_and_overwrites_everything_is_not_hurt() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let mut program = Program::start(&daemon);
+    let space = daemon.manage();
+    let descriptors = program.ask("descriptors");
+    let ours = ["userfaultfd", "memfd", "socket"];
+    assert!(!ours.iter().any(|name| descriptors.contains(name)), "{descriptors}");
+
+    assert_eq!(program.ask("wipe"), "wiped");
+    assert_eq!(program.ask("group"), "0");
+    let memory = program.fill(PAGES);
+    space.register(memory, PAGES);
+    space.register_transfer();
+    space.evict(&some(memory, 1), 0);
+    assert_eq!(program.ask("verify"), "0");
+
+    // The environment was read before it was overwritten.
+    program.say("fork");
+    let child = daemon.accept();
+    assert_eq!((child.hello.token, child.hello.kind), (0xab, HelloKind::Forked as u32));
+    let userfaultfd = space.forked();
+    let _child = child.adopt(userfaultfd, Default::default());
+    assert_eq!(program.hear(), "7");
+}
+
+#[test]
+fn a_forked_child_has_its_own_agent_before_fork_returns() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let mut program = Program::start(&daemon);
+    let space = daemon.manage();
+    let memory = program.fill(PAGES);
+    space.register(memory, PAGES);
+    space.register_transfer();
+    space.evict(&some(memory, 2), 0);
+    let before = space.threads();
+
+    program.say("forkthreads");
+    let caller = daemon.accept();
+    let (hello, pid) = (caller.hello, caller.pid);
+    assert_eq!(hello.kind, HelloKind::Forked as u32);
+    assert_ne!(pid, program.pid());
+    assert_eq!(hello.transfer, space.hello.transfer);
+    // Which of the forked userfaultfds is this child's? The one on which its
+    // probe page can be registered.
+    let userfaultfd = space.forked();
+    raw::register(&userfaultfd, hello.probe, PAGE_SIZE).expect("the child's own userfaultfd");
+    assert_eq!(raw::register(&space.served.userfaultfd, hello.probe, PAGE_SIZE), Err(libc::EINVAL));
+
+    let stored = space.served.stored.lock().expect("no panic").clone();
+    let child = caller.adopt(userfaultfd, stored);
+    // Its two threads answer first (on the same standard output). 7: all pages
+    // are right, evicted ones included.
+    let blocks = program.hear();
+    assert_eq!(blocks.split_whitespace().count(), 2, "{blocks}");
+    assert_eq!(program.hear(), "2");
+    assert_eq!(program.hear(), "7");
+    // The child's threads are in the child's block, and only there.
+    let threads = child.threads();
+    assert_eq!(threads.len(), 3);
+    assert!(threads.values().any(|(_, tid)| *tid == pid.cast_unsigned()));
+    assert_eq!(space.threads(), before);
+    assert_eq!(program.ask("verify"), "0");
+}
+
+#[test]
+fn a_forked_child_can_be_created_anew() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let mut program = Program::start(&daemon);
+    let space = daemon.manage();
+    program.fill(PAGES);
+    // Nothing is registered: the kernel makes no userfaultfd for the child.
+    program.say("fork");
+    let child = daemon.accept();
+    assert_eq!(child.hello.kind, HelloKind::Forked as u32);
+    let child = child.create();
+    assert_eq!(program.hear(), "7");
+    assert_ne!(child.pid, space.pid);
+}
+
+#[test]
+fn a_childs_agent_tries_until_it_is_heard() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let mut program = Program::start(&daemon);
+    let space = daemon.manage();
+    let memory = program.fill(PAGES);
+    space.register(memory, PAGES);
+    space.register_transfer();
+    space.evict(&some(memory, 2), 0);
+
+    program.say("fork");
+    drop(daemon.accept());
+    let caller = daemon.accept();
+    assert_eq!(caller.hello.kind, HelloKind::Forked as u32);
+    let stored = space.served.stored.lock().expect("no panic").clone();
+    let _child = caller.adopt(space.forked(), stored);
+    assert_eq!(program.hear(), "7");
+}
+
+#[test]
+fn an_allocator_that_is_locked_across_fork_is_no_deadlock() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let mut program = Program::start_other(&daemon, "allocator");
+    let _space = daemon.manage();
+    let child = daemon.accept();
+    assert_eq!(child.hello.kind, HelloKind::Forked as u32);
+    let _child = child.create();
+    assert_eq!(program.end().0.code(), Some(7));
+}
+
+#[test]
+fn a_fork_of_the_c_library_has_an_agent_too() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let mut program = Program::start_other(&daemon, "daemonise");
+    let space = daemon.manage();
+    let child = daemon.accept();
+    assert_eq!(child.hello.kind, HelloKind::Forked as u32);
+    assert_ne!(child.pid, space.pid);
+    let _child = child.create();
+    assert_eq!(program.hear(), "daemon");
+}
+
+#[test]
+fn threads_are_recorded_and_end_in_every_way() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let mut program = Program::start(&daemon);
+    let space = daemon.manage();
+    let sequence = space.control().thread_seq.load(Ordering::SeqCst);
+    let blocks = program.ask("threads 20");
+    let blocks: Vec<u64> = blocks
+        .split_whitespace()
+        .map(|block| u64::from_str_radix(block, 16).expect("a control block"))
+        .collect();
+    assert_eq!(blocks.len(), 20);
+    let threads = space.threads();
+    for block in &blocks {
+        let (stack, tid) = threads.get(block).expect("recorded");
+        assert!(
+            stack < block && block - stack < 8 << 20,
+            "{stack:#x} is on no stack of {block:#x}"
+        );
+        assert!(std::fs::exists(format!("/proc/{}/task/{tid}", space.pid)).expect("/proc"));
+    }
+    assert!(space.control().thread_seq.load(Ordering::SeqCst) >= sequence + 20);
+    assert_eq!(program.ask("join"), "20");
+    assert_eq!(program.ask("ends"), "41 cancelled -42");
+    assert_eq!(program.end().0.code(), Some(5));
+}
+
+#[test]
+fn threads_of_earlier_constructors_are_recorded() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let early = early_library();
+    let preload = format!("{} {}", library().display(), early.display());
+    let mut program = Program::start_at(&daemon, &preload);
+    let space = daemon.manage();
+    program.ask("verify");
+    wait_until("the early thread is recorded", || space.threads().len() == 2);
+    let mut tids: Vec<u32> = space.threads().values().map(|(_, tid)| *tid).collect();
+    tids.retain(|tid| std::fs::exists(format!("/proc/{}/task/{tid}", space.pid)).expect("/proc"));
+    assert_eq!(tids.len(), 2);
+}
+
+#[test]
+fn the_last_thread_ends_the_process_as_without_an_agent() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let mut program = Program::start(&daemon);
+    let space = daemon.manage();
+    assert_eq!(program.ask("mainexit"), "leaving");
+    // The socket closes when the last thread, the agent, is gone.
+    assert!(space.closed());
+    assert_eq!(program.end().0.code(), Some(0));
+}
+
+#[test]
+fn pages_of_inheriting_mutexes_are_told() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let mut program = Program::start(&daemon);
+    let space = daemon.manage();
+    let sequence = space.control().thread_seq.load(Ordering::SeqCst);
+    let mutex = u64::from_str_radix(&program.ask("mutex"), 16).expect("an address");
+    let page = mutex & !(PAGE_SIZE as u64 - 1);
+    assert_eq!(space.pinned(), [page, page + PAGE_SIZE as u64]);
+    // Batches made without that knowledge are cancelled.
+    assert_ne!(space.control().thread_seq.load(Ordering::SeqCst), sequence);
+
+    // A child inherits the mutex, and its record.
+    program.say("fork");
+    let child = daemon.accept().create();
+    assert_eq!(program.hear(), "7");
+    assert_eq!(child.pinned(), space.pinned());
+
+    assert_eq!(program.ask("destroy"), "0");
+    assert_eq!(space.pinned(), []);
+}
+
+#[test]
+fn the_agent_comes_back_and_leaves_when_told() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let mut program = Program::start(&daemon);
+    let space = daemon.manage();
+    let memory = program.fill(PAGES);
+    space.register(memory, PAGES);
+    space.register_transfer();
+    program.ask("threads 3");
+    program.ask("mutex");
+    space.evict(&some(memory, 2), 0);
+    let (threads, pinned) = (space.threads(), space.pinned());
+    assert_eq!((threads.len(), pinned.len()), (4, 2));
+    let stored = space.lose();
+
+    // Refused twice in a row: once by a daemon that hangs up, once by one that
+    // does not know it.
+    let caller = daemon.accept();
+    assert_eq!(caller.hello.kind, HelloKind::Resumed as u32);
+    drop(caller);
+    let caller = daemon.accept();
+    caller.welcome(Verdict::Unmanaged, &[]);
+    drop(caller);
+
+    let space = daemon.accept().resume(stored);
+    wait_until("records are there again", || space.threads() == threads);
+    assert_eq!(space.pinned(), pinned);
+    assert_eq!(program.ask("verify"), "0");
+    assert_eq!(program.ask("join"), "3");
+    space.evict(&some(memory, 4), 64);
+    assert_eq!(program.ask("verify"), "0");
+
+    space.give(Command::Leave, &[], 0, 0);
+    space.done(0);
+    assert!(space.closed());
+    wait_until("the agent is gone", || {
+        !thread_names(space.pid).contains(&"strata-agent".to_owned())
+    });
+    assert_eq!(program.ask("ends"), "41 cancelled -42");
+    // Its children are not managed either: nobody calls.
+    assert_eq!(program.ask("fork"), "7");
+    assert_eq!(program.end().0.code(), Some(5));
+}
+
+#[test]
+fn the_agent_has_two_descriptors_of_its_own() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let _program = Program::start(&daemon);
+    let space = daemon.manage();
+    let (_, descriptors) = agent_descriptors(space.pid);
+    let mut kinds: Vec<&str> = descriptors
+        .iter()
+        .map(|(_, target)| target.split(['[', ']', ':']).find(|s| !s.is_empty()).unwrap_or(""))
+        .collect();
+    kinds.sort_unstable();
+    assert_eq!(kinds, ["anon_inode", "socket"], "{descriptors:?}");
+}
+
+#[test]
+fn an_agent_that_waits_for_a_dead_daemon_can_be_freed() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let mut program = Program::start(&daemon);
+    let mut space = daemon.manage();
+    let memory = program.fill(PAGES);
+    space.register(memory, PAGES);
+    space.register_transfer();
+    assert_eq!(space.batch(Command::Move, &[memory], 0), [0]);
+    let page = raw::read_memory(space.pid, space.hello.transfer, PAGE_SIZE).expect("readable");
+    space.served.stored.lock().expect("no panic").insert(memory, page);
+
+    // The daemon dies between a Discard and reading its event: the agent stands
+    // in the kernel and cannot call.
+    space.stop();
+    space.give(Command::Discard, &[], 0, 1);
+    assert!(raw::readable(&space.served.userfaultfd, 10_000), "an event");
+    let pid = space.pid;
+    let stored = space.lose();
+
+    // The next daemon takes the userfaultfd from the agent's table and reads.
+    let (agent, descriptors) = agent_descriptors(pid);
+    let is_userfaultfd = |target: &str| target.contains("userfaultfd");
+    let (number, _) = descriptors.iter().find(|(_, t)| is_userfaultfd(t)).expect("its own");
+    let taken = raw::take_descriptor(agent, *number);
+    assert!(raw::event(&taken).is_some(), "the event that the agent waits for");
+    drop(taken);
+    let _space = daemon.accept().resume(stored);
+    assert_eq!(program.ask("verify"), "0");
+}
+
+#[test]
+fn populating_makes_shared_pages_movable() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let mut program = Program::start(&daemon);
+    let space = daemon.manage();
+    let memory = program.fill(PAGES);
+    program.say("fork");
+    let _child = daemon.accept().create();
+    assert_eq!(program.hear(), "7");
+    space.register(memory, PAGES);
+    space.register_transfer();
+    assert_eq!(space.batch(Command::Move, &[memory], 0), [-libc::EBUSY]);
+    assert_eq!(space.batch(Command::Populate, &[memory, 0x1000], 0), [0, -libc::ENOMEM]);
+    assert_eq!(space.batch(Command::Move, &[memory], 0), [0]);
+}

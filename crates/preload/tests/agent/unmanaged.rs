@@ -1,0 +1,87 @@
+//! Programs that are not managed, for one reason or another: they run all the
+//! same, and standard error says why when someone ought to know.
+
+use std::path::Path;
+
+use strata_units::wire::Verdict;
+
+use crate::daemon::Daemon;
+use crate::program::{Program, TOKEN, library, thread_names};
+
+#[test]
+fn without_a_daemon_nothing_happens() {
+    let preload = library().to_string_lossy().into_owned();
+    if Path::new(strata_units::wire::DEFAULT_AGENT_SOCKET).exists() {
+        eprintln!("skipped: a daemon runs on this machine");
+        return;
+    }
+    let mut program = Program::start_with(None, Some(TOKEN), &preload);
+    assert_eq!(program.ask("ends"), "41 cancelled -42");
+    assert_eq!(thread_names(program.pid()).len(), 1);
+    let (status, complaint) = program.end();
+    assert_eq!((status.code(), complaint.as_str()), (Some(5), ""));
+}
+
+#[test]
+fn an_unreachable_daemon_is_a_line_only_for_a_tenant() {
+    let preload = library().to_string_lossy().into_owned();
+    let nowhere = Path::new("/nonexistent/agent.sock");
+    for (token, lines) in [(Some(TOKEN), 1), (None, 0)] {
+        let mut program = Program::start_with(Some(nowhere), token, &preload);
+        assert_eq!(program.ask("ends"), "41 cancelled -42");
+        assert_eq!(thread_names(program.pid()).len(), 1);
+        let (status, complaint) = program.end();
+        assert_eq!((status.code(), complaint.lines().count()), (Some(5), lines), "{complaint}");
+    }
+}
+
+#[test]
+fn a_socket_path_that_is_too_long_is_a_line() {
+    let preload = library().to_string_lossy().into_owned();
+    let path = format!("/{}", "x".repeat(200));
+    let mut program = Program::start_with(Some(Path::new(&path)), None, &preload);
+    assert_eq!(program.ask("verify"), "0");
+    let (_, complaint) = program.end();
+    assert!(complaint.contains("STRATA_AGENT_SOCKET"), "{complaint}");
+}
+
+#[test]
+fn a_daemon_that_hangs_is_given_up() {
+    let daemon = Daemon::new();
+    let mut program = Program::start(&daemon);
+    // It accepts, but never answers.
+    let caller = daemon.accept();
+    assert_eq!(program.ask("ends"), "41 cancelled -42");
+    assert_eq!(thread_names(program.pid()).len(), 1);
+    assert_eq!(program.ask("fork"), "7");
+    let (status, complaint) = program.end();
+    assert_eq!((status.code(), complaint.lines().count()), (Some(5), 1), "{complaint}");
+    assert!(complaint.contains("does not answer"), "{complaint}");
+    drop(caller);
+}
+
+#[test]
+fn a_refusal_is_obeyed_in_silence() {
+    let daemon = Daemon::new();
+    let mut program = Program::start(&daemon);
+    let caller = daemon.accept();
+    caller.welcome(Verdict::Unmanaged, &[]);
+    assert_eq!(program.ask("ends"), "41 cancelled -42");
+    assert_eq!(thread_names(program.pid()).len(), 1);
+    // Nobody calls for a child of an unmanaged program.
+    assert_eq!(program.ask("fork"), "7");
+    let (status, complaint) = program.end();
+    assert_eq!((status.code(), complaint.as_str()), (Some(5), ""));
+}
+
+#[test]
+fn another_protocol_is_refused() {
+    let daemon = Daemon::new();
+    let mut program = Program::start(&daemon);
+    let caller = daemon.accept();
+    // Create without the descriptors that belong to it.
+    caller.welcome(Verdict::Create, &[]);
+    assert_eq!(program.ask("verify"), "0");
+    let (_, complaint) = program.end();
+    assert!(complaint.contains("another protocol"), "{complaint}");
+}

@@ -1,0 +1,181 @@
+/* A program for the agent's tests: obeys the lines on its standard input and
+ * answers each with one line. It knows nothing of Strata. */
+#define _GNU_SOURCE
+#include <dirent.h>
+#include <errno.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <threads.h>
+#include <unistd.h>
+
+extern char **environ;
+
+enum { PAGE = 4096, MOST_THREADS = 64 };
+
+static unsigned char *memory;
+static long pages;
+static pthread_t threads[MOST_THREADS];
+static long thread_count;
+static pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t moved = PTHREAD_COND_INITIALIZER;
+static long started, let_go;
+
+static unsigned char expected(long page, long byte) { return (unsigned char)(page * 7 + byte * 3 + 1); }
+
+static void fill(long count) {
+    pages = count;
+    memory = mmap(0, count * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    madvise(memory, count * PAGE, MADV_NOHUGEPAGE);
+    for (long p = 0; p < count; p++)
+        for (long b = 0; b < PAGE; b++) memory[p * PAGE + b] = expected(p, b);
+    printf("%lx\n", (unsigned long)memory);
+}
+
+/* 0, or one more than the first wrong page. */
+static long wrong_page(void) {
+    for (long p = 0; p < pages; p++)
+        for (long b = 0; b < PAGE; b++)
+            if (memory[p * PAGE + b] != expected(p, b)) return p + 1;
+    return 0;
+}
+
+static void *wait_for_end(void *argument) {
+    pthread_mutex_lock(&gate);
+    started++;
+    pthread_cond_broadcast(&moved);
+    while (!let_go) pthread_cond_wait(&moved, &gate);
+    pthread_mutex_unlock(&gate);
+    return argument;
+}
+
+/* Answers with the thread control blocks. */
+static void make_threads(long count) {
+    started = let_go = 0;
+    thread_count = count;
+    for (long i = 0; i < count; i++)
+        if (pthread_create(&threads[i], 0, wait_for_end, (void *)(i + 100))) exit(3);
+    pthread_mutex_lock(&gate);
+    while (started < count) pthread_cond_wait(&moved, &gate);
+    pthread_mutex_unlock(&gate);
+    for (long i = 0; i < count; i++) printf("%lx ", (unsigned long)threads[i]);
+    puts("");
+}
+
+static void join_threads(void) {
+    pthread_mutex_lock(&gate);
+    let_go = 1;
+    pthread_cond_broadcast(&moved);
+    pthread_mutex_unlock(&gate);
+    long right = 0;
+    for (long i = 0; i < thread_count; i++) {
+        void *result = 0;
+        if (!pthread_join(threads[i], &result) && result == (void *)(i + 100)) right++;
+    }
+    printf("%ld\n", right);
+}
+
+static void *leave_early(void *argument) { pthread_exit(argument); }
+static void *be_cancelled(void *argument) { for (;;) pause(); return argument; }
+static int c11_start(void *argument) { return (int)(intptr_t)argument - 50; }
+
+/* The ways for a thread to end, with their results. */
+static void ends(void) {
+    pthread_t thread;
+    thrd_t other;
+    void *result = 0;
+    int number = 0;
+    pthread_create(&thread, 0, leave_early, (void *)41);
+    pthread_join(thread, &result);
+    printf("%ld ", (long)result);
+    pthread_create(&thread, 0, be_cancelled, 0);
+    pthread_cancel(thread);
+    pthread_join(thread, &result);
+    printf("%s ", result == PTHREAD_CANCELED ? "cancelled" : "wrong");
+    thrd_create(&other, c11_start, (void *)8);
+    thrd_join(other, &number);
+    printf("%d\n", number);
+}
+
+static void *end_last(void *argument) {
+    usleep(20000);
+    return argument;
+}
+
+static void fork_and_verify(int inner) {
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        long wrong = wrong_page();
+        if (!wrong && inner) make_threads(2), join_threads();
+        _exit(wrong ? 1 : 7);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    printf("%d\n", WIFEXITED(status) ? WEXITSTATUS(status) : -1);
+}
+
+static void list_descriptors(void) {
+    DIR *directory = opendir("/proc/self/fd");
+    for (struct dirent *entry; (entry = readdir(directory));) {
+        char path[300], target[300];
+        snprintf(path, sizeof path, "/proc/self/fd/%s", entry->d_name);
+        ssize_t length = readlink(path, target, sizeof target - 1);
+        if (length > 0) printf("%.*s ", (int)length, target);
+    }
+    closedir(directory);
+    puts("");
+}
+
+static pthread_mutex_t *inheriting;
+
+static void make_mutex(void) {
+    pthread_mutexattr_t attributes;
+    pthread_mutexattr_init(&attributes);
+    pthread_mutexattr_setprotocol(&attributes, PTHREAD_PRIO_INHERIT);
+    char *two = mmap(0, 2 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    inheriting = (pthread_mutex_t *)(two + PAGE - 16); /* across the two */
+    int result = pthread_mutex_init(inheriting, &attributes);
+    printf("%lx\n", result ? 0 : (unsigned long)inheriting);
+}
+
+int main(void) {
+    static char line[256];
+    setvbuf(stdout, 0, _IOLBF, 0);
+    while (fgets(line, sizeof line, stdin)) {
+        long number = 0;
+        sscanf(line, "%*s %ld", &number);
+        if (!strncmp(line, "fill", 4)) fill(number);
+        else if (!strncmp(line, "verify", 6)) printf("%ld\n", wrong_page());
+        else if (!strncmp(line, "threads", 7)) make_threads(number);
+        else if (!strncmp(line, "join", 4)) join_threads();
+        else if (!strncmp(line, "ends", 4)) ends();
+        else if (!strncmp(line, "forkthreads", 11)) fork_and_verify(1);
+        else if (!strncmp(line, "fork", 4)) fork_and_verify(0);
+        else if (!strncmp(line, "descriptors", 11)) list_descriptors();
+        else if (!strncmp(line, "mutex", 5)) make_mutex();
+        else if (!strncmp(line, "destroy", 7)) printf("%d\n", pthread_mutex_destroy(inheriting));
+        else if (!strncmp(line, "discard", 7))
+            printf("%d\n", madvise(memory + number * PAGE, PAGE, MADV_DONTNEED));
+        else if (!strncmp(line, "wipe", 4)) {
+            /* As daemons do: descriptors closed, environment overwritten. */
+            closefrom(2);
+            for (char **variable = environ; *variable; variable++)
+                memset(*variable, 'x', strlen(*variable));
+            puts("wiped");
+        } else if (!strncmp(line, "group", 5)) {
+            printf("%d\n", setgid(getgid())); /* glibc signals every thread */
+        } else if (!strncmp(line, "mainexit", 8)) {
+            pthread_t thread;
+            puts("leaving");
+            pthread_create(&thread, 0, end_last, 0);
+            pthread_exit(0);
+        } else puts("?");
+    }
+    return 5;
+}

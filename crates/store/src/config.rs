@@ -1,0 +1,189 @@
+//! What the store is told, what it says about itself, and how it fails: plain
+//! types without behaviour.
+
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::path::PathBuf;
+
+/// How to keep a new page.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Put {
+    /// Raw for now; [`crate::Store::settle`] compresses it.
+    Staged,
+    /// lz4, or raw if that gains too little.
+    Lz4,
+    /// zstd, or raw if that gains too little.
+    Zstd,
+}
+
+/// Where a page came from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Source {
+    /// From the handle alone: one value throughout.
+    Fill,
+    /// From its staged raw copy.
+    Staged,
+    /// From DRAM, compressed or found incompressible.
+    Compressed,
+    /// From the tier file.
+    File,
+}
+
+/// The tier file.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct FileConfig {
+    /// Where to make it. Must not exist; the file is nameless once it is open.
+    pub path: PathBuf,
+    /// How much it may hold.
+    pub limit_bytes: u64,
+}
+
+/// What a store is made with.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct StoreConfig {
+    /// Most DRAM for stored data, staged pages apart; none: no limit. Can be
+    /// changed later ([`crate::Store::set_compressed_limit`]).
+    pub compressed_limit: Option<u64>,
+    /// A slower tier behind DRAM.
+    pub file: Option<FileConfig>,
+}
+
+/// The descriptors that must survive the worker: borrowed to keep them, owned
+/// to recover from them.
+#[derive(Debug)]
+pub struct Descriptors<F = OwnedFd> {
+    /// The object table.
+    pub table: F,
+    /// The data in DRAM.
+    pub data: F,
+    /// The tier file.
+    pub file: Option<F>,
+}
+
+/// [`Descriptors`] of a store that is in use.
+pub type BorrowedDescriptors<'a> = Descriptors<BorrowedFd<'a>>;
+
+/// A store could not be made or taken over.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    /// No memory file.
+    #[error("cannot make the store's memory file {name}")]
+    Memory {
+        /// Which.
+        name: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+    /// No tier file.
+    #[error(
+        "cannot make the tier file {path}: its directory must exist and be writable, \
+         and the file must not exist yet"
+    )]
+    File {
+        /// Where.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The tier file's limit makes no sense.
+    #[error(
+        "the tier file's limit of {limit_bytes} bytes is not between {min_bytes} and {max_bytes}"
+    )]
+    FileLimit {
+        /// The limit.
+        limit_bytes: u64,
+        /// The least that is allowed.
+        min_bytes: u64,
+        /// The most.
+        max_bytes: u64,
+    },
+    /// The dead worker's memory is not what it should be.
+    #[error("cannot take over the dead worker's {name}")]
+    Attach {
+        /// Which part.
+        name: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+/// A page could not be stored; nothing has changed.
+#[derive(Debug, thiserror::Error)]
+pub enum PutError {
+    /// The limit is reached, and nothing can go to the tier file.
+    #[error("the store is full")]
+    Full,
+    /// The page could not be written.
+    #[error("cannot write to the store")]
+    Io(#[from] io::Error),
+}
+
+/// A page could not be read back.
+#[derive(Debug, thiserror::Error)]
+pub enum GetError {
+    /// Its checksum is wrong: the bytes are lost.
+    #[error("a stored page is corrupt")]
+    Corrupt,
+    /// Its tier cannot be read; a later try may succeed.
+    #[error("cannot read a stored page")]
+    Io(#[from] io::Error),
+}
+
+/// A handle in the page map that recovery cannot honour: the page is lost.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum RecoverError {
+    /// It names no object.
+    #[error("the handle names no stored object")]
+    Unknown,
+    /// Its object's entry is damaged.
+    #[error("the stored object's entry is damaged")]
+    Damaged,
+}
+
+/// The store in numbers. Sizes in bytes; a moment's values, each exact by
+/// itself, not together, while other threads work.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct StoreStats {
+    /// Pages stored: references, duplicates and filled pages included.
+    pub stored_pages: u64,
+    /// The same times the page size.
+    pub stored_bytes: u64,
+    /// Distinct pages that have an object.
+    pub objects: u64,
+    /// Part of `stored_pages` that is another reference to an object.
+    pub deduplicated_pages: u64,
+    /// Part of `stored_pages` that is one value throughout and costs nothing.
+    pub fill_pages: u64,
+    /// What data costs in DRAM: staged pages, unused ends of slots, unused
+    /// slots and empty slabs included.
+    pub dram_bytes: u64,
+    /// Bytes of objects in DRAM as they are stored.
+    pub payload_bytes: u64,
+    /// Part of `payload_bytes` that is staged.
+    pub staged_bytes: u64,
+    /// Objects in DRAM packed with lz4, before packing.
+    pub fast_original_bytes: u64,
+    /// Part of `payload_bytes` that is lz4.
+    pub fast_payload_bytes: u64,
+    /// What data costs in the tier file.
+    pub file_bytes: u64,
+    /// Bytes of objects in the tier file as they are stored.
+    pub file_payload_bytes: u64,
+    /// Strata's own memory: object table, dedup index, sets, allocators.
+    pub metadata_bytes: u64,
+    /// Failed accesses to the tier file.
+    pub tier_errors: u64,
+    /// Objects found corrupt while they were being moved.
+    pub corrupt_objects: u64,
+}
+
+/// What [`crate::Store::compact`] did.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Compacted {
+    /// Bytes of objects moved.
+    pub moved_bytes: u64,
+    /// DRAM given back to the kernel.
+    pub freed_bytes: u64,
+    /// There is more to do now.
+    pub unfinished: bool,
+}

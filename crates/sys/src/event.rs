@@ -1,0 +1,46 @@
+//! A wake-up that can be polled beside other descriptors.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+
+use crate::uffd::own;
+
+/// An eventfd: any number of [`Self::ring`]s are one readiness until
+/// [`Self::clear`].
+#[derive(Debug)]
+pub struct EventFd {
+    fd: OwnedFd,
+}
+
+impl EventFd {
+    /// A new one, not ringing.
+    pub fn new() -> io::Result<Self> {
+        // SAFETY: eventfd takes two integers and returns a new descriptor.
+        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(Self { fd: own(fd) })
+    }
+
+    /// Makes it readable.
+    pub fn ring(&self) {
+        let one = 1u64;
+        // SAFETY: eight readable bytes. A full counter (EAGAIN) is readable
+        // anyway.
+        unsafe { libc::write(self.fd.as_raw_fd(), (&raw const one).cast(), 8) };
+    }
+
+    /// Takes all rings so far.
+    pub fn clear(&self) {
+        let mut count = 0u64;
+        // SAFETY: eight writable bytes. EAGAIN means that nobody rang.
+        unsafe { libc::read(self.fd.as_raw_fd(), (&raw mut count).cast(), 8) };
+    }
+}
+
+impl AsFd for EventFd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}

@@ -1,0 +1,293 @@
+//! What can be learned of another process from outside, and its memory.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::unix::fs::FileExt;
+
+use strata_units::{PAGE_SHIFT, PAGE_SIZE};
+
+use crate::poll::poll_readable;
+use crate::uffd::{Range, own};
+
+/// One line of `/proc/PID/maps`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Mapping {
+    /// Its addresses.
+    pub range: Range,
+    /// Protection.
+    pub readable: bool,
+    /// Protection.
+    pub writable: bool,
+    /// Protection.
+    pub executable: bool,
+    /// Private (copy on write), not shared.
+    pub private: bool,
+    /// No file behind it, and not one of the kernel's own (`[stack]`,
+    /// `[vdso]`): plain anonymous memory or the brk heap.
+    pub anonymous: bool,
+}
+
+fn parse_mapping(line: &str) -> Option<Mapping> {
+    let mut fields = line.split_ascii_whitespace();
+    let (start, end) = fields.next()?.split_once('-')?;
+    let range = Range {
+        start: u64::from_str_radix(start, 16).ok()?,
+        end: u64::from_str_radix(end, 16).ok()?,
+    };
+    let flags = fields.next()?.as_bytes();
+    let _offset = fields.next()?;
+    let _device = fields.next()?;
+    let inode = fields.next()?;
+    let name = fields.next();
+    let flag = |index: usize, letter: u8| flags.get(index) == Some(&letter);
+    Some(Mapping {
+        range,
+        readable: flag(0, b'r'),
+        writable: flag(1, b'w'),
+        executable: flag(2, b'x'),
+        private: flag(3, b'p'),
+        anonymous: inode == "0"
+            && name.is_none_or(|name| name == "[heap]" || name.starts_with("[anon:")),
+    })
+}
+
+/// The memory map of a process. What cannot be parsed is left out, so it is
+/// not managed.
+pub fn read_maps(pid: u32) -> io::Result<Vec<Mapping>> {
+    Ok(fs::read_to_string(format!("/proc/{pid}/maps"))?.lines().filter_map(parse_mapping).collect())
+}
+
+/// Resident anonymous bytes of a process. The kernel keeps this per CPU: it can
+/// be off by some hundred KiB.
+pub fn anonymous_rss(pid: u32) -> io::Result<u64> {
+    let text = fs::read_to_string(format!("/proc/{pid}/statm"))?;
+    let mut fields = text.split_ascii_whitespace().skip(1).map(|field| field.parse::<u64>());
+    match (fields.next(), fields.next()) {
+        (Some(Ok(resident)), Some(Ok(shared))) => Ok(resident.saturating_sub(shared) << PAGE_SHIFT),
+        _ => Err(io::Error::new(io::ErrorKind::InvalidData, "statm has no second and third field")),
+    }
+}
+
+fn meminfo(key: &str) -> io::Result<u64> {
+    let text = fs::read_to_string("/proc/meminfo")?;
+    text.lines()
+        .find_map(|line| {
+            let rest = line.strip_prefix(key)?.strip_prefix(':')?;
+            rest.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()
+        })
+        .map(|kib| kib << 10)
+        .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, format!("no {key} in meminfo")))
+}
+
+/// The machine's memory, bytes.
+pub fn total_bytes() -> io::Result<u64> {
+    meminfo("MemTotal")
+}
+
+/// Memory that could be had without swapping, bytes.
+pub fn available_bytes() -> io::Result<u64> {
+    meminfo("MemAvailable")
+}
+
+/// The CPU that a thread ran on last.
+#[must_use]
+pub fn thread_cpu(pid: u32, tid: u32) -> Option<u32> {
+    let text = fs::read_to_string(format!("/proc/{pid}/task/{tid}/stat")).ok()?;
+    // The name may hold spaces and parentheses: count from the last ')'.
+    let rest = &text[text.rfind(')')? + 1..];
+    rest.split_ascii_whitespace().nth(36)?.parse().ok()
+}
+
+/// What the page table says of one page.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Presence {
+    /// In DRAM or in the kernel's swap: touching it raises no missing fault.
+    pub present: bool,
+    /// Mapped by this process alone.
+    pub exclusive: bool,
+}
+
+/// Calls `each(page index, presence)` for the pages of `range` that are present
+/// in the process.
+pub fn page_presence(
+    pid: u32,
+    range: Range,
+    mut each: impl FnMut(u64, Presence),
+) -> io::Result<()> {
+    const PRESENT: u64 = 1 << 63;
+    const SWAPPED: u64 = 1 << 62;
+    const EXCLUSIVE: u64 = 1 << 56;
+    const CHUNK_PAGES: usize = 4096;
+    let pagemap = File::open(format!("/proc/{pid}/pagemap"))?;
+    let mut buffer = vec![0u8; CHUNK_PAGES * 8];
+    let pages = range.len() >> PAGE_SHIFT;
+    let mut done = 0;
+    while done < pages {
+        let count = (pages - done).min(CHUNK_PAGES as u64) as usize;
+        let at = ((range.start >> PAGE_SHIFT) + done) * 8;
+        let got = pagemap.read_at(&mut buffer[..count * 8], at)? / 8;
+        if got == 0 {
+            return Ok(());
+        }
+        for (index, word) in buffer[..got * 8].chunks_exact(8).enumerate() {
+            let word = u64::from_le_bytes(word.try_into().expect("chunks of eight"));
+            if word & (PRESENT | SWAPPED) != 0 {
+                let exclusive = word & EXCLUSIVE != 0;
+                each(done + index as u64, Presence { present: true, exclusive });
+            }
+        }
+        done += got as u64;
+    }
+    Ok(())
+}
+
+/// What came of reading another process's memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ReadOutcome {
+    /// All of it.
+    Done,
+    /// The process is gone or its memory is not what was expected.
+    Failed,
+}
+
+/// Reads `runs` of `pid`'s memory one after the other into `buffer`, whose
+/// length is the sum of theirs. Can wait as long as that process likes.
+pub fn read_process(pid: u32, runs: &[Range], buffer: &mut [u8]) -> ReadOutcome {
+    /// IOV_MAX.
+    const MOST_RUNS: usize = 1024;
+    let mut filled = 0;
+    for runs in runs.chunks(MOST_RUNS) {
+        let bytes: u64 = runs.iter().map(|run| run.len()).sum();
+        let Some(target) = buffer.get_mut(filled..filled + bytes as usize) else {
+            return ReadOutcome::Failed;
+        };
+        let local = libc::iovec { iov_base: target.as_mut_ptr().cast(), iov_len: target.len() };
+        let remote: Vec<libc::iovec> = runs
+            .iter()
+            .map(|run| libc::iovec { iov_base: run.start as *mut _, iov_len: run.len() as usize })
+            .collect();
+        // SAFETY: `local` is a live exclusive buffer; the remote addresses are
+        // the other process's and are checked by the kernel.
+        let got = unsafe {
+            libc::process_vm_readv(
+                pid as libc::pid_t,
+                &raw const local,
+                1,
+                remote.as_ptr(),
+                remote.len() as libc::c_ulong,
+                0,
+            )
+        };
+        if got < 0 || got as u64 != bytes {
+            return ReadOutcome::Failed;
+        }
+        filled += bytes as usize;
+    }
+    debug_assert_eq!(filled, buffer.len());
+    debug_assert!(filled.is_multiple_of(PAGE_SIZE));
+    ReadOutcome::Done
+}
+
+/// A process that cannot be confused with a later one of the same number.
+#[derive(Debug)]
+pub struct Pidfd {
+    fd: OwnedFd,
+}
+
+impl Pidfd {
+    /// Opens a process by its number, now.
+    pub fn open(pid: u32) -> io::Result<Self> {
+        // SAFETY: two integers, returns a new descriptor.
+        let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid as libc::pid_t, 0u32) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(Self { fd: own(fd as RawFd) })
+    }
+
+    /// One that was opened earlier.
+    #[must_use]
+    pub fn adopt(fd: OwnedFd) -> Self {
+        Self { fd }
+    }
+
+    /// Whether the process has ended (it may still be a zombie).
+    #[must_use]
+    pub fn has_exited(&self) -> bool {
+        poll_readable([self.fd.as_fd()], Some(std::time::Duration::ZERO))
+            .is_ok_and(|[polled]| polled.readable)
+    }
+
+    /// Sends a signal. `false`: it is gone already.
+    pub fn signal(&self, signal: i32) -> bool {
+        // SAFETY: integers and a null siginfo, which means "as kill(2) would".
+        let code = unsafe {
+            libc::syscall(
+                libc::SYS_pidfd_send_signal,
+                self.fd.as_raw_fd(),
+                signal,
+                std::ptr::null::<libc::siginfo_t>(),
+                0u32,
+            )
+        };
+        code == 0
+    }
+}
+
+impl AsFd for Pidfd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn maps_are_told_apart() {
+        let heap = parse_mapping("5581e000-5583f000 rw-p 00000000 00:00 0    [heap]");
+        assert!(heap.is_some_and(|m| m.anonymous && m.writable && m.private));
+        let stack = parse_mapping("7ffc0000-7ffc2000 rw-p 00000000 00:00 0    [stack]");
+        assert!(stack.is_some_and(|m| !m.anonymous));
+        let file = parse_mapping("7f0000-7f1000 rw-p 00000000 fe:00 131 /lib/x (deleted)");
+        assert!(file.is_some_and(|m| !m.anonymous));
+        let shared = parse_mapping("7f0000-7f1000 rw-s 00000000 00:01 9 /memfd:x (deleted)");
+        assert!(shared.is_some_and(|m| !m.private && !m.anonymous));
+        assert_eq!(parse_mapping("garbage"), None);
+    }
+
+    #[test]
+    fn own_memory_is_present_once_touched() {
+        let buffer = vec![1u8; 64 * PAGE_SIZE];
+        let start = (buffer.as_ptr() as u64).next_multiple_of(PAGE_SIZE as u64);
+        let range = Range { start, end: start + 63 * PAGE_SIZE as u64 };
+        let mut seen = 0;
+        page_presence(std::process::id(), range, |_, presence| {
+            assert!(presence.present);
+            seen += 1;
+        })
+        .expect("own pagemap is readable");
+        assert_eq!(seen, 63);
+        assert!(anonymous_rss(std::process::id()).expect("statm") > 63 * PAGE_SIZE as u64);
+    }
+
+    #[test]
+    fn reads_itself() {
+        let data: Vec<u8> = (0..3 * PAGE_SIZE).map(|i| (i * 7) as u8).collect();
+        let at = data.as_ptr() as u64;
+        let page = PAGE_SIZE as u64;
+        let runs = [
+            Range { start: at + 2 * page, end: at + 3 * page },
+            Range { start: at, end: at + page },
+        ];
+        let mut buffer = vec![0; 2 * PAGE_SIZE];
+        assert_eq!(read_process(std::process::id(), &runs, &mut buffer), ReadOutcome::Done);
+        assert_eq!(buffer[..PAGE_SIZE], data[2 * PAGE_SIZE..]);
+        assert_eq!(buffer[PAGE_SIZE..], data[..PAGE_SIZE]);
+        let nowhere = [Range { start: page, end: 2 * page }];
+        let mut buffer = vec![0; PAGE_SIZE];
+        assert_eq!(read_process(std::process::id(), &nowhere, &mut buffer), ReadOutcome::Failed);
+    }
+}

@@ -1,0 +1,455 @@
+//! A large sparse memory file (memfd), mapped once, for data that must outlive
+//! the process that works on it.
+//!
+//! It is *not* an allocator and gives no `&[u8]` into the mapping: another
+//! thread or another process may write the same bytes at any time, so all
+//! access is by copy or through atomics.
+
+use std::ffi::CString;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
+
+const PAGE: u64 = 4096;
+const WORD: usize = size_of::<u64>();
+
+/// A memory file of fixed length whose pages cost nothing until they are
+/// written, and nothing again after [`SharedMemory::punch`].
+///
+/// The file has its full length from the start and is sealed against changes
+/// of length, so that no access inside `0..len_bytes()` can raise `SIGBUS`
+/// (short of the machine running out of memory), whoever else holds the
+/// descriptor. The whole range is mapped once: address space is plentiful, and
+/// one mapping needs no lookup on the fault path. Offsets outside it panic.
+///
+/// Bytes that are read while another thread writes them may come from either
+/// write, each aligned 8-byte word as a whole; callers that race must detect it
+/// (a sequence check, a checksum).
+#[derive(Debug)]
+pub struct SharedMemory {
+    descriptor: OwnedFd,
+    base: NonNull<u8>,
+    len_bytes: u64,
+}
+
+// SAFETY: `base` points to a MAP_SHARED mapping that lives as long as the value
+// and is never handed out as a reference to plain bytes; every access through
+// it is atomic, so it may happen on any thread.
+unsafe impl Send for SharedMemory {}
+// SAFETY: see `Send`; all methods take `&self` and touch the mapping with
+// atomic operations only.
+unsafe impl Sync for SharedMemory {}
+
+impl SharedMemory {
+    /// Makes a file of `len_bytes` zero bytes (rounded up to pages), none of
+    /// which costs memory yet. `name` shows in `/proc/PID/maps`.
+    ///
+    /// # Errors
+    /// What `memfd_create`, `ftruncate`, `fcntl` or `mmap` say: no descriptors
+    /// left, or the address-space limit is too low.
+    pub fn create(name: &str, len_bytes: u64) -> io::Result<Self> {
+        let name = CString::new(name)?;
+        // SAFETY: `name` is a NUL-terminated string that outlives the call.
+        let raw = unsafe {
+            libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING)
+        };
+        if raw < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: `raw` is a descriptor that was just made and that nobody else owns.
+        let descriptor = unsafe { OwnedFd::from_raw_fd(raw) };
+        let len_bytes = len_bytes.max(1).next_multiple_of(PAGE);
+        let len = libc::off_t::try_from(len_bytes)
+            .map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
+        // SAFETY: a system call on our descriptor without pointers.
+        if unsafe { libc::ftruncate(descriptor.as_raw_fd(), len) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW;
+        // SAFETY: a system call on our descriptor without pointers.
+        if unsafe { libc::fcntl(descriptor.as_raw_fd(), libc::F_ADD_SEALS, seals) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Self::map(descriptor, len_bytes)
+    }
+
+    /// Maps a file that [`SharedMemory::create`] made, perhaps in a process that
+    /// is dead by now, with everything that is in it.
+    ///
+    /// # Errors
+    /// `InvalidInput` when the descriptor is not such a file (its length is not
+    /// sealed); else what `fcntl`, `fstat` or `mmap` say.
+    pub fn from_fd(descriptor: OwnedFd) -> io::Result<Self> {
+        // SAFETY: a system call on our descriptor without pointers.
+        let seals = unsafe { libc::fcntl(descriptor.as_raw_fd(), libc::F_GET_SEALS) };
+        if seals < 0 || seals & libc::F_SEAL_SHRINK == 0 {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "the descriptor is not a memory file of fixed length",
+            ));
+        }
+        let (len_bytes, _) = size_and_allocated(descriptor.as_fd())?;
+        if len_bytes == 0 || len_bytes % PAGE != 0 {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "the memory file's length is not a number of pages",
+            ));
+        }
+        Self::map(descriptor, len_bytes)
+    }
+
+    fn map(descriptor: OwnedFd, len_bytes: u64) -> io::Result<Self> {
+        let len =
+            usize::try_from(len_bytes).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
+        // SAFETY: a new mapping at an address of the kernel's choice; it aliases
+        // no Rust object. The length is that of the sealed file.
+        let base = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED | libc::MAP_NORESERVE,
+                descriptor.as_raw_fd(),
+                0,
+            )
+        };
+        if base == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let base = NonNull::new(base.cast::<u8>())
+            .ok_or_else(|| io::Error::other("the kernel mapped memory at address zero"))?;
+        let memory = Self { descriptor, base, len_bytes };
+        // A tenant's pages do not belong into the daemon's core dump.
+        // SAFETY: the range is exactly the mapping just made; DONTDUMP changes
+        // no contents.
+        if unsafe { libc::madvise(base.as_ptr().cast(), len, libc::MADV_DONTDUMP) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(memory)
+    }
+
+    /// The descriptor, to be kept where it survives this process.
+    #[must_use]
+    pub fn as_fd(&self) -> BorrowedFd<'_> {
+        self.descriptor.as_fd()
+    }
+
+    /// The file's length, holes included.
+    #[must_use]
+    pub fn len_bytes(&self) -> u64 {
+        self.len_bytes
+    }
+
+    /// What the file costs now, page-exact.
+    ///
+    /// # Errors
+    /// What `fstat` says.
+    pub fn allocated_bytes(&self) -> io::Result<u64> {
+        size_and_allocated(self.as_fd()).map(|(_, allocated)| allocated)
+    }
+
+    /// Copies bytes out. Reading a hole may allocate its pages.
+    ///
+    /// # Panics
+    /// When the range leaves the file.
+    pub fn read(&self, offset: u64, out: &mut [u8]) {
+        self.check(offset, out.len());
+        let shift = offset as usize % WORD;
+        let mut at = offset - shift as u64;
+        let mut out = out;
+        if shift != 0 {
+            let bytes = self.word(at).load(Ordering::Relaxed).to_ne_bytes();
+            let count = out.len().min(WORD - shift);
+            let (head, rest) = out.split_at_mut(count);
+            head.copy_from_slice(&bytes[shift..shift + count]);
+            out = rest;
+            at += WORD as u64;
+        }
+        let mut words = out.chunks_exact_mut(WORD);
+        for chunk in &mut words {
+            chunk.copy_from_slice(&self.word(at).load(Ordering::Relaxed).to_ne_bytes());
+            at += WORD as u64;
+        }
+        let tail = words.into_remainder();
+        if !tail.is_empty() {
+            let bytes = self.word(at).load(Ordering::Relaxed).to_ne_bytes();
+            tail.copy_from_slice(&bytes[..tail.len()]);
+        }
+    }
+
+    /// Copies bytes in. Neighbouring bytes keep their values even when another
+    /// thread writes them at the same time.
+    ///
+    /// # Panics
+    /// When the range leaves the file.
+    pub fn write(&self, offset: u64, bytes: &[u8]) {
+        self.check(offset, bytes.len());
+        let shift = offset as usize % WORD;
+        let mut at = offset - shift as u64;
+        let mut bytes = bytes;
+        if shift != 0 {
+            let (head, rest) = bytes.split_at(bytes.len().min(WORD - shift));
+            self.merge(at, shift, head);
+            bytes = rest;
+            at += WORD as u64;
+        }
+        let mut words = bytes.chunks_exact(WORD);
+        for chunk in &mut words {
+            let word = u64::from_ne_bytes(chunk.try_into().expect("chunks of a word's length"));
+            self.word(at).store(word, Ordering::Relaxed);
+            at += WORD as u64;
+        }
+        if !words.remainder().is_empty() {
+            self.merge(at, 0, words.remainder());
+        }
+    }
+
+    /// Replaces a part of the word at `at`.
+    fn merge(&self, at: u64, shift: usize, part: &[u8]) {
+        let word = self.word(at);
+        let mut seen = word.load(Ordering::Relaxed);
+        loop {
+            let mut bytes = seen.to_ne_bytes();
+            bytes[shift..shift + part.len()].copy_from_slice(part);
+            let new = u64::from_ne_bytes(bytes);
+            match word.compare_exchange_weak(seen, new, Ordering::Relaxed, Ordering::Relaxed) {
+                Ok(_) => return,
+                Err(now) => seen = now,
+            }
+        }
+    }
+
+    /// The aligned word at `at`, which the caller has checked.
+    fn word(&self, at: u64) -> &AtomicU64 {
+        debug_assert!(at.is_multiple_of(WORD as u64) && at < self.len_bytes);
+        // SAFETY: `at` is a multiple of 8 below `len_bytes`, itself a multiple of
+        // 4096: every caller checked its byte range with `check` and rounds down
+        // to the word that holds a byte of it. So the word lies inside the
+        // mapping, which is page-aligned, readable and writable, cannot shrink
+        // (sealed), and lives as long as `self`, whose lifetime the reference
+        // takes. The memory is only ever accessed atomically.
+        unsafe { AtomicU64::from_ptr(self.base.as_ptr().add(at as usize).cast()) }
+    }
+
+    /// The 8-byte word at `offset`.
+    ///
+    /// # Panics
+    /// When it leaves the file or is not aligned.
+    #[must_use]
+    #[inline]
+    pub fn atomic_u64(&self, offset: u64) -> &AtomicU64 {
+        self.check_aligned(offset, 8);
+        // SAFETY: `check_aligned` has shown the word to be inside the mapping and
+        // aligned; for the rest see `word`.
+        unsafe { AtomicU64::from_ptr(self.base.as_ptr().add(offset as usize).cast()) }
+    }
+
+    /// The 4-byte word at `offset`. Threads that race on a word should agree on
+    /// its width; the machine keeps single words whole in any case.
+    ///
+    /// # Panics
+    /// When it leaves the file or is not aligned.
+    #[must_use]
+    #[inline]
+    pub fn atomic_u32(&self, offset: u64) -> &AtomicU32 {
+        self.check_aligned(offset, 4);
+        // SAFETY: as in `atomic_u64`. An access of another width to the same
+        // bytes is atomic too; all processors that Linux supports with 64-bit
+        // atomics define such mixtures (each access sees whole single writes).
+        unsafe { AtomicU32::from_ptr(self.base.as_ptr().add(offset as usize).cast()) }
+    }
+
+    /// The 2-byte word at `offset`; see [`SharedMemory::atomic_u32`].
+    ///
+    /// # Panics
+    /// When it leaves the file or is not aligned.
+    #[must_use]
+    #[inline]
+    pub fn atomic_u16(&self, offset: u64) -> &AtomicU16 {
+        self.check_aligned(offset, 2);
+        // SAFETY: as in `atomic_u32`.
+        unsafe { AtomicU16::from_ptr(self.base.as_ptr().add(offset as usize).cast()) }
+    }
+
+    /// Gives the pages inside the range back to the kernel; it reads zero
+    /// afterwards. Parts of pages at either end are only set to zero.
+    ///
+    /// # Errors
+    /// What `fallocate` says.
+    ///
+    /// # Panics
+    /// When the range leaves the file.
+    pub fn punch(&self, offset: u64, len_bytes: u64) -> io::Result<()> {
+        assert!(
+            offset.checked_add(len_bytes).is_some_and(|end| end <= self.len_bytes),
+            "hole {offset:#x}+{len_bytes:#x} outside a memory file of {:#x} bytes",
+            self.len_bytes
+        );
+        punch_hole(self.as_fd(), offset, len_bytes)
+    }
+
+    #[inline]
+    /// Where `len` bytes at `offset` are mapped, for system calls of this crate
+    /// that write there.
+    pub(crate) fn raw_range(&self, offset: u64, len: usize) -> *mut u8 {
+        self.check(offset, len);
+        // SAFETY: checked to lie inside the mapping.
+        unsafe { self.base.as_ptr().add(offset as usize) }
+    }
+
+    fn check(&self, offset: u64, len: usize) {
+        assert!(
+            offset.checked_add(len as u64).is_some_and(|end| end <= self.len_bytes),
+            "bytes {offset:#x}+{len:#x} outside a memory file of {:#x} bytes",
+            self.len_bytes
+        );
+    }
+
+    #[inline]
+    fn check_aligned(&self, offset: u64, width: u64) {
+        assert!(
+            offset.is_multiple_of(width) && offset < self.len_bytes,
+            "word at {offset:#x} unaligned or outside a memory file of {:#x} bytes",
+            self.len_bytes
+        );
+    }
+}
+
+impl Drop for SharedMemory {
+    fn drop(&mut self) {
+        // SAFETY: the range is exactly the mapping that `map` made; no reference
+        // into it outlives `self`. The length fitted a usize when it was mapped.
+        let status = unsafe { libc::munmap(self.base.as_ptr().cast(), self.len_bytes as usize) };
+        debug_assert_eq!(status, 0);
+    }
+}
+
+/// Makes a hole in a file (`FALLOC_FL_PUNCH_HOLE`), its length kept: the range
+/// reads zero and its whole blocks are given back. Nothing for an empty range.
+///
+/// # Errors
+/// What `fallocate` says; `EOPNOTSUPP` where the file system has no holes.
+pub fn punch_hole(descriptor: BorrowedFd<'_>, offset: u64, len_bytes: u64) -> io::Result<()> {
+    if len_bytes == 0 {
+        return Ok(());
+    }
+    let too_large = |_| io::Error::from(io::ErrorKind::InvalidInput);
+    let offset = libc::off_t::try_from(offset).map_err(too_large)?;
+    let len = libc::off_t::try_from(len_bytes).map_err(too_large)?;
+    let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    loop {
+        // SAFETY: a system call on a borrowed descriptor without pointers.
+        if unsafe { libc::fallocate(descriptor.as_raw_fd(), mode, offset, len) } == 0 {
+            return Ok(());
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+}
+
+/// A file's length and what it occupies.
+fn size_and_allocated(descriptor: BorrowedFd<'_>) -> io::Result<(u64, u64)> {
+    let mut status = std::mem::MaybeUninit::<libc::stat>::uninit();
+    // SAFETY: `status` is writable memory of the size that the kernel expects.
+    if unsafe { libc::fstat(descriptor.as_raw_fd(), status.as_mut_ptr()) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: fstat succeeded and has filled it in.
+    let status = unsafe { status.assume_init() };
+    let positive = |value: i64| u64::try_from(value).unwrap_or(0);
+    // st_blocks counts 512-byte units whatever the block size.
+    Ok((positive(status.st_size), positive(status.st_blocks) * 512))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn memory() -> SharedMemory {
+        SharedMemory::create("strata-test", 1 << 30).expect("a memory file")
+    }
+
+    #[test]
+    fn bytes_come_back_at_every_alignment() {
+        let memory = memory();
+        let pattern: Vec<u8> = (0..64u8).map(|byte| byte.wrapping_mul(37) ^ 0x5a).collect();
+        for offset in 0..9u64 {
+            for len in 0..pattern.len() {
+                memory.write(4096, &[0xee; 96]);
+                memory.write(4096 + 8 + offset, &pattern[..len]);
+                let mut all = [0u8; 96];
+                memory.read(4096, &mut all);
+                let start = 8 + offset as usize;
+                assert_eq!(all[start..start + len], pattern[..len], "{offset} {len}");
+                assert!(all[..start].iter().all(|&byte| byte == 0xee), "{offset} {len}");
+                assert!(all[start + len..].iter().all(|&byte| byte == 0xee), "{offset} {len}");
+                let mut part = vec![0u8; len];
+                memory.read(4096 + 8 + offset, &mut part);
+                assert_eq!(part, pattern[..len]);
+            }
+        }
+    }
+
+    #[test]
+    fn costs_what_is_written_and_punching_gives_it_back() {
+        let memory = memory();
+        assert_eq!(memory.allocated_bytes().expect("fstat"), 0);
+        memory.write(100 << 20, &[1; 8192]);
+        assert_eq!(memory.allocated_bytes().expect("fstat"), 8192);
+        memory.punch(100 << 20, 4096).expect("punch");
+        assert_eq!(memory.allocated_bytes().expect("fstat"), 4096);
+        let mut out = [7u8; 8192];
+        memory.read(100 << 20, &mut out);
+        assert!(out[..4096].iter().all(|&byte| byte == 0));
+        assert!(out[4096..].iter().all(|&byte| byte == 1));
+    }
+
+    #[test]
+    fn a_second_mapping_sees_the_same_memory() {
+        let first = memory();
+        first.write(12345, b"survives");
+        let copy = first.as_fd().try_clone_to_owned().expect("dup");
+        let second = SharedMemory::from_fd(copy).expect("mapped again");
+        drop(first);
+        let mut out = [0u8; 8];
+        second.read(12345, &mut out);
+        assert_eq!(&out, b"survives");
+        second.atomic_u64(8).store(0x0102_0304_0506_0708, Ordering::Relaxed);
+        second.atomic_u32(16).store(9, Ordering::Relaxed);
+        second.atomic_u16(20).store(10, Ordering::Relaxed);
+        assert_eq!(second.atomic_u64(8).load(Ordering::Relaxed), 0x0102_0304_0506_0708);
+        assert_eq!(second.atomic_u64(16).load(Ordering::Relaxed).to_ne_bytes()[0], 9);
+        assert_eq!(second.atomic_u64(16).load(Ordering::Relaxed).to_ne_bytes()[4], 10);
+    }
+
+    #[test]
+    fn other_files_are_refused() {
+        let null = std::fs::File::open("/dev/null").expect("open");
+        let error = SharedMemory::from_fd(null.into()).expect_err("not a memory file");
+        assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
+    }
+
+    #[test]
+    fn the_length_is_sealed() {
+        let memory = memory();
+        let file = std::fs::File::from(memory.as_fd().try_clone_to_owned().expect("dup"));
+        assert!(file.set_len(4096).is_err());
+        assert!(file.set_len(2 << 30).is_err());
+    }
+
+    #[test]
+    #[should_panic(expected = "outside a memory file")]
+    fn outside_panics() {
+        let memory = memory();
+        memory.read(memory.len_bytes() - 4, &mut [0; 8]);
+    }
+
+    #[test]
+    #[should_panic(expected = "unaligned or outside")]
+    fn unaligned_words_panic() {
+        let _ = memory().atomic_u64(4);
+    }
+}

@@ -1,0 +1,172 @@
+//! A worker that shares its supervisor's descriptor table, and what a
+//! supervisor needs to watch over it.
+
+use std::io;
+use std::os::fd::{OwnedFd, RawFd};
+
+use crate::uffd::own;
+
+/// A signal that the supervisor acts on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Signal {
+    /// A child changed state.
+    Child,
+    /// End in good order.
+    Terminate,
+}
+
+/// How a worker ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum WorkerExit {
+    /// It runs.
+    Running,
+    /// It ended with this status.
+    Status(i32),
+    /// It was killed by this signal.
+    Killed(i32),
+}
+
+fn signal_set(signals: &[i32]) -> libc::sigset_t {
+    // SAFETY: sigemptyset initialises the set before anyone reads it, and
+    // sigaddset gets valid signal numbers.
+    unsafe {
+        let mut set: libc::sigset_t = std::mem::zeroed();
+        libc::sigemptyset(&raw mut set);
+        for &signal in signals {
+            libc::sigaddset(&raw mut set, signal);
+        }
+        set
+    }
+}
+
+const SUPERVISED: [i32; 4] = [libc::SIGCHLD, libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
+
+/// Blocks the supervisor's signals (and SIGPIPE), so that they wait for
+/// [`wait_for_signal`].
+pub fn block_signals() {
+    let set = signal_set(&[&SUPERVISED[..], &[libc::SIGPIPE]].concat());
+    // SAFETY: a live set; the old one is not wanted.
+    unsafe { libc::sigprocmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut()) };
+}
+
+/// Waits for one of them.
+#[must_use]
+pub fn wait_for_signal() -> Signal {
+    let set = signal_set(&SUPERVISED);
+    loop {
+        // SAFETY: a live set; the signal's details are not wanted.
+        let signal = unsafe { libc::sigwaitinfo(&raw const set, std::ptr::null_mut()) };
+        match signal {
+            libc::SIGCHLD => return Signal::Child,
+            libc::SIGTERM | libc::SIGINT | libc::SIGHUP => return Signal::Terminate,
+            _ => {}
+        }
+    }
+}
+
+/// Keeps this process in DRAM: a supervisor that waits for its own page cannot
+/// save anyone. An unprivileged process may not; that is no reason to stop.
+pub fn lock_memory() -> io::Result<()> {
+    // SAFETY: a flag.
+    let code = unsafe { libc::mlockall(libc::MCL_CURRENT | libc::MCL_FUTURE) };
+    if code == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Makes a child that runs `work` and shares this process's descriptor table
+/// but nothing else: what either opens, both hold, so a descriptor outlives the
+/// child that opened it. Returns the child's pid.
+///
+/// The caller must be single-threaded (asserted): the child starts with a copy
+/// of this thread's view of every lock.
+pub fn spawn_sharing_files(work: impl FnOnce() -> i32) -> io::Result<u32> {
+    let threads = std::fs::read_dir("/proc/self/task")?.count();
+    assert_eq!(threads, 1, "a worker is made only from a single-threaded supervisor");
+    // SAFETY: as fork(2), but with the descriptor table shared: without
+    // CLONE_VM the child has its own copy of all memory, with a null stack it
+    // goes on on its copy of this one, and no other thread holds a lock.
+    let pid = unsafe {
+        libc::syscall(
+            libc::SYS_clone,
+            (libc::CLONE_FILES | libc::SIGCHLD) as libc::c_ulong,
+            std::ptr::null::<u8>(),
+            std::ptr::null::<i32>(),
+            std::ptr::null::<i32>(),
+            0 as libc::c_ulong,
+        )
+    };
+    match pid {
+        -1 => Err(io::Error::last_os_error()),
+        0 => {
+            let status = work();
+            // SAFETY: ends the child without running the parent's exit
+            // handlers in it.
+            unsafe { libc::_exit(status) }
+        }
+        pid => Ok(pid as u32),
+    }
+}
+
+/// Looks, without waiting, whether a child has ended.
+#[must_use]
+pub fn wait_worker(pid: u32) -> WorkerExit {
+    let mut status = 0;
+    // SAFETY: `status` is live.
+    let got = unsafe { libc::waitpid(pid as libc::pid_t, &raw mut status, libc::WNOHANG) };
+    if got == 0 {
+        WorkerExit::Running
+    } else if got > 0 && libc::WIFSIGNALED(status) {
+        WorkerExit::Killed(libc::WTERMSIG(status))
+    } else if got > 0 && libc::WIFEXITED(status) {
+        WorkerExit::Status(libc::WEXITSTATUS(status))
+    } else if got > 0 {
+        WorkerExit::Running
+    } else {
+        WorkerExit::Killed(0)
+    }
+}
+
+/// Sends a signal to a child that has not been waited for.
+pub fn kill_process(pid: u32, signal: i32) {
+    // SAFETY: integers. The caller's child cannot have been replaced by another
+    // process before it is waited for.
+    unsafe { libc::kill(pid as libc::pid_t, signal) };
+}
+
+/// Allows as many descriptors as the hard limit does: each managed process
+/// takes five.
+pub fn raise_descriptor_limit() {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: `limit` is live; both calls only copy it.
+    unsafe {
+        if libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) == 0 {
+            limit.rlim_cur = limit.rlim_max;
+            libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit);
+        }
+    }
+}
+
+/// The numbers of all open descriptors of this process.
+pub fn open_fds() -> io::Result<Vec<RawFd>> {
+    let mut fds = Vec::new();
+    for entry in std::fs::read_dir("/proc/self/fd")? {
+        if let Some(fd) = entry?.file_name().to_str().and_then(|name| name.parse().ok()) {
+            fds.push(fd);
+        }
+    }
+    // The descriptor of the listing itself is closed by now and may be named.
+    Ok(fds)
+}
+
+/// Closes a descriptor that a dead worker left behind and that no record names.
+pub fn close_fd(fd: RawFd) {
+    // SAFETY: the caller found it unclaimed while no other thread runs.
+    unsafe { libc::close(fd) };
+}
+
+/// Takes over a descriptor that a record names. None if it is not open.
+#[must_use]
+pub fn adopt_fd(fd: RawFd) -> Option<OwnedFd> {
+    // SAFETY: F_GETFD only looks.
+    let open = unsafe { libc::fcntl(fd, libc::F_GETFD) } >= 0;
+    open.then(|| own(fd))
+}

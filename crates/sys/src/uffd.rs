@@ -1,0 +1,429 @@
+//! userfaultfd: handshake, registration, filling, and reading messages straight
+//! into a memory file.
+//!
+//! Numbers are our own, checked at compile time: the distribution's headers are
+//! older than `UFFDIO_MOVE` and `UFFDIO_POISON`. Kernel document:
+//! Documentation/admin-guide/mm/userfaultfd.rst.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+
+use strata_units::{PAGE_SIZE, PageBuffer};
+
+use crate::SharedMemory;
+
+const fn iowr(number: u32, bytes: usize) -> libc::c_ulong {
+    ((3u32 << 30) | ((bytes as u32) << 16) | (0xAA << 8) | number) as libc::c_ulong
+}
+const fn ior(number: u32, bytes: usize) -> libc::c_ulong {
+    ((2u32 << 30) | ((bytes as u32) << 16) | (0xAA << 8) | number) as libc::c_ulong
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ApiArg {
+    api: u64,
+    features: u64,
+    ioctls: u64,
+}
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct RangeArg {
+    start: u64,
+    len: u64,
+}
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct RegisterArg {
+    range: RangeArg,
+    mode: u64,
+    ioctls: u64,
+}
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct CopyArg {
+    dst: u64,
+    src: u64,
+    len: u64,
+    mode: u64,
+    copied: i64,
+}
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct FillArg {
+    range: RangeArg,
+    mode: u64,
+    done: i64,
+}
+
+const UFFDIO_API: libc::c_ulong = iowr(0x3F, size_of::<ApiArg>());
+const UFFDIO_REGISTER: libc::c_ulong = iowr(0x00, size_of::<RegisterArg>());
+const UFFDIO_UNREGISTER: libc::c_ulong = ior(0x01, size_of::<RangeArg>());
+const UFFDIO_WAKE: libc::c_ulong = ior(0x02, size_of::<RangeArg>());
+const UFFDIO_COPY: libc::c_ulong = iowr(0x03, size_of::<CopyArg>());
+const UFFDIO_ZEROPAGE: libc::c_ulong = iowr(0x04, size_of::<FillArg>());
+const UFFDIO_POISON: libc::c_ulong = iowr(0x08, size_of::<FillArg>());
+const _: () = assert!(UFFDIO_API == 0xC018_AA3F);
+const _: () = assert!(UFFDIO_REGISTER == 0xC020_AA00);
+const _: () = assert!(UFFDIO_UNREGISTER == 0x8010_AA01);
+const _: () = assert!(UFFDIO_WAKE == 0x8010_AA02);
+const _: () = assert!(UFFDIO_COPY == 0xC028_AA03);
+const _: () = assert!(UFFDIO_ZEROPAGE == 0xC020_AA04);
+const _: () = assert!(UFFDIO_POISON == 0xC020_AA08);
+
+const UFFD_API_VERSION: u64 = 0xAA;
+const REGISTER_MODE_MISSING: u64 = 1;
+
+const FEATURE_EVENT_FORK: u64 = 1 << 1;
+const FEATURE_EVENT_REMAP: u64 = 1 << 2;
+const FEATURE_EVENT_REMOVE: u64 = 1 << 3;
+const FEATURE_EVENT_UNMAP: u64 = 1 << 6;
+const FEATURE_THREAD_ID: u64 = 1 << 8;
+const FEATURE_POISON: u64 = 1 << 14;
+const FEATURE_MOVE: u64 = 1 << 16;
+
+/// What the pager cannot do without.
+pub const FEATURES_REQUIRED: u64 = FEATURE_EVENT_FORK
+    | FEATURE_EVENT_REMAP
+    | FEATURE_EVENT_REMOVE
+    | FEATURE_EVENT_UNMAP
+    | FEATURE_THREAD_ID
+    | FEATURE_POISON
+    | FEATURE_MOVE;
+
+const MESSAGE_BYTES: usize = 32;
+
+/// A range of a process's addresses, page-aligned.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Range {
+    /// First byte.
+    pub start: u64,
+    /// End, exclusive.
+    pub end: u64,
+}
+
+impl Range {
+    /// Bytes.
+    #[must_use]
+    pub const fn len(self) -> u64 {
+        self.end - self.start
+    }
+
+    /// Nothing in it.
+    #[must_use]
+    pub const fn is_empty(self) -> bool {
+        self.end <= self.start
+    }
+
+    /// Whether `address` lies inside.
+    #[must_use]
+    pub const fn contains(self, address: u64) -> bool {
+        self.start <= address && address < self.end
+    }
+}
+
+/// What came of putting a page in place.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Fill {
+    /// Pages put in place, from the start of the range; the waiters are awake.
+    Done {
+        /// At least 1; fewer than asked when the range met a present page.
+        pages: u64,
+    },
+    /// A page is there already. Nobody was woken.
+    Present,
+    /// The address space is changing: an event waits to be read.
+    Changing,
+    /// Nothing is mapped or registered there.
+    Unmapped,
+    /// The address space is gone.
+    Gone,
+    /// The tenant's memory cgroup or the machine is out of memory.
+    NoMemory,
+}
+
+/// What came of registering a range.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Registration {
+    /// Missing pages now wait for us.
+    Done,
+    /// The kernel refuses this kind of memory, or it changed meanwhile.
+    Refused,
+    /// The address space is gone.
+    Gone,
+}
+
+/// Why a userfaultfd cannot be used at all.
+#[derive(Debug)]
+pub enum UffdError {
+    /// The kernel lacks features that the pager needs (mask of the missing).
+    Features(u64),
+    /// A call failed.
+    Io(io::Error),
+}
+
+/// A message that the kernel delivered.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Event {
+    /// A thread waits for the page at `address`.
+    Fault {
+        /// Page-aligned.
+        address: u64,
+        /// The waiting thread.
+        tid: u32,
+    },
+    /// The process forked; the child's memory has this userfaultfd.
+    Fork {
+        /// A descriptor in this process's table.
+        fd: RawFd,
+    },
+    /// `mremap` moved a range.
+    Remap {
+        /// Old start.
+        from: u64,
+        /// New start.
+        to: u64,
+        /// Bytes.
+        len: u64,
+    },
+    /// `madvise` discarded a range.
+    Remove(Range),
+    /// A range was unmapped.
+    Unmap(Range),
+    /// Not known to this version.
+    Unknown(u8),
+}
+
+impl Event {
+    /// Reads one message of the kernel's layout (`struct uffd_msg`).
+    #[must_use]
+    fn decode(bytes: &[u8; MESSAGE_BYTES]) -> Option<Self> {
+        let word = |at: usize| {
+            u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes of thirty-two"))
+        };
+        Some(match bytes[0] {
+            0 => return None,
+            0x12 => {
+                Self::Fault { address: word(16) & !(PAGE_SIZE as u64 - 1), tid: word(24) as u32 }
+            }
+            0x13 => Self::Fork { fd: word(8) as u32 as RawFd },
+            0x14 => Self::Remap { from: word(8), to: word(16), len: word(24) },
+            0x15 => Self::Remove(Range { start: word(8), end: word(16) }),
+            0x16 => Self::Unmap(Range { start: word(8), end: word(16) }),
+            other => Self::Unknown(other),
+        })
+    }
+}
+
+/// One address space's userfaultfd, held from outside.
+#[derive(Debug)]
+pub struct Userfaultfd {
+    fd: OwnedFd,
+}
+
+/// Opens `/dev/userfaultfd`, on which a process can make a userfaultfd.
+pub fn open_device() -> io::Result<File> {
+    OpenOptions::new().read(true).write(true).open("/dev/userfaultfd")
+}
+
+impl Userfaultfd {
+    /// Bytes that [`Self::read_messages`] needs for `count` messages.
+    #[must_use]
+    pub const fn ring_bytes(count: usize) -> usize {
+        count * MESSAGE_BYTES
+    }
+
+    /// Takes a userfaultfd that a process made and does the API handshake.
+    pub fn handshake(fd: OwnedFd) -> Result<Self, UffdError> {
+        let this = Self { fd };
+        let mut arg = ApiArg { api: UFFD_API_VERSION, features: FEATURES_REQUIRED, ioctls: 0 };
+        match this.ioctl(UFFDIO_API, &mut arg) {
+            Ok(()) => Ok(this),
+            Err(libc::EINVAL) => {
+                // The handshake failed and left the descriptor as it was; the
+                // features that this kernel offers stand in the argument.
+                Err(UffdError::Features(FEATURES_REQUIRED & !arg.features))
+            }
+            Err(errno) => Err(UffdError::Io(io::Error::from_raw_os_error(errno))),
+        }
+    }
+
+    /// A userfaultfd on which the handshake was done: made by a fork, or kept
+    /// by a supervisor over the worker's death.
+    #[must_use]
+    pub fn adopt(fd: OwnedFd) -> Self {
+        Self { fd }
+    }
+
+    /// Another descriptor of the same address space.
+    pub fn try_clone(&self) -> io::Result<OwnedFd> {
+        self.fd.try_clone()
+    }
+
+    fn ioctl<T>(&self, request: libc::c_ulong, arg: &mut T) -> Result<(), i32> {
+        // SAFETY: every request constant above is built from the size of the
+        // argument type it is used with, `arg` is a live exclusive reference,
+        // and the kernel writes only inside it.
+        let code = unsafe { libc::ioctl(self.fd.as_raw_fd(), request, std::ptr::from_mut(arg)) };
+        if code == 0 {
+            Ok(())
+        } else {
+            Err(io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO))
+        }
+    }
+
+    /// Lets missing pages of `range` wait for us. A no-op where that is so.
+    pub fn register(&self, range: Range) -> Registration {
+        let mut arg = RegisterArg {
+            range: RangeArg { start: range.start, len: range.len() },
+            mode: REGISTER_MODE_MISSING,
+            ioctls: 0,
+        };
+        match self.ioctl(UFFDIO_REGISTER, &mut arg) {
+            Ok(()) => Registration::Done,
+            Err(libc::ESRCH | libc::ENOMEM) if !self.is_alive() => Registration::Gone,
+            Err(_) => Registration::Refused,
+        }
+    }
+
+    /// Ends waiting in `range` and wakes who waits: pages still missing read
+    /// zero from now on.
+    pub fn unregister(&self, range: Range) -> Registration {
+        let mut arg = RangeArg { start: range.start, len: range.len() };
+        match self.ioctl(UFFDIO_UNREGISTER, &mut arg) {
+            Ok(()) => Registration::Done,
+            Err(libc::ESRCH | libc::ENOMEM) if !self.is_alive() => Registration::Gone,
+            Err(_) => Registration::Refused,
+        }
+    }
+
+    /// Puts `page` at `address` and wakes who waits for it.
+    pub fn copy(&self, address: u64, page: &PageBuffer) -> Fill {
+        let mut arg = CopyArg {
+            dst: address,
+            src: page.0.as_ptr() as u64,
+            len: PAGE_SIZE as u64,
+            mode: 0,
+            copied: 0,
+        };
+        match self.ioctl(UFFDIO_COPY, &mut arg) {
+            Ok(()) => Fill::Done { pages: 1 },
+            Err(errno) => Self::refused(errno),
+        }
+    }
+
+    /// Maps the zero page over `range`, from its start up to the first page
+    /// that is present, and wakes who waits there.
+    pub fn zero(&self, range: Range) -> Fill {
+        let mut arg =
+            FillArg { range: RangeArg { start: range.start, len: range.len() }, mode: 0, done: 0 };
+        match self.ioctl(UFFDIO_ZEROPAGE, &mut arg) {
+            Ok(()) => Fill::Done { pages: range.len() / PAGE_SIZE as u64 },
+            // Some pages, then a present one or the range's end.
+            Err(libc::EAGAIN) if arg.done > 0 => {
+                Fill::Done { pages: arg.done as u64 / PAGE_SIZE as u64 }
+            }
+            Err(errno) => Self::refused(errno),
+        }
+    }
+
+    /// Makes whoever touches the page at `address` die by SIGBUS: its content
+    /// is lost, and any other answer would be a wrong byte.
+    pub fn poison(&self, address: u64) -> Fill {
+        let mut arg =
+            FillArg { range: RangeArg { start: address, len: PAGE_SIZE as u64 }, mode: 0, done: 0 };
+        match self.ioctl(UFFDIO_POISON, &mut arg) {
+            Ok(()) => Fill::Done { pages: 1 },
+            Err(errno) => Self::refused(errno),
+        }
+    }
+
+    fn refused(errno: i32) -> Fill {
+        match errno {
+            libc::EEXIST => Fill::Present,
+            libc::EAGAIN => Fill::Changing,
+            libc::ESRCH => Fill::Gone,
+            libc::ENOMEM => Fill::NoMemory,
+            // ENOENT: nothing registered there; EINVAL: no such range; EFAULT:
+            // the page table went away underneath.
+            _ => Fill::Unmapped,
+        }
+    }
+
+    /// Wakes everyone who waits in `range`; who still misses a page faults
+    /// again, and the fault is delivered anew.
+    pub fn wake(&self, range: Range) {
+        let mut arg = RangeArg { start: range.start, len: range.len() };
+        // A range that is no longer valid has no waiters.
+        let _ = self.ioctl(UFFDIO_WAKE, &mut arg);
+    }
+
+    /// Whether the address space still exists.
+    #[must_use]
+    pub fn is_alive(&self) -> bool {
+        // The lowest address that may be mapped at all; nothing is registered
+        // there, so nothing is filled: ENOENT with, ESRCH without an address
+        // space.
+        const LOWEST: u64 = 64 << 10;
+        let mut arg =
+            FillArg { range: RangeArg { start: LOWEST, len: PAGE_SIZE as u64 }, mode: 0, done: 0 };
+        !matches!(self.ioctl(UFFDIO_ZEROPAGE, &mut arg), Err(libc::ESRCH))
+    }
+
+    /// Reads up to `count` messages without waiting, straight into `ring` at
+    /// `offset`: whatever the kernel handed over is in the memory file before
+    /// this thread can be killed. Returns how many came.
+    pub fn read_messages(
+        &self,
+        ring: &SharedMemory,
+        offset: u64,
+        count: usize,
+    ) -> io::Result<usize> {
+        let bytes = Self::ring_bytes(count);
+        let target = ring.raw_range(offset, bytes);
+        // SAFETY: `raw_range` returned a pointer to `bytes` mapped bytes of a
+        // shared mapping that lives as long as `ring`; nobody holds a
+        // reference into them (SharedMemory only copies in and out).
+        let got = unsafe { libc::read(self.fd.as_raw_fd(), target.cast(), bytes) };
+        if got >= 0 {
+            return Ok(got as usize / MESSAGE_BYTES);
+        }
+        let error = io::Error::last_os_error();
+        match error.raw_os_error() {
+            Some(libc::EAGAIN | libc::EINTR) => Ok(0),
+            _ => Err(error),
+        }
+    }
+
+    /// The message in slot `index` of a ring at `offset`; none if the slot is
+    /// empty.
+    #[must_use]
+    pub fn message(ring: &SharedMemory, offset: u64, index: usize) -> Option<Event> {
+        let mut bytes = [0; MESSAGE_BYTES];
+        ring.read(offset + Self::ring_bytes(index) as u64, &mut bytes);
+        Event::decode(&bytes)
+    }
+
+    /// Empties `count` slots of a ring at `offset`: their messages were acted
+    /// on.
+    pub fn clear_messages(ring: &SharedMemory, offset: u64, count: usize) {
+        for index in 0..count {
+            ring.write(offset + Self::ring_bytes(index) as u64, &[0; MESSAGE_BYTES]);
+        }
+    }
+}
+
+impl AsFd for Userfaultfd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+/// Takes ownership of a descriptor whose number came from a record of ours or
+/// from the kernel.
+pub(crate) fn own(fd: RawFd) -> OwnedFd {
+    // SAFETY: callers pass a number that the kernel just returned to this
+    // process or that the registry recorded as open and not otherwise owned.
+    unsafe { OwnedFd::from_raw_fd(fd) }
+}

@@ -102,7 +102,9 @@ fn a_request_reaches_the_handler_with_its_peer() {
     let (peer, request) = lock(&fixture.recorder.last).take().expect("handled");
     assert_eq!(peer.pid, std::process::id());
     assert_eq!(request, Request::Stats { name: "db".into() });
-    fixture.server.stop().expect("stop");
+    let Fixture { server, address, .. } = fixture;
+    drop(server);
+    UnixStream::connect_addr(&address).expect_err("nobody listens any more");
 }
 
 #[test]

@@ -100,14 +100,11 @@ pub(crate) fn bind(path: &Path, mode: u32) -> io::Result<UnixListener> {
     Ok(listener)
 }
 
-/// A control socket that is being served by a thread of its own. Dropping it ends
-/// the accepting; connections under way are finished by their own threads, and
-/// the listener stays open where it is held elsewhere.
-#[must_use = "dropping it ends the service"]
+/// A control socket that is being served by a thread of its own.
 pub(crate) struct ControlServer {
     shared: Arc<Shared>,
     listener: UnixListener,
-    thread: Option<JoinHandle<()>>,
+    thread: JoinHandle<()>,
 }
 
 impl ControlServer {
@@ -132,26 +129,26 @@ impl ControlServer {
         let thread = thread::Builder::new()
             .name("control".into())
             .spawn(move || accept_loop(&accepting, &accept_from))?;
-        Ok(Self { shared, listener, thread: Some(thread) })
+        Ok(Self { shared, listener, thread })
+    }
+
+    /// Accepts no more connections; those under way are finished by their own
+    /// threads. The listener itself stays open where it is held elsewhere.
+    ///
+    /// # Errors
+    /// The accepting thread could not be woken.
+    pub(crate) fn stop(self) -> io::Result<()> {
+        self.shared.stop.store(true, Ordering::SeqCst);
+        // `accept` waits for someone to come; so someone comes.
+        let address = self.listener.local_addr()?;
+        drop(UnixStream::connect_addr(&address)?);
+        self.thread.join().map_err(|_| io::Error::other("the control thread panicked"))
     }
 
     /// Connections being served now.
     #[cfg(test)]
-    fn connections(&self) -> usize {
+    pub(crate) fn connections(&self) -> usize {
         lock(&self.shared.admitted).total
-    }
-}
-
-impl Drop for ControlServer {
-    fn drop(&mut self) {
-        self.shared.stop.store(true, Ordering::SeqCst);
-        // `accept` waits for someone to come; so someone comes. Where that fails
-        // the thread is left alone: it ends with the process.
-        let woken = self.listener.local_addr().and_then(|me| UnixStream::connect_addr(&me));
-        if let (Ok(_), Some(thread)) = (woken, self.thread.take()) {
-            // Its panic has been reported where it happened.
-            let _ = thread.join();
-        }
     }
 }
 

@@ -103,7 +103,7 @@ fn a_request_reaches_the_handler_with_its_peer() {
     assert_eq!(peer.pid, std::process::id());
     assert_eq!(request, Request::Stats { name: "db".into() });
     let Fixture { server, address, .. } = fixture;
-    drop(server);
+    server.stop().expect("stop");
     UnixStream::connect_addr(&address).expect_err("nobody listens any more");
 }
 

@@ -1,0 +1,144 @@
+"""The daemon dies: its worker in the middle of load, again and again; then the
+supervisor with it. Nobody ever reads a wrong byte."""
+
+import os
+import signal
+
+import machine
+from strata import Failure
+from suite import case
+
+
+def kill_worker(run, programs, restarts):
+    """Kills the worker, waits for the next one, and for faults served by it."""
+    daemon = run.daemon
+    worker = daemon.wait_until(daemon.worker, "there is one worker")
+    faults = {}
+    for program in programs:
+        faults[program] = program.stats()["faults_total"]
+    os.kill(worker, signal.SIGKILL)
+    daemon.wait_until(lambda: daemon.worker() not in (None, worker), "a new worker is there")
+    for program in programs:
+        def goes_on():
+            stats = daemon.stats(program.name)
+            return stats and stats["faults_total"] > faults[program] \
+                and stats["worker_restarts_total"] >= restarts
+        daemon.wait_until(goes_on, f"{program.name} is served by worker number {restarts + 1}", 30)
+
+
+@case("worker-killed", native=False, own_daemon=True, seconds=120)
+def worker_killed(run):
+    """Ten times (hundreds in a soak) under the load of two tenants."""
+    before = run.daemon.footprint()
+    programs = [run.start("hold", "96", "load", budget="40MiB") for _ in range(2)]
+    for program in programs:
+        program.gate("running")
+        run.daemon.wait_until(lambda: program.stats()["faults_total"] > 500, "faults are served")
+    for number in range(run.times(10)):
+        kill_worker(run, programs, number + 1)
+    for program in programs:
+        program.answer()
+        program.finish()
+    run.daemon.wait_until(lambda: not run.daemon.tenants(), "strata ps lists none of them")
+    run.daemon.settled(before, "the daemon gives back what the tenants cost")
+
+
+@case("worker-killed-at-fork", native=False, own_daemon=True, seconds=120)
+def worker_killed_at_fork(run):
+    """While programs fork, map and unmap: events must not be lost with it."""
+    before = run.daemon.footprint()
+    for which in (("fork", "generations"), ("fork", "wide"), ("mapping", "dont-need"),
+                  ("mapping", "remap-move"), ("race", "slots"), ("threads", "come-and-go")):
+        program = run.start(*which, budget="72MiB" if which[0] == "fork" else "48MiB")
+        run.daemon.wait_until(
+            lambda: (s := run.daemon.stats(program.name)) and s["evictions_total"] > 0,
+            "pages are evicted")
+        killed = 0
+        while killed < run.times(4) and program.quiet(0.05):
+            worker = run.daemon.worker()
+            if worker:
+                os.kill(worker, signal.SIGKILL)
+                killed += 1
+                run.daemon.wait_until(
+                    lambda: run.daemon.worker() not in (None, worker), "a new worker is there")
+        if killed == 0:
+            raise Failure(f"{' '.join(which)} ended before anything was killed")
+        program.finish()
+    run.daemon.wait_until(lambda: not run.daemon.tenants(), "strata ps lists none of them")
+    run.daemon.settled(before, "the daemon gives back what the tenants cost")
+
+
+@case("new-tenants-after-kill", native=False, own_daemon=True)
+def new_tenants_after_kill(run):
+    """A worker that has just come up takes new tenants, also at once."""
+    for _ in range(run.times(3)):
+        os.kill(run.daemon.wait_until(run.daemon.worker, "there is a worker"), signal.SIGKILL)
+        run.run("hold", "64", budget="24MiB")
+
+
+def kill_all_of_it(run):
+    """Supervisor and worker; both stopped first, so that neither can do
+    anything about the other's death."""
+    worker = run.daemon.wait_until(run.daemon.worker, "there is one worker")
+    run.daemon_is_dead = True
+    for sign in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in (run.daemon.pid, worker):
+            os.kill(pid, sign)
+    run.daemon.wait_until(
+        lambda: not machine.alive(worker) and run.daemon.process.poll() is not None,
+        "supervisor and worker are gone")
+
+
+@case("daemon-killed", native=False, own_daemon=True)
+def daemon_killed(run):
+    """Supervisor and worker at once: tenants wait, they do not read zeroes."""
+    program = run.start("hold", "96", "load", budget="40MiB")
+    program.gate("running")
+    run.daemon.wait_until(lambda: program.stats()["faults_total"] > 500, "faults are served")
+    program.assert_pressed()
+    kill_all_of_it(run)
+    # A wrong read would end the program with a word at the gate.
+    if not program.quiet(4):
+        raise Failure("after the daemon's death the program spoke or ended: " +
+                      machine.read(program.log_path)[-200:])
+    if "userfault" not in machine.autopsy(program.pid):
+        raise Failure("no thread of the program waits for a page: nothing was tested")
+    os.kill(program.pid, signal.SIGKILL)
+    if program.wait() != -signal.SIGKILL:
+        raise Failure("a waiting program could not be killed")
+
+
+@case("daemon-killed-with-children", native=False, own_daemon=True)
+def daemon_killed_with_children(run):
+    """The same for a forked child: fork returned only after it was safe."""
+    program = run.start("fork", "background-save", budget="64MiB")
+    run.daemon.wait_until(
+        lambda: (s := run.daemon.stats(program.name)) and len(s["pids"]) == 2,
+        "parent and child belong to the tenant")
+    pids = program.stats()["pids"]
+    kill_all_of_it(run)
+    if not program.quiet(4):
+        raise Failure("after the daemon's death the program spoke or ended: " +
+                      machine.read(program.log_path)[-200:])
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+@case("limit-raw-clone-orphan", native=False, own_daemon=True)
+def limit_raw_clone_orphan(run):
+    """docs/limits.md: a raw-clone child is only as safe as the daemon."""
+    program = run.start("fork", "raw-clone-orphan", budget="40MiB")
+    program.gate("running")
+    program.pids.add(program.peer)
+    link = program.link
+    program.link = None
+    kill_all_of_it(run)
+    link.sendall(b"go\n")
+    link.close()
+    try:
+        word = program.gate()
+    except Failure as failure:
+        if "bytes are zero" in str(failure):
+            return
+        raise
+    raise Failure(f"the child said '{word}': the limit is gone, change docs/limits.md")

@@ -1,0 +1,86 @@
+"""The C programs of tests/programs: each checks itself; the runner sees that
+pages really were evicted. One line a case."""
+
+from strata import Skip
+from suite import case
+
+
+def register(name, program, *arguments, budget="40MiB", seconds=60, directory=False, **how):
+    def body(run):
+        more = [run.directory] if directory else []
+        run.run(program, *arguments, *more, budget=budget, **how)
+    case(name, seconds=seconds)(body)
+
+
+# What a family of processes holds that differs must fit into the budget when it
+# is compressed (to a little less than a fifth).
+for which in ("same", "again", "raw-clone", "daemon", "vfork", "spawn"):
+    register(f"fork-{which}", "fork", which, budget="48MiB")
+for which in ("copy-on-write", "generations", "wide", "advice"):
+    register(f"fork-{which}", "fork", which, budget="72MiB")
+register("exec-itself", "exec", "3", budget="32MiB")
+
+for which in ("same-page", "different-pages", "come-and-go", "detached", "own-stacks",
+              "signal-stack", "jumps", "coroutines"):
+    register(f"threads-{which}", "threads", which,
+             budget="72MiB" if which in ("own-stacks", "signal-stack") else "40MiB")
+
+for which in ("dont-need", "lazy-free", "unmap", "map-over", "remap-move", "remap-grow", "protect",
+              "arena", "heap-end", "lock", "grows-down", "sparse"):
+    register(f"memory-{which}", "mapping", which,
+             budget="64MiB" if which in ("remap-grow", "lock") else "48MiB")
+register("memory-remap-keep", "mapping", "remap-keep", budget="64MiB")
+
+for which in ("anywhere", "slots", "discard"):
+    register(f"race-{which}", "race", which, budget="32MiB")
+
+register("syscalls-buffers", "syscalls", "buffers", directory=True)
+register("syscalls-direct", "syscalls", "direct", directory=True, budget="48MiB")
+register("uring-fixed", "uring", "fixed", directory=True, budget="32MiB")
+register("uring-plain", "uring", "plain", directory=True, budget="32MiB")
+
+for which in ("wait-wake", "pi-mutex", "conditions"):
+    register(f"futex-{which}", "futex", which)
+for which in ("lock-pi", "wake-op", "robust"):
+    register(f"limit-{which}", "futex", which)
+
+def register_sandbox(which):
+    def body(run):
+        program = run.start("sandbox", which, budget="28MiB")
+        program.gate("ready")
+        program.assert_pressed()
+        program.answer()
+        program.end_well()
+    case(f"sandbox-{which}")(body)
+
+
+for which in ("drop-privileges", "change-root", "few-descriptors", "no-more-threads",
+              "little-address-space", "pid-namespace", "mount-namespace", "filter-own",
+              "filter-all", "overwrite-environment"):
+    register_sandbox(which)
+register("limit-user-namespace", "sandbox", "user-namespace", budget="28MiB")
+
+register("heap-churn", "heap", "churn", budget="32MiB")
+register("heap-brk", "heap", "brk", budget="32MiB")
+register("heap-grow", "heap", "grow", budget="32MiB")
+
+
+@case("heap-jemalloc")
+def heap_jemalloc(run):
+    """Another preloaded library before ours."""
+    import glob
+    found = glob.glob("/usr/lib/*/libjemalloc.so.2")
+    if not found:
+        raise Skip("libjemalloc2 is not installed")
+    run.run("heap", "churn", budget="32MiB", env={"LD_PRELOAD": found[0]})
+
+
+@case("memory-huge")
+def memory_huge(run):
+    """Huge pages filled while the budget is far, then squeezed."""
+    program = run.start("mapping", "huge", budget="256MiB")
+    program.gate("filled")
+    if not run.native:
+        run.daemon.strata("set", program.name, "--dram", "48MiB")
+    program.answer()
+    program.finish()

@@ -1,0 +1,117 @@
+"""What /proc and the cgroup file systems say. Reads only, changes nothing."""
+
+import os
+
+
+def read(path):
+    """The text of a file, or "" when it has gone."""
+    try:
+        with open(path, "rb") as file:
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def field_kib(path, name):
+    """The number after `name:` in a file like /proc/PID/status, in KiB."""
+    for line in read(path).splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1])
+    return 0
+
+
+def alive(pid):
+    """A process that exists and is no zombie."""
+    stat = read(f"/proc/{pid}/stat")
+    return bool(stat) and stat.rsplit(")", 1)[1].split()[0] not in "ZX"
+
+
+def children(pid):
+    """The children of all threads of a process."""
+    found = []
+    try:
+        tasks = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return found
+    for task in tasks:
+        found += [int(child) for child in read(f"/proc/{pid}/task/{task}/children").split()]
+    return found
+
+
+def descendants(pid):
+    """Children, their children and so on."""
+    found = []
+    for child in children(pid):
+        found += [child] + descendants(child)
+    return found
+
+
+def descriptors(pid):
+    """(number of open descriptors, bytes in memory files among them)."""
+    count, seen, total = 0, set(), 0
+    directory = f"/proc/{pid}/fd"
+    try:
+        numbers = os.listdir(directory)
+    except OSError:
+        return 0, 0
+    for number in numbers:
+        try:
+            target = os.readlink(f"{directory}/{number}")
+            status = os.stat(f"{directory}/{number}")
+        except OSError:
+            continue
+        count += 1
+        if target.startswith("/memfd:") and status.st_ino not in seen:
+            seen.add(status.st_ino)
+            total += status.st_blocks * 512
+    return count, total
+
+
+def anonymous_bytes(pids):
+    """Anonymous memory of the processes, a page shared by them counted once."""
+    return sum(field_kib(f"/proc/{pid}/smaps_rollup", "Pss_Anon") for pid in pids) * 1024
+
+
+def resident_anonymous_bytes(pid):
+    """RssAnon: cheap to read, but shared pages count in every process."""
+    return field_kib(f"/proc/{pid}/status", "RssAnon") * 1024
+
+
+def memory_cgroup(pid):
+    """The memory cgroup of a process: a v1 `memory` line, else the v2 one."""
+    unified = ""
+    for line in read(f"/proc/{pid}/cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            return path
+        if number == "0":
+            unified = path
+    return unified
+
+
+def autopsy(pid):
+    """Where every thread of a process stands: for the log of a hung case."""
+    lines = []
+    for process in [pid] + descendants(pid):
+        base = f"/proc/{process}"
+        lines.append(f"process {process}: {read(base + '/cmdline').replace(chr(0), ' ')}")
+        wanted = ("State", "VmRSS", "RssAnon", "Threads")
+        lines += [
+            "  " + line
+            for line in read(base + "/status").splitlines()
+            if line.split(":")[0] in wanted
+        ]
+        try:
+            tasks = os.listdir(base + "/task")
+        except OSError:
+            continue
+        for task in tasks[:40]:
+            where = f"{base}/task/{task}"
+            stack = " < ".join(
+                line.split("] ")[-1].split("+")[0] for line in read(where + "/stack").splitlines()
+            )
+            lines.append(
+                f"  thread {task} {read(where + '/comm').strip()}: "
+                f"{read(where + '/syscall').strip()} in {stack or read(where + '/wchan')}"
+            )
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,187 @@
+"""A private daemon and the command line, as a user has them.
+
+Everything goes through `strata`; only the sampler and the cases about hostile
+bytes speak to the sockets themselves."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+
+import machine
+
+
+class Failure(Exception):
+    """A case failed; the text is the reason, one line."""
+
+
+class Skip(Exception):
+    """A case cannot run here; the text is the reason, one line."""
+
+
+class Binaries:
+    """Where the programs under test are."""
+
+    def __init__(self, root):
+        target = os.environ.get("CARGO_TARGET_DIR", os.path.join(root, "target"))
+        self.directory = os.environ.get("STRATA_BIN_DIR", os.path.join(target, "release"))
+        self.strata = os.path.join(self.directory, "strata")
+        self.stratad = os.path.join(self.directory, "stratad")
+        self.library = os.path.join(self.directory, "libstrata.so")
+
+    def missing(self):
+        """The first that is not there, or None."""
+        for path in (self.strata, self.stratad, self.library):
+            if not os.path.exists(path):
+                return path
+        return None
+
+
+class Daemon:
+    """`stratad --private DIR` with a tenant that does nothing but keep it from
+    ending with the last real one."""
+
+    def __init__(self, binaries, log_path, directory=None):
+        self.binaries = binaries
+        self.directory = directory or tempfile.mkdtemp(prefix="strata-test-")
+        os.chmod(self.directory, 0o700)
+        self.socket_path = os.path.join(self.directory, "control.sock")
+        self.log_path = log_path
+        self.keeper = None
+        with open(log_path, "ab") as log:
+            self.process = subprocess.Popen(
+                [binaries.stratad, "--private", self.directory],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )
+        try:
+            self.wait_until(self.answers, "the daemon answers on its socket", 15)
+            self.keeper = subprocess.Popen(
+                [binaries.strata, "run", "--name", "keeper", "--dram", "64MiB", "--", "cat"],
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=self.environment(),
+                stderr=subprocess.DEVNULL, start_new_session=True,
+            )
+            # Its agent must have come before anybody counts descriptors.
+            self.wait_until(
+                lambda: (s := self.stats("keeper")) and s["pids"] and s["state"] != "starting",
+                "the first tenant has attached", 15)
+        except Failure:
+            self.end()
+            raise
+        self.pid = self.ask({"request": "ping"})["pid"]
+
+    def environment(self, **more):
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("STRATA_")}
+        return {**environment, "STRATA_SOCKET": self.socket_path, **more}
+
+    def answers(self):
+        if self.process.poll() is not None:
+            raise Failure(f"stratad ended with status {self.process.returncode}")
+        try:
+            return self.ask({"request": "ping"}).get("reply") == "pong"
+        except (OSError, ValueError):
+            return False
+
+    def ask(self, request, timeout_s=10):
+        """One request, one reply, straight to the control socket."""
+        with socket.socket(socket.AF_UNIX) as link:
+            link.settimeout(timeout_s)
+            link.connect(self.socket_path)
+            link.sendall(json.dumps(request).encode() + b"\n")
+            line = b""
+            while not line.endswith(b"\n"):
+                piece = link.recv(1 << 16)
+                if not piece:
+                    break
+                line += piece
+        return json.loads(line)
+
+    def strata(self, *arguments, check=True, timeout_s=30, **more):
+        """Runs `strata ARGUMENTS`; fails unless it exits with 0."""
+        done = subprocess.run(
+            [self.binaries.strata, *arguments], env=self.environment(**more),
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+            timeout=timeout_s, check=False,
+        )
+        if check and done.returncode != 0:
+            raise Failure(f"strata {' '.join(arguments)}: status {done.returncode}: "
+                          f"{done.stderr.strip()}")
+        return done
+
+    def stats(self, name):
+        """`strata stats NAME --json`, or None when there is no such tenant."""
+        done = self.strata("stats", name, "--json", check=False)
+        return json.loads(done.stdout) if done.returncode == 0 else None
+
+    def tenants(self):
+        """The names that `strata ps --json` lists, the keeper apart."""
+        listed = json.loads(self.strata("ps", "--json").stdout)
+        if isinstance(listed, dict):
+            listed = listed["tenants"]
+        return sorted(t["name"] for t in listed if t["name"] != "keeper")
+
+    def worker(self):
+        """The pid of the process that does the work."""
+        found = [child for child in machine.children(self.pid) if machine.alive(child)]
+        return found[0] if len(found) == 1 else None
+
+    def footprint(self):
+        """(descriptors, bytes of memory files) of the supervisor, whose table
+        the worker shares."""
+        return machine.descriptors(self.pid)
+
+    def wait_until(self, condition, what, seconds=20):
+        """Polls; the time only ends a hopeless wait."""
+        end = time.monotonic() + seconds
+        while True:
+            value = condition()
+            if value:
+                return value
+            if time.monotonic() > end:
+                raise Failure(f"not within {seconds} s: {what}")
+            time.sleep(0.02)
+
+    def settled(self, before, what):
+        """Waits until the daemon costs no more than before. Memory files may
+        keep a little (an index that grew), descriptors may not."""
+        def back():
+            count, size = self.footprint()
+            return count <= before[0] and size <= before[1] + (4 << 20)
+        try:
+            self.wait_until(back, what)
+        except Failure:
+            now = self.footprint()
+            raise Failure(f"{what}: {before[0]} descriptors and {before[1]} bytes of memory files "
+                          f"before, {now[0]} and {now[1]} after") from None
+
+    def is_well(self):
+        return machine.alive(self.process.pid) and self.answers()
+
+    def end(self):
+        """Ends daemon and keeper, by pid, whatever state they are in."""
+        if self.keeper:
+            self.keeper.stdin.close()
+            try:
+                self.keeper.wait(5)
+            except subprocess.TimeoutExpired:
+                self.keeper.kill()
+                self.keeper.wait()
+        # A daemon that outlives its last tenant does so for a grace time.
+        workers = machine.descendants(self.process.pid)
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            if self.process.poll() is None:
+                self.process.send_signal(sign)
+                try:
+                    self.process.wait(5)
+                except subprocess.TimeoutExpired:
+                    continue
+        for pid in workers:
+            if machine.alive(pid):
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+        shutil.rmtree(self.directory, ignore_errors=True)

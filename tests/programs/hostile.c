@@ -1,0 +1,449 @@
+/* An agent that lies. Started by `strata run`, it throws the real agent out by
+ * executing itself again without the preload, speaks the handshake of
+ * crates/units/src/wire.rs by hand and then breaks the rules, one way a mode.
+ * It may come to harm; nobody else may. It is not a test of the real agent.
+ *
+ * Gate words: "acted" when the lie has been told, answered when it may end. */
+#include "../lib/t.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/userfaultfd.h>
+#include <poll.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <time.h>
+#include <unistd.h>
+
+#define BYTES (96 * MIB)
+#define MAGIC 0x5354524154410001ull
+#define BATCH 256
+#define TRANSFER (2 * BATCH * PAGE)
+#define NEW_USERFAULTFD _IO(0xAA, 0x00)
+
+enum { START = 1, FORKED = 2, RESUMED = 3 };
+enum { UNMANAGED = 1, CREATE = 2, ADOPT = 3, RESUME = 4 };
+enum { MOVE = 1, DISCARD = 2, POPULATE = 3, LEAVE = 4 };
+
+struct hello {
+    uint64_t magic;
+    uint32_t kind, pid;
+    uint64_t token, transfer, probe, own_start, own_end;
+};
+struct welcome {
+    uint64_t magic;
+    uint32_t verdict, space;
+};
+struct entry {
+    _Atomic uint64_t address;
+    _Atomic int32_t result;
+    uint32_t reserved;
+};
+struct slot {
+    _Atomic uint64_t control_block, stack;
+    _Atomic uint32_t tid;
+    uint32_t reserved;
+};
+struct control {
+    _Atomic uint64_t magic;
+    _Atomic uint32_t command_seq, command, count, first_slot, batch_epoch, batch_thread_seq;
+    _Atomic uint32_t done_seq, epoch, reader_busy, mover_busy, thread_seq, thread_overflow;
+    _Atomic uint32_t pinned_seq, reserved;
+    struct entry entries[BATCH];
+    struct slot threads[4096];
+    _Atomic uint64_t pinned[1024];
+};
+_Static_assert(sizeof(struct hello) == 56 && sizeof(struct welcome) == 16, "as in wire.rs");
+_Static_assert(sizeof(struct entry) == 16 && sizeof(struct slot) == 24, "as in wire.rs");
+
+static uint64_t token;
+static char socket_path[108];
+static char *transfer;
+static struct control *control;
+static int link_fd, userfaultfd_fd = -1, control_fd = -1;
+static uint64_t randomness = 42;
+
+static int dial(void)
+{
+    int fd = T_SYS(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    strcpy(address.sun_path, socket_path);
+    if (connect(fd, (struct sockaddr *)&address, sizeof address) != 0) {
+        close(fd);
+        return -1;
+    }
+    return fd;
+}
+
+/* Sends a message with descriptors; what the other side thinks is its affair. */
+static bool tell(int fd, const void *message, size_t bytes, const int *descriptors, size_t count)
+{
+    char space[CMSG_SPACE(253 * sizeof(int))] = {0};
+    struct iovec part = {(void *)message, bytes};
+    struct msghdr header = {.msg_iov = &part, .msg_iovlen = 1};
+    if (count) {
+        header.msg_control = space;
+        header.msg_controllen = CMSG_SPACE(count * sizeof(int));
+        struct cmsghdr *control_message = CMSG_FIRSTHDR(&header);
+        control_message->cmsg_level = SOL_SOCKET;
+        control_message->cmsg_type = SCM_RIGHTS;
+        control_message->cmsg_len = CMSG_LEN(count * sizeof(int));
+        memcpy(CMSG_DATA(control_message), descriptors, count * sizeof(int));
+    }
+    return sendmsg(fd, &header, MSG_NOSIGNAL) == (ssize_t)bytes;
+}
+
+/* Receives at most `bytes`; the descriptors that came are kept in `got`. */
+static ssize_t hear(int fd, void *message, size_t bytes, int *got, size_t *count)
+{
+    struct pollfd ready = {.fd = fd, .events = POLLIN};
+    if (poll(&ready, 1, 10000) != 1)
+        return -1;
+    char space[CMSG_SPACE(8 * sizeof(int))];
+    struct iovec part = {message, bytes};
+    struct msghdr header = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = space,
+                            .msg_controllen = sizeof space};
+    ssize_t length = recvmsg(fd, &header, MSG_CMSG_CLOEXEC);
+    *count = 0;
+    struct cmsghdr *one = CMSG_FIRSTHDR(&header);
+    if (length > 0 && one && one->cmsg_type == SCM_RIGHTS) {
+        *count = (one->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+        memcpy(got, CMSG_DATA(one), *count * sizeof(int));
+    }
+    return length;
+}
+
+static struct hello honest_hello(void)
+{
+    char *own = t_map(16 * PAGE), *probe = t_map(PAGE);
+    return (struct hello){MAGIC,
+                          START,
+                          (uint32_t)getpid(),
+                          token,
+                          (uintptr_t)transfer,
+                          (uintptr_t)probe,
+                          (uintptr_t)own,
+                          (uintptr_t)own + 16 * PAGE};
+}
+
+/* The first half: hello, welcome. True when the daemon would manage us. */
+static bool half_way(const struct hello *hello)
+{
+    struct welcome welcome = {0};
+    int got[8];
+    size_t count = 0;
+    link_fd = dial();
+    T_ASSERT(link_fd >= 0, "connecting to %s: %s", socket_path, t_error());
+    if (!tell(link_fd, hello, sizeof *hello, NULL, 0) ||
+        hear(link_fd, &welcome, sizeof welcome, got, &count) != (ssize_t)sizeof welcome ||
+        welcome.verdict != CREATE || count != 2)
+        return false;
+    control_fd = got[0];
+    userfaultfd_fd = ioctl(got[1], NEW_USERFAULTFD, O_CLOEXEC | O_NONBLOCK);
+    close(got[1]);
+    return userfaultfd_fd >= 0;
+}
+
+static void whole_way(void)
+{
+    struct hello hello = honest_hello();
+    uint64_t magic = MAGIC, ready = 0;
+    int got[8];
+    size_t count;
+    T_ASSERT(half_way(&hello), "the daemon did not welcome us: the lie could not be told");
+    T_ASSERT(tell(link_fd, &magic, sizeof magic, &userfaultfd_fd, 1), "%s", t_error());
+    T_ASSERT(hear(link_fd, &ready, sizeof ready, got, &count) == 8 && ready == MAGIC, "no Ready");
+    control = T_SYS(mmap(NULL, sizeof *control, PROT_READ | PROT_WRITE, MAP_SHARED, control_fd, 0));
+}
+
+static void futex(_Atomic uint32_t *word, int operation, uint32_t value)
+{
+    struct timespec a_while = {.tv_nsec = 20000000};
+    syscall(SYS_futex, word, operation, value, operation == 0 ? &a_while : NULL, NULL, 0);
+}
+
+/* Waits for a command other than the last one; false when none comes. */
+static bool commanded(uint32_t last)
+{
+    for (int turn = 0; turn < 1000; turn++) {
+        if (atomic_load(&control->command_seq) != last)
+            return true;
+        futex(&control->command_seq, 0, last);
+    }
+    return false;
+}
+
+static void answer(uint32_t sequence)
+{
+    atomic_store(&control->done_seq, sequence);
+    futex(&control->done_seq, 1, 1 << 30);
+}
+
+static char *memory;
+
+/* Far over the budget, so that the daemon wants something of us. */
+static void be_fat(void)
+{
+    memory = t_map(BYTES);
+    t_fill(memory, BYTES, 1);
+}
+
+/* --- the modes --- */
+
+static void garbage(void)
+{
+    char bytes[4096];
+    for (unsigned n = 0; n < t_times(300); n++) {
+        for (size_t i = 0; i < sizeof bytes; i += 8)
+            *(uint64_t *)(bytes + i) = t_next(&randomness);
+        struct hello hello = honest_hello();
+        static const size_t lengths[] = {0, 1, 8, 55, 56, 57, 100, 4096};
+        int fd = dial();
+        if (fd < 0)
+            continue;
+        switch (n % 4) {
+        case 0:
+            tell(fd, bytes, lengths[t_next(&randomness) % COUNT(lengths)], NULL, 0);
+            break;
+        case 1: /* right but for one field */
+            ((uint64_t *)&hello)[t_next(&randomness) % 7] = t_next(&randomness);
+            tell(fd, &hello, sizeof hello, NULL, 0);
+            break;
+        case 2:
+            hello.kind = (uint32_t)t_next(&randomness) % 5;
+            tell(fd, &hello, sizeof hello, NULL, 0);
+            tell(fd, bytes, 8, NULL, 0);
+            break;
+        default:
+            hello.transfer = (uint64_t[]){0, 1, ~0ull, 0xffff800000000000, 0x1000,
+                                          (uintptr_t)transfer + 1}[t_next(&randomness) % 6];
+            tell(fd, &hello, sizeof hello, NULL, 0);
+        }
+        close(fd);
+        munmap((void *)(hello.own_start / PAGE * PAGE), PAGE);
+    }
+}
+
+static void crowd(void)
+{
+    /* Connections that say nothing, or only the first word. */
+    struct hello hello = honest_hello();
+    for (int n = 0; n < 300; n++) {
+        int fd = dial();
+        if (fd >= 0 && n % 2)
+            tell(fd, &hello, sizeof hello, NULL, 0);
+    }
+}
+
+static void half(void)
+{
+    struct hello hello = honest_hello();
+    T_ASSERT(half_way(&hello), "the daemon did not welcome us: the lie could not be told");
+}
+
+static void wrong_descriptor(void)
+{
+    uint64_t magic = MAGIC;
+    int pipes[2];
+    T_SYS(pipe(pipes));
+    int others[] = {pipes[0], pipes[1], memfd_create("x", 0), open("/dev/null", O_RDWR),
+                    open("/", O_RDONLY | O_DIRECTORY)};
+    for (size_t n = 0; n < COUNT(others) + 2; n++) {
+        struct hello hello = honest_hello();
+        if (!half_way(&hello)) {
+            T_ASSERT(n > 0, "the daemon did not welcome us: the lie could not be told");
+            continue;
+        }
+        int many[200];
+        for (size_t i = 0; i < COUNT(many); i++)
+            many[i] = pipes[0];
+        if (n < COUNT(others))
+            tell(link_fd, &magic, sizeof magic, &others[n], 1);
+        else if (n == COUNT(others))
+            tell(link_fd, &magic, sizeof magic, many, COUNT(many));
+        else
+            tell(link_fd, &magic, sizeof magic, NULL, 0);
+        char rest[64];
+        int got[8];
+        size_t count;
+        hear(link_fd, rest, sizeof rest, got, &count);
+        close(link_fd);
+        close(userfaultfd_fd);
+        close(control_fd);
+    }
+}
+
+static void impostor(void)
+{
+    /* Says that it was forked, or resumed, though nothing was. */
+    for (uint32_t kind = FORKED; kind <= RESUMED; kind++) {
+        struct hello hello = honest_hello();
+        hello.kind = kind;
+        int fd = dial(), other = memfd_create("x", 0), got[8];
+        struct welcome welcome;
+        size_t count;
+        tell(fd, &hello, sizeof hello, &other, kind == RESUMED);
+        ssize_t length = hear(fd, &welcome, sizeof welcome, got, &count);
+        T_ASSERT(length != (ssize_t)sizeof welcome || welcome.verdict != ADOPT,
+                 "the daemon gave us somebody's userfaultfd");
+        close(fd);
+    }
+}
+
+static void liar(void)
+{
+    whole_way();
+    be_fat();
+    uint32_t last = 0;
+    for (unsigned lies = 0; lies < 40; lies++) {
+        T_ASSERT(commanded(last) || lies > 0, "no command came: nothing was lied about");
+        last = atomic_load(&control->command_seq);
+        for (uint32_t i = 0; i < BATCH; i++)
+            atomic_store(&control->entries[i].result, 0);
+        answer(last);
+    }
+}
+
+static void mute(void)
+{
+    whole_way();
+    be_fat();
+    T_ASSERT(commanded(0), "no command came: nothing was left unanswered");
+}
+
+static void scribbler(void)
+{
+    whole_way();
+    be_fat();
+    T_ASSERT(commanded(0), "no command came");
+    for (unsigned n = 0; n < 3000; n++) {
+        uint64_t *words = (uint64_t *)control;
+        for (int i = 0; i < 200; i++)
+            words[t_next(&randomness) % (sizeof *control / 8)] = t_next(&randomness);
+        futex(&control->done_seq, 1, 1 << 30);
+        futex(&control->mover_busy, 1, 1 << 30);
+    }
+}
+
+static void stuck(void)
+{
+    /* Inside a MOVE for ever, while its address space goes on changing. */
+    whole_way();
+    be_fat();
+    T_ASSERT(commanded(0), "no command came");
+    atomic_store(&control->mover_busy, 1);
+}
+
+static void *change_memory(void *unused)
+{
+    madvise(memory, BYTES / 2, MADV_DONTNEED);
+    munmap(memory + BYTES / 2, BYTES / 4);
+    return unused;
+}
+
+static void leaver(void)
+{
+    /* Closes everything in the middle of a command and runs on. */
+    whole_way();
+    be_fat();
+    T_ASSERT(commanded(0), "no command came");
+    close(link_fd);
+    close(userfaultfd_fd);
+    munmap(control, sizeof *control);
+}
+
+static void meddler(void)
+{
+    /* Uses its right to its own userfaultfd against the daemon's book-keeping,
+     * and tries to cut the control block under the daemon's feet. */
+    whole_way();
+    T_ASSERT(ftruncate(control_fd, 0) != 0, "the control block could be truncated");
+    T_ASSERT(fallocate(control_fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, PAGE) == 0 ||
+                 errno == EPERM || errno == EOPNOTSUPP,
+             "%s", t_error());
+    be_fat();
+    T_ASSERT(commanded(0), "no command came");
+    for (size_t offset = 0; offset < BYTES; offset += 64 * PAGE) {
+        struct uffdio_range range = {(uintptr_t)memory + offset, 16 * PAGE};
+        struct uffdio_zeropage zero = {.range = {(uintptr_t)memory + offset + 20 * PAGE, PAGE}};
+        ioctl(userfaultfd_fd, UFFDIO_UNREGISTER, &range);
+        ioctl(userfaultfd_fd, UFFDIO_ZEROPAGE, &zero);
+        ioctl(userfaultfd_fd, UFFDIO_WAKE, &range);
+    }
+    char message[512];
+    while (read(userfaultfd_fd, message, sizeof message) > 0)
+        ; /* steals the daemon's messages */
+}
+
+static void foreign_transfer(void)
+{
+    /* Names memory as its transfer range that is none: a file, code, a hole. */
+    char path[] = "/proc/self/exe";
+    int file = T_SYS(open(path, O_RDONLY));
+    char *places[] = {
+        T_SYS(mmap(NULL, TRANSFER, PROT_READ, MAP_SHARED, file, 0)),
+        T_SYS(mmap(NULL, TRANSFER, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)),
+        (char *)((uintptr_t)&foreign_transfer / PAGE * PAGE),
+        transfer + TRANSFER * 64,
+    };
+    for (size_t n = 0; n < COUNT(places); n++) {
+        struct hello hello = honest_hello();
+        hello.transfer = (uintptr_t)places[n];
+        if (half_way(&hello)) {
+            uint64_t magic = MAGIC, ready;
+            int got[8];
+            size_t count;
+            tell(link_fd, &magic, sizeof magic, &userfaultfd_fd, 1);
+            hear(link_fd, &ready, sizeof ready, got, &count);
+            close(userfaultfd_fd);
+            close(control_fd);
+        }
+        close(link_fd);
+    }
+}
+
+int main(int argc, char **argv)
+{
+    static const struct {
+        const char *name;
+        void (*body)(void);
+    } modes[] = {
+        {"garbage", garbage},   {"crowd", crowd},
+        {"half", half},         {"wrong-descriptor", wrong_descriptor},
+        {"impostor", impostor}, {"liar", liar},
+        {"mute", mute},         {"scribbler", scribbler},
+        {"stuck", stuck},       {"leaver", leaver},
+        {"meddler", meddler},   {"foreign-transfer", foreign_transfer},
+    };
+    T_ASSERT(argc == 2, "which mode?");
+    if (getenv("LD_PRELOAD")) {
+        unsetenv("LD_PRELOAD");
+        execv("/proc/self/exe", argv);
+        t_fail("execv: %s", t_error());
+    }
+    t_start();
+    T_ASSERT(getenv("STRATA_TOKEN") && getenv("STRATA_AGENT_SOCKET"), "not under Strata");
+    token = strtoull(getenv("STRATA_TOKEN"), NULL, 16);
+    snprintf(socket_path, sizeof socket_path, "%s", getenv("STRATA_AGENT_SOCKET"));
+    transfer = t_map(TRANSFER);
+    for (size_t m = 0; m < COUNT(modes); m++) {
+        if (strcmp(modes[m].name, argv[1]) != 0)
+            continue;
+        modes[m].body();
+        pthread_t thread;
+        if (modes[m].body == stuck)
+            pthread_create(&thread, NULL, change_memory, NULL);
+        t_gate("acted");
+        return 0;
+    }
+    t_fail("no mode '%s'", argv[1]);
+}

@@ -13,10 +13,10 @@ use crate::place;
 
 /// For a daemon to answer what it knows already.
 const QUICK: Duration = Duration::from_secs(10);
-/// For a daemon to end processes, with the grace that it gives them.
-const PATIENT: Duration = Duration::from_secs(120);
-/// For a daemon to bring back all pages of a tenant, from a slow disk perhaps.
-const VERY_PATIENT: Duration = Duration::from_secs(3600);
+/// For a daemon to bring back all pages of a tenant, from a slow disk perhaps, or
+/// to end its processes with the grace that the configuration gives them. Ctrl-C
+/// ends the waiting, not the work.
+const PATIENT: Duration = Duration::from_secs(24 * 3600);
 
 /// Why there is no reply.
 #[derive(Debug)]
@@ -55,8 +55,7 @@ impl NoReply {
 /// Asks the daemon at `socket`.
 pub(crate) fn ask(socket: &Path, request: &Request) -> std::result::Result<Reply, NoReply> {
     let patience = match request {
-        Request::Release { .. } => VERY_PATIENT,
-        Request::Stop { .. } => PATIENT,
+        Request::Release { .. } | Request::Stop { .. } => PATIENT,
         _ => QUICK,
     };
     let mut stream = UnixStream::connect(socket).map_err(|error| match error.kind() {
@@ -136,12 +135,15 @@ fn list_by_daemon() -> Result<Vec<(PathBuf, Vec<Stats>)>> {
     Ok(daemons)
 }
 
-/// All tenants of the caller, in order of name.
-pub(crate) fn list_all() -> Result<Vec<Stats>> {
-    let mut tenants: Vec<Stats> =
-        list_by_daemon()?.into_iter().flat_map(|(_, tenants)| tenants).collect();
+/// All tenants of the caller, in order of name; None when no daemon is alive.
+pub(crate) fn list_all() -> Result<Option<Vec<Stats>>> {
+    let daemons = list_by_daemon()?;
+    if daemons.is_empty() {
+        return Ok(None);
+    }
+    let mut tenants: Vec<Stats> = daemons.into_iter().flat_map(|(_, tenants)| tenants).collect();
     tenants.sort_by(|a, b| a.name.cmp(&b.name));
-    Ok(tenants)
+    Ok(Some(tenants))
 }
 
 /// The daemon that has the tenant `name`, and what it says of it.

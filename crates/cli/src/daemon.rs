@@ -25,6 +25,8 @@ const STRATAD: &str = "stratad";
 /// Tells strata that it is the process in between.
 const DETACHED: &str = "start-private-daemon-detached";
 const LOG: &str = "stratad.log";
+/// The log of the daemon before. No more are kept: `/run` is memory.
+const OLD_LOG: &str = "stratad.log.old";
 /// For a new daemon to answer.
 const START_TIMEOUT: Duration = Duration::from_secs(5);
 const START_POLL: Duration = Duration::from_millis(10);
@@ -149,6 +151,8 @@ pub(crate) fn start_detached(directory: &Path) -> Result<()> {
     let program = stratad()?;
     let log_path = directory.join(LOG);
     let see_log = format!("see {}", log_path.display());
+    // There is none before the first daemon.
+    let _ = std::fs::rename(&log_path, directory.join(OLD_LOG));
     let log = open_private(&log_path).and_then(|log| Ok((log.try_clone()?, log)));
     let (log, log_too) = log.map_err(|error| {
         Failure::new(format!("cannot write {}", log_path.display()), error)

@@ -48,9 +48,12 @@ fn execute(command: Command) -> Result<ExitCode> {
     match command {
         Command::Run(run) => match run::run(&run)? {},
         Command::Ps { json } => {
-            let tenants = client::list_all()?;
-            let text = if json { show::json(&tenants)? } else { show::table(&tenants) };
-            print(&text)?;
+            let tenants = client::list_all()?.unwrap_or_else(|| {
+                // Beside the listing, not in it: an empty one is a good answer.
+                eprintln!("strata: no stratad is running; strata run starts a private one");
+                Vec::new()
+            });
+            print(&if json { show::json(&tenants)? } else { show::table(&tenants) })?;
         }
         Command::Top { once, interval } => top::top(once, interval)?,
         Command::Stats { name, json } => {

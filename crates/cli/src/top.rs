@@ -49,7 +49,9 @@ fn one_frame(interval: Duration) -> Result<String> {
 }
 
 fn look() -> Result<Sample> {
-    client::list_all().map(|tenants| Sample { at: Instant::now(), tenants })
+    // No daemon, no tenants; one may be started while we look.
+    let tenants = client::list_all()?.unwrap_or_default();
+    Ok(Sample { at: Instant::now(), tenants })
 }
 
 type Look = Result<Sample>;

@@ -158,20 +158,11 @@ impl Machine {
     /// This one.
     ///
     /// # Errors
-    /// `/proc/meminfo` cannot be read.
+    /// The kernel does not tell its memory.
     pub(crate) fn this() -> std::io::Result<Self> {
-        let text = std::fs::read_to_string("/proc/meminfo")?;
-        let memory = total_memory(&text)
-            .ok_or_else(|| std::io::Error::other("/proc/meminfo has no MemTotal line"))?;
+        let memory = ByteSize(strata_sys::total_bytes()?);
         Ok(Self { memory, user_id: strata_sys::peer::user_id })
     }
-}
-
-/// `MemTotal` of a `/proc/meminfo`.
-fn total_memory(meminfo: &str) -> Option<ByteSize> {
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
-    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    Some(ByteSize(kib << 10))
 }
 
 impl Config {

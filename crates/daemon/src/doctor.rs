@@ -100,7 +100,7 @@ impl fmt::Display for Report {
             }
         }
         if self.ready {
-            return write!(f, "Programs can be managed here.");
+            return writeln!(f, "Programs can be managed here.");
         }
         let blocking: Vec<&str> = self
             .findings
@@ -108,7 +108,7 @@ impl fmt::Display for Report {
             .filter(|finding| finding.essential && finding.presence == Presence::No)
             .map(|finding| finding.name)
             .collect();
-        write!(f, "Programs cannot be managed here, for want of: {}.", blocking.join(", "))
+        writeln!(f, "Programs cannot be managed here, for want of: {}.", blocking.join(", "))
     }
 }
 

@@ -18,6 +18,8 @@ pub mod feature {
     pub const EVENT_REMOVE: u64 = 1 << 3;
     /// A message for each `munmap`.
     pub const EVENT_UNMAP: u64 = 1 << 6;
+    /// The thread that waits, in each message of a fault.
+    pub const THREAD_ID: u64 = 1 << 8;
     /// Minor faults on shared memory.
     pub const MINOR_SHMEM: u64 = 1 << 10;
     /// `UFFDIO_POISON`.

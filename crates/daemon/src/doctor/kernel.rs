@@ -4,6 +4,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use strata_sys::FEATURES_REQUIRED;
 use strata_sys::probe::{self, Way, feature};
 
 use super::{Files, Finding, Presence};
@@ -86,32 +87,56 @@ fn userfaultfd(files: &Files) -> Vec<Finding> {
             .without("system calls that touch an evicted page would fail")
             .essential(),
         device_finding,
-        uffd_feature("UFFDIO_MOVE", features, feature::MOVE)
-            .without("evicting private memory: nothing can be managed")
-            .essential(),
         fork_events(way.map(|(way, _)| way), features),
-        uffd_feature(
-            "remap/unmap events",
-            features,
-            feature::EVENT_REMAP | feature::EVENT_UNMAP | feature::EVENT_REMOVE,
-        )
-        .without("following what a program does to its mappings")
-        .essential(),
     ];
-    findings.extend([
-        uffd_feature("UFFDIO_POISON", features, feature::POISON)
-            .without("a page that cannot be read back ends its tenant instead of its reader alone"),
-        uffd_feature("write-protect", features, feature::WRITE_PROTECT)
-            .without("kept copies of clean pages, and snapshots"),
-        uffd_feature("minor faults", features, feature::MINOR_SHMEM)
-            .without("guest RAM in shared files, and with it snapshots of VMs"),
-    ]);
+    findings.extend(FEATURES.iter().map(|offer| offer.finding(features)));
     findings
 }
 
-fn uffd_feature(name: &'static str, features: u64, wanted: u64) -> Finding {
-    let there = features & wanted == wanted;
-    Finding::yes_or_no(name, there, if there { "offered" } else { "not offered" })
+/// Features of userfaultfd that the kernel lists.
+struct Offer {
+    name: &'static str,
+    bits: u64,
+    lost: &'static str,
+}
+
+const FEATURES: [Offer; 6] = [
+    Offer {
+        name: "UFFDIO_MOVE",
+        bits: feature::MOVE,
+        lost: "evicting private memory: nothing can be managed",
+    },
+    Offer {
+        name: "mapping events",
+        bits: feature::EVENT_REMAP | feature::EVENT_UNMAP | feature::EVENT_REMOVE,
+        lost: "following what a program does to its mappings",
+    },
+    Offer { name: "thread ids", bits: feature::THREAD_ID, lost: "telling who waits for a page" },
+    Offer {
+        name: "UFFDIO_POISON",
+        bits: feature::POISON,
+        lost: "telling a reader that its page is lost, instead of giving it wrong bytes",
+    },
+    Offer {
+        name: "write-protect",
+        bits: feature::WRITE_PROTECT,
+        lost: "kept copies of clean pages, and snapshots",
+    },
+    Offer {
+        name: "minor faults",
+        bits: feature::MINOR_SHMEM,
+        lost: "guest RAM in shared files, and with it snapshots of VMs",
+    },
+];
+
+impl Offer {
+    fn finding(&self, features: u64) -> Finding {
+        let there = features & self.bits == self.bits;
+        let detail = if there { "offered" } else { "not offered" };
+        let finding = Finding::yes_or_no(self.name, there, detail).without(self.lost);
+        // The pager's own list decides what nothing works without.
+        if self.bits & FEATURES_REQUIRED != 0 { finding.essential() } else { finding }
+    }
 }
 
 /// The kernel lists fork events for everybody and grants them to the privileged,
@@ -169,15 +194,20 @@ fn control_group(files: &Files) -> Finding {
     .without(lost)
 }
 
-/// Makes a group, looks for what the daemon needs in it, removes it.
+/// Makes a group, looks for what the daemon needs in it, removes it. (With
+/// version 2 the daemon switches the controller on for its own groups.)
 fn try_group(place: &Path, unified: bool) -> Result<(), String> {
     let group = place.join(format!("strata-doctor-{}", std::process::id()));
     std::fs::create_dir(&group).map_err(|error| format!("no group can be made: {error}"))?;
-    let file = if unified { "memory.high" } else { "memory.usage_in_bytes" };
-    let there = group.join(file).exists();
+    let controlled = if unified {
+        std::fs::read_to_string(place.join("cgroup.controllers"))
+            .is_ok_and(|list| list.split_whitespace().any(|name| name == "memory"))
+    } else {
+        group.join("memory.usage_in_bytes").exists()
+    };
     std::fs::remove_dir(&group)
         .map_err(|error| format!("{} cannot be removed: {error}", group.display()))?;
-    if there { Ok(()) } else { Err(format!("a new group has no {file}")) }
+    if controlled { Ok(()) } else { Err("without the memory controller".into()) }
 }
 
 fn psi(files: &Files) -> Finding {
@@ -278,8 +308,20 @@ fn idle_pages(files: &Files) -> Finding {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+mod tests {
     use super::*;
+
+    #[test]
+    fn what_the_pager_requires_is_essential_here() {
+        let examined = FEATURES.iter().fold(feature::EVENT_FORK, |bits, offer| bits | offer.bits);
+        assert_eq!(examined & FEATURES_REQUIRED, FEATURES_REQUIRED);
+        for offer in &FEATURES {
+            // All or nothing: an essential finding says nothing about an extra.
+            let required = offer.bits & FEATURES_REQUIRED;
+            assert!(required == 0 || required == offer.bits, "{}", offer.name);
+            assert_eq!(offer.finding(0).essential, required != 0, "{}", offer.name);
+        }
+    }
 
     #[test]
     fn texts_of_the_kernel() {
@@ -308,8 +350,14 @@ pub(super) mod tests {
         let place = std::env::temp_dir().join(format!("strata-groups-{}", std::process::id()));
         std::fs::create_dir(&place).expect("directory");
         // An ordinary directory makes no control files.
-        let why = try_group(&place, true).expect_err("no control files");
-        assert!(why.contains("memory.high"), "{why}");
+        for unified in [true, false] {
+            let why = try_group(&place, unified).expect_err("no control files");
+            assert_eq!(why, "without the memory controller");
+        }
+        let controllers = place.join("cgroup.controllers");
+        std::fs::write(&controllers, "cpu memory pids\n").expect("file");
+        try_group(&place, true).expect("a controller");
+        std::fs::remove_file(&controllers).expect("file");
         std::fs::remove_dir(&place).expect("nothing is left behind");
         let why = try_group(&place, true).expect_err("no such place");
         assert!(why.contains("no group can be made"), "{why}");

@@ -113,13 +113,13 @@ fn only_what_is_essential_blocks() {
     let partly = Finding::new("b", Presence::Partly, "x").without("y").essential();
     let report = Report::new(vec![optional.clone(), partly]);
     assert!(report.ready);
-    assert!(report.to_string().ends_with("Programs can be managed here."));
+    assert!(report.to_string().ends_with("Programs can be managed here.\n"));
     let blocking = Finding::new("c", Presence::No, "x").without("z").essential();
     let report = Report::new(vec![optional, blocking]);
     assert!(!report.ready);
     let text = report.to_string();
     assert!(text.contains("✗ c  x\n     lost: z\n"), "{text}");
-    assert!(text.ends_with("for want of: c."), "{text}");
+    assert!(text.ends_with("for want of: c.\n"), "{text}");
 }
 
 #[test]

@@ -22,7 +22,6 @@ use std::{
     time::Duration,
 };
 use strata_api::Stats;
-use strata_units::PAGE_SIZE;
 
 /// A budget that a program is far from: nothing is ever registered.
 const PLENTY_BYTES: u64 = 8 << 30;
@@ -184,8 +183,8 @@ fn watch(strata: &Strata, name: &str, mut child: Child) -> Result<(String, Stats
 pub(super) fn alloc(bench: &Bench, results: &mut PartResults) -> Result<()> {
     let mut strata = Strata::start(&bench.janitor, &bench.plan.binaries)?;
     strata.keep(&bench.janitor)?;
-    // Strata looks for new mappings several times a second: at full speed a
-    // chunk is full before it is seen, after this pause it is registered.
+    // At full speed a new mapping may be full before Strata has seen it; after
+    // this pause it is registered.
     for (how, settle_ms) in [("at full speed", "0"), ("taken ahead", "400")] {
         alloc_in_turn(bench, &strata, how, settle_ms, results)?;
     }
@@ -223,10 +222,10 @@ fn alloc_in_turn(
             };
             let seen: AllocResult =
                 serde_json::from_str(&text).context("read what alloc printed")?;
-            let pages = stats.as_ref().map_or(0, |stats| stats.zero_faults_total);
-            let touched = seen.touched_bytes as f64 / PAGE_SIZE as f64;
+            let faults = stats.as_ref().map_or(0, |stats| stats.zero_faults_total);
+            let touched_gib = seen.touched_bytes as f64 / f64::from(1 << 30);
             speeds[place].samples.push(seen.mebibytes_per_second);
-            served[place].samples.push(pages as f64 * 100.0 / touched);
+            served[place].samples.push(faults as f64 / touched_gib);
             results.raw.push(serde_json::json!({ "alloc": seen, "stats": stats }));
         }
     }
@@ -241,8 +240,9 @@ fn alloc_in_turn(
     results.series.extend([
         series("near its budget", "MiB/s", &near, &native),
         series("far from it", "MiB/s", &far, &native),
-        // Says whether the sides are what they are called.
-        series("first touches that Strata served", "%", &served_near, &served_far),
+        // Says whether the sides are what they are called. One fault may bring
+        // in many pages.
+        series("first-touch faults that Strata served", "/GiB", &served_near, &served_far),
     ]);
     Ok(())
 }

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use std::{
     collections::VecDeque,
     hint::black_box,
+    thread,
     time::{Duration, Instant},
 };
 use strata_units::{ByteSize, PAGE_SIZE};
@@ -27,12 +28,17 @@ pub(crate) struct AllocOptions {
     /// Seconds
     #[arg(long, default_value_t = 5.0)]
     seconds: f64,
+    /// Milliseconds between getting a chunk and touching it, not measured: as
+    /// in a program that reserves ahead, a memory manager can see it coming
+    #[arg(long, default_value_t = 0)]
+    settle_ms: u64,
 }
 
 /// What `alloc` saw.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) struct AllocResult {
     pub touched_bytes: u64,
+    /// Spent on getting, touching, checking and freeing.
     pub seconds: f64,
     pub mebibytes_per_second: f64,
 }
@@ -53,12 +59,16 @@ pub(crate) fn churn(options: &AllocOptions) -> Result<()> {
     let held_chunks = (options.size.0 / options.chunk.0) as usize;
     let mut held: VecDeque<(u64, Vec<u8>)> = VecDeque::new();
     let started = Instant::now();
+    let mut settled = Duration::ZERO;
     let mut number = 0;
     while started.elapsed() < Duration::from_secs_f64(options.seconds) {
         if held.len() == held_chunks {
             check_chunk(held.pop_front())?;
         }
         let mut chunk = vec![0u8; chunk_bytes];
+        let pause = Instant::now();
+        thread::sleep(Duration::from_millis(options.settle_ms));
+        settled += pause.elapsed();
         for (page, bytes) in chunk.chunks_exact_mut(PAGE_SIZE).enumerate() {
             if black_box(&bytes)[PAGE_SIZE / 2..PAGE_SIZE / 2 + 8] != [0; 8] {
                 bail!("fresh memory did not read as zero");
@@ -68,7 +78,7 @@ pub(crate) fn churn(options: &AllocOptions) -> Result<()> {
         held.push_back((number, chunk));
         number += 1;
     }
-    let seconds = started.elapsed().as_secs_f64();
+    let seconds = (started.elapsed() - settled).as_secs_f64();
     while !held.is_empty() {
         check_chunk(held.pop_front())?;
     }

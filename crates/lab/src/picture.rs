@@ -145,6 +145,16 @@ pub(crate) fn draw(report: &Report) -> String {
     drawing.out
 }
 
+/// What the longest bar of a panel stands for: the largest value, unless that
+/// would make all others too short to see.
+fn longest_bar(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_unstable_by(|a, b| b.total_cmp(a));
+    let largest = sorted.first().copied().unwrap_or(0.0);
+    let second = sorted.get(1).copied().unwrap_or(largest);
+    largest.min(3.0 * second).max(f64::MIN_POSITIVE)
+}
+
 fn bars(drawing: &mut Drawing, report: &Report) {
     for (row, phase) in report.phases.iter().enumerate() {
         let y = BARS_TOP + row as f64 * ROW_HEIGHT;
@@ -163,20 +173,31 @@ fn bars(drawing: &mut Drawing, report: &Report) {
         drawing.text(panel.left, BARS_TOP - 32.0, "t", panel.title);
         drawing.text(panel.left, BARS_TOP - 14.0, "n", panel.note);
         let sum = |phase: &Phase| (panel.parts)(phase).0.iter().map(|part| part.0).sum::<f64>();
-        let largest = report.phases.iter().map(sum).fold(f64::MIN_POSITIVE, f64::max);
-        let scale = (panel.width - CAPTION_WIDTH) / largest;
+        let sums: Vec<f64> = report.phases.iter().map(sum).collect();
+        let longest = longest_bar(&sums);
+        let scale = (panel.width - CAPTION_WIDTH) / longest;
         for (row, phase) in report.phases.iter().enumerate() {
             let y = BARS_TOP + row as f64 * ROW_HEIGHT + 11.0;
             let (parts, caption) = (panel.parts)(phase);
             let mut x = panel.left;
+            let mut room = longest;
             for (value, opacity) in parts {
-                let width = (value * scale).max(0.0);
+                let width = value.clamp(0.0, room) * scale;
+                room -= value.clamp(0.0, room);
                 drawing.put(&format!(
                     "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"{width:.1}\" height=\"24\" \
                      fill=\"{}\" fill-opacity=\"{opacity}\"/>",
                     colour(phase.result.setup)
                 ));
                 x += width;
+            }
+            if sums[row] > longest {
+                // Torn off: the bar goes on beyond the panel.
+                drawing.put(&format!(
+                    "<path d=\"M{:.1} {:.1} l8 -28 h5 l-8 28 z\" fill=\"#ffffff\"/>",
+                    x - 22.0,
+                    y + 26.0
+                ));
             }
             drawing.text(x + 7.0, y + 17.0, "v", &caption);
         }
@@ -277,6 +298,14 @@ mod tests {
     #[test]
     fn text_cannot_break_the_picture() {
         assert_eq!(escape("a<b & \"c\">"), "a&lt;b &amp; &quot;c&quot;&gt;");
+    }
+
+    #[test]
+    fn one_outlier_does_not_hide_the_others() {
+        assert_eq!(longest_bar(&[1.0, 900.0, 10.0]), 30.0);
+        assert_eq!(longest_bar(&[1.0, 12.0, 10.0]), 12.0);
+        assert_eq!(longest_bar(&[5.0]), 5.0);
+        assert!(longest_bar(&[0.0, 0.0]) > 0.0);
     }
 
     #[test]

@@ -21,6 +21,7 @@ use std::{
     thread,
     time::Duration,
 };
+use strata_api::Stats;
 
 /// A budget that a program is far from: nothing is ever registered.
 const PLENTY_BYTES: u64 = 8 << 30;
@@ -163,50 +164,86 @@ fn output_of(child: Child) -> Result<String> {
     String::from_utf8(output.stdout).context("read what a program printed")
 }
 
-/// Fresh memory at full speed: with every first touch served by Strata (the
-/// budget is just above what is held, so everything is registered), with
-/// nothing registered, and natively.
+/// Waits for a tenant's program to end; what it printed, and the newest
+/// statistics of its tenant before it ended.
+fn watch(strata: &Strata, name: &str, mut child: Child) -> Result<(String, Stats)> {
+    let mut stats = None;
+    while child.try_wait().context("look at a program")?.is_none() {
+        if let Ok(newest) = strata.stats(name) {
+            stats = Some(newest);
+        }
+        thread::sleep(Duration::from_millis(100));
+    }
+    let text = output_of(child)?;
+    Ok((text, stats.context("the tenant never had statistics")?))
+}
+
+/// Fresh memory: in a program near its budget, in one far from it, and natively;
+/// taken and touched at full speed, and touched some time after it was taken.
 pub(super) fn alloc(bench: &Bench, results: &mut PartResults) -> Result<()> {
     let mut strata = Strata::start(&bench.janitor, &bench.plan.binaries)?;
     strata.keep(&bench.janitor)?;
+    // At full speed a new mapping may be full before Strata has seen it; after
+    // this pause it is registered.
+    for (how, settle_ms) in [("at full speed", "0"), ("taken ahead", "400")] {
+        alloc_in_turn(bench, &strata, how, settle_ms, results)?;
+    }
+    strata.stop()
+}
+
+fn alloc_in_turn(
+    bench: &Bench,
+    strata: &Strata,
+    how: &str,
+    settle_ms: &str,
+    results: &mut PartResults,
+) -> Result<()> {
     let (size, held_bytes) =
         if bench.quick { ("128MiB", 128 << 20) } else { ("512MiB", 512 << 20) };
-    let seconds = if bench.quick { "1" } else { "5" };
-    let arguments = ["alloc", "--size", size, "--seconds", seconds];
-    let mut counter = 0;
-    let mut speed = |budget_bytes: Option<u64>| -> Result<f64> {
-        counter += 1;
-        let wrapping = budget_bytes.map_or_else(Wrapping::default, |bytes| {
-            strata.wrapping(&format!("alloc-{}-{counter}", std::process::id()), bytes)
-        });
-        let text = output_of(subject(&wrapping, &arguments)?)?;
-        let result: AllocResult = serde_json::from_str(&text).context("read what alloc printed")?;
-        Ok(result.mebibytes_per_second)
-    };
-    let mut sides = [
-        (Side::new("registered"), Some(held_bytes * 105 / 100)),
-        (Side::new("not registered"), Some(PLENTY_BYTES)),
-        (Side::new("native"), None),
-    ];
+    let seconds = if bench.quick { "2" } else { "6" };
+    let arguments = ["alloc", "--size", size, "--seconds", seconds, "--settle-ms", settle_ms];
+    let sides =
+        [("near", Some(held_bytes * 105 / 100)), ("far", Some(PLENTY_BYTES)), ("native", None)];
+    let mut speeds = sides.map(|(name, _)| Side::new(name));
+    let mut served = sides.map(|(name, _)| Side::new(name));
     for repetition in 0..bench.repetitions {
         for turn in 0..sides.len() {
             interrupt::check()?;
-            let (side, budget_bytes) = &mut sides[(repetition + turn) % 3];
-            side.samples.push(speed(*budget_bytes)?);
+            let place = (repetition + turn) % sides.len();
+            let (text, stats) = match sides[place].1 {
+                Some(budget_bytes) => {
+                    let name =
+                        format!("alloc-{}-{settle_ms}-{repetition}-{turn}", std::process::id());
+                    let child = subject(&strata.wrapping(&name, budget_bytes), &arguments)?;
+                    let (text, stats) = watch(strata, &name, child)?;
+                    (text, Some(stats))
+                }
+                None => (output_of(subject(&Wrapping::default(), &arguments)?)?, None),
+            };
+            let seen: AllocResult =
+                serde_json::from_str(&text).context("read what alloc printed")?;
+            let faults = stats.as_ref().map_or(0, |stats| stats.zero_faults_total);
+            let touched_gib = seen.touched_bytes as f64 / f64::from(1 << 30);
+            speeds[place].samples.push(seen.mebibytes_per_second);
+            served[place].samples.push(faults as f64 / touched_gib);
+            results.raw.push(serde_json::json!({ "alloc": seen, "stats": stats }));
         }
     }
-    strata.stop()?;
-    let [(registered, _), (unregistered, _), (native, _)] = sides;
-    let series = |name: &str, left: &Side, right: &Side| Series {
-        name: name.to_owned(),
-        unit: "MiB/s".to_owned(),
+    let [near, far, native] = speeds;
+    let [served_near, served_far, _] = served;
+    let series = |name: &str, unit: &str, left: &Side, right: &Side| Series {
+        name: format!("{how}: {name}"),
+        unit: unit.to_owned(),
         left: left.clone(),
         right: Some(right.clone()),
     };
-    results.series = vec![
-        series("first touch registered", &registered, &unregistered),
-        series("far from its budget", &unregistered, &native),
-    ];
+    results.series.extend([
+        series("near its budget", "MiB/s", &near, &native),
+        series("far from it", "MiB/s", &far, &native),
+        // Says whether the sides are what they are called. One fault may bring
+        // in many pages.
+        series("first-touch faults that Strata served", "/GiB", &served_near, &served_far),
+    ]);
     Ok(())
 }
 
@@ -255,26 +292,17 @@ pub(super) fn fault(bench: &Bench, results: &mut PartResults) -> Result<()> {
         ("fault p50, as the daemon sees it", "µs", Side::new("Strata")),
         ("fault p99, as the daemon sees it", "µs", Side::new("Strata")),
         ("pages read at random, half of them stored", "pages/s", Side::new("Strata")),
-        ("metadata per managed page", "B", Side::new("Strata")),
-        ("metadata per stored object", "B", Side::new("Strata")),
+        ("all metadata, per managed page", "B", Side::new("Strata")),
+        ("all metadata, per stored object", "B", Side::new("Strata")),
         ("original : compressed", "×", Side::new("Strata")),
     ];
     for repetition in 0..bench.repetitions {
         interrupt::check()?;
         let name = format!("touch-{}-{repetition}", std::process::id());
         let wrapping = strata.wrapping(&name, budget_bytes);
-        let mut child = subject(&wrapping, &["touch", "--size", size, "--seconds", seconds])?;
-        // The newest statistics before the program ends are those of its end.
-        let mut stats = None;
-        while child.try_wait().context("look at a program")?.is_none() {
-            if let Ok(newest) = strata.stats(&name) {
-                stats = Some(newest);
-            }
-            thread::sleep(Duration::from_millis(200));
-        }
-        let seen: TouchResult =
-            serde_json::from_str(&output_of(child)?).context("read what touch printed")?;
-        let stats = stats.context("the tenant never had statistics")?;
+        let child = subject(&wrapping, &["touch", "--size", size, "--seconds", seconds])?;
+        let (text, stats) = watch(&strata, &name, child)?;
+        let seen: TouchResult = serde_json::from_str(&text).context("read what touch printed")?;
         if stats.faults_total == 0 || stats.stored_objects == 0 {
             bail!("no page was ever stored: the budget did not bind");
         }

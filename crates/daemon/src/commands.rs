@@ -66,7 +66,7 @@ impl Handler for Commands {
             Request::Set { name, dram_bytes } => {
                 self.with(peer, &name, |tenant| set(tenant, dram_bytes))
             }
-            Request::Release { name } => self.with(peer, &name, |tenant| release(tenant)),
+            Request::Release { name } => self.with(peer, &name, release),
             Request::Stop { name } => self.with(peer, &name, |tenant| self.stop(tenant)),
         }
     }

@@ -25,6 +25,9 @@ use crate::tenant::Tenant;
 /// How long a fault that found no DRAM left, or an address space that was
 /// changing, waits before it is tried again.
 const RETRY_AFTER: Duration = Duration::from_micros(500);
+/// No fault waits longer than this for DRAM: a tenant over its budget is better
+/// than one that hangs.
+const LONGEST_WAIT: Duration = Duration::from_millis(200);
 /// Longest sleep without messages.
 const IDLE: Duration = Duration::from_secs(1);
 /// A first-touch fill never maps more than this at once: 2 MiB, one leaf.
@@ -99,10 +102,12 @@ pub(crate) fn start(space: &Arc<Space>, tenant: &Arc<Tenant>) {
 
 fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
     set_thread_name(&format!("fault-{}", space.id));
+    strata_store::prepare_thread();
     let mut page = PageBuffer::zeroed();
     let mut faults: Vec<FaultMessage> = Vec::with_capacity(64);
     let mut claims: Vec<(FaultMessage, Claim)> = Vec::with_capacity(64);
     let mut deferred: Vec<FaultMessage> = Vec::new();
+    let mut waiting_since: Option<Instant> = None;
     let mut follow = Follow { looked: Instant::now(), cpu: None };
     while !space.is_gone() {
         let timeout = if deferred.is_empty() { IDLE } else { RETRY_AFTER };
@@ -115,6 +120,17 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
             let handed = std::mem::take(&mut *lock(&space.kicked));
             faults.extend(handed.into_iter().map(|address| FaultMessage { address, tid: 0 }));
         }
+        let waits_long = match (deferred.is_empty(), waiting_since) {
+            (true, _) => {
+                waiting_since = None;
+                false
+            }
+            (false, None) => {
+                waiting_since = Some(began);
+                false
+            }
+            (false, Some(since)) => began.duration_since(since) > LONGEST_WAIT,
+        };
         faults.append(&mut deferred);
         {
             let mut gate = lock(&space.gate);
@@ -122,7 +138,7 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
             faults.sort_unstable_by_key(|fault| fault.address);
             faults.dedup_by_key(|fault| fault.address);
             for fault in faults.drain(..) {
-                let claim = space.claim(tenant, &mut gate, fault.address);
+                let claim = space.claim(tenant, &mut gate, fault.address, waits_long);
                 claims.push((fault, claim));
             }
         }
@@ -152,7 +168,7 @@ fn one_page(address: u64) -> Range {
 
 impl Space {
     /// Decides what one fault gets. The caller holds the gate.
-    fn claim(&self, tenant: &Tenant, gate: &mut Gate, address: u64) -> Claim {
+    fn claim(&self, tenant: &Tenant, gate: &mut Gate, address: u64, waits_long: bool) -> Claim {
         if let Some(agent) = self.agent()
             && (agent.ranges.transfer.contains(address) || agent.ranges.own.contains(address))
         {
@@ -170,7 +186,7 @@ impl Space {
                 Claim::Wait
             }
             Entry::Lost => Claim::Poison(address),
-            _ if !tenant.may_fill() => {
+            _ if !tenant.may_fill() && !waits_long => {
                 tenant.wake_keeper();
                 Claim::Defer
             }

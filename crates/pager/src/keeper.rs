@@ -44,6 +44,9 @@ const PINNED_FOR: Duration = Duration::from_secs(1);
 /// Rounds in a row without anything to evict until faults are served beyond the
 /// budget: a single batch may have been cancelled.
 const STUCK_ROUNDS: u32 = 20;
+/// Unused parts of slots and slabs are put up with up to this part of what is
+/// stored.
+const SLACK_PART: u64 = 8;
 /// Store memory given back a round by moving objects together.
 const COMPACT_BYTES_PER_ROUND: u64 = 1 << 20;
 
@@ -65,6 +68,15 @@ impl Tenant {
         let stored = self.store.stats().stored_pages as usize;
         Census { managed: resident + stored, resident }
     }
+}
+
+/// What a round brought.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Progress {
+    /// Something became free.
+    freed: bool,
+    /// There is more to do at once.
+    more: bool,
 }
 
 struct Keeper<'a> {
@@ -179,16 +191,16 @@ impl Keeper<'_> {
                 }
             }
         }
-        let worked = self.act(&actions, &spaces);
+        let progress = self.act(&actions, &spaces);
         self.evicting = actions.evict_pages > 0;
         self.sweep();
         // Before the first scan nothing is known to be evictable.
         let stuck = was_managed
             && (actions.cannot_by_bytes > budget::tolerance_bytes(budget)
-                || (actions.evict_pages > 0 && worked == 0));
+                || (actions.evict_pages > 0 && !progress.freed));
         self.stuck_rounds = if stuck { self.stuck_rounds + 1 } else { 0 };
         self.say_exhausted(self.stuck_rounds >= STUCK_ROUNDS, &actions, usage, budget);
-        if worked > 0 { Duration::ZERO } else { Duration::from_micros(actions.next_look_us) }
+        if progress.more { Duration::ZERO } else { Duration::from_micros(actions.next_look_us) }
     }
 
     fn take_arrivals(&mut self) {
@@ -308,28 +320,35 @@ impl Keeper<'_> {
         self.settled_shared = Instant::now();
     }
 
-    /// Does some of what the policy asks for. Returns how much was done, in
-    /// pages.
-    fn act(&mut self, actions: &Actions, spaces: &[Arc<Space>]) -> usize {
+    /// Does some of what the policy asks for.
+    fn act(&mut self, actions: &Actions, spaces: &[Arc<Space>]) -> Progress {
         let tenant = self.tenant;
+        let before = tenant.store.stats();
         tenant.store.reap();
-        let mut worked = 0;
         let settle = (actions.settle_pages as usize).min(STORE_PAGES_PER_ROUND);
-        worked += tenant.store.settle(settle);
+        let mut freed_pages = tenant.store.settle(settle);
         let evict = (actions.evict_pages as usize).min(PAGES_PER_ROUND);
         if evict > 0 {
-            worked += self.evict(evict, spaces);
+            freed_pages += self.evict(evict, spaces);
         }
         let repack = (actions.repack_pages as usize).min(STORE_PAGES_PER_ROUND / 4);
-        worked += tenant.store.repack(repack);
+        tenant.store.repack(repack);
         if actions.demote_bytes > 0 {
             let pages = (actions.demote_bytes / 1024) as usize + 1;
-            worked += tenant.store.demote(pages.min(STORE_PAGES_PER_ROUND));
+            freed_pages += tenant.store.demote(pages.min(STORE_PAGES_PER_ROUND / 4));
         }
-        if worked == 0 {
+        // Slots that pages left behind become memory again.
+        let after = tenant.store.stats();
+        let cost = after.dram_bytes.saturating_sub(after.staged_bytes);
+        let payload = after.payload_bytes.saturating_sub(after.staged_bytes);
+        if cost > payload + payload / SLACK_PART + COMPACT_BYTES_PER_ROUND {
             tenant.store.compact(COMPACT_BYTES_PER_ROUND);
         }
-        worked
+        let shrank = tenant.store.stats().dram_bytes < before.dram_bytes;
+        Progress {
+            freed: freed_pages > 0 || shrank,
+            more: freed_pages > 0 || (shrank && repack > 0),
+        }
     }
 
     fn evict(&mut self, want: usize, spaces: &[Arc<Space>]) -> usize {

@@ -38,6 +38,8 @@ pub(crate) struct Counters {
     pub(crate) dram_bytes: AtomicU64,
     pub(crate) dram_payload: AtomicU64,
     pub(crate) staged_objects: AtomicU64,
+    pub(crate) fast_objects: AtomicU64,
+    pub(crate) fast_payload: AtomicU64,
     pub(crate) file_bytes: AtomicU64,
     pub(crate) file_payload: AtomicU64,
     pub(crate) bookkeeping_bytes: AtomicU64,
@@ -95,6 +97,10 @@ impl Store {
         if location.codec == Codec::Staged {
             self.counters.staged_objects.fetch_add(1, Relaxed);
         }
+        if location.tier == Tier::Dram && location.codec == Codec::Lz4 {
+            self.counters.fast_objects.fetch_add(1, Relaxed);
+            self.counters.fast_payload.fetch_add(location.len as u64, Relaxed);
+        }
     }
 
     /// The same for bytes that do not lie there any more.
@@ -106,6 +112,10 @@ impl Store {
         payload.fetch_sub(location.len as u64, Relaxed);
         if location.codec == Codec::Staged {
             self.counters.staged_objects.fetch_sub(1, Relaxed);
+        }
+        if location.tier == Tier::Dram && location.codec == Codec::Lz4 {
+            self.counters.fast_objects.fetch_sub(1, Relaxed);
+            self.counters.fast_payload.fetch_sub(location.len as u64, Relaxed);
         }
     }
 
@@ -225,6 +235,8 @@ impl Store {
             dram_bytes: counters.dram_bytes.load(Relaxed),
             payload_bytes: counters.dram_payload.load(Relaxed),
             staged_bytes: counters.staged_objects.load(Relaxed) * PAGE_SIZE as u64,
+            fast_original_bytes: counters.fast_objects.load(Relaxed) * PAGE_SIZE as u64,
+            fast_payload_bytes: counters.fast_payload.load(Relaxed),
             file_bytes: counters.file_bytes.load(Relaxed),
             file_payload_bytes: counters.file_payload.load(Relaxed),
             // The table's own file says what it costs, to the page.

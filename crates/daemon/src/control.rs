@@ -146,7 +146,7 @@ impl ControlServer {
     }
 
     /// Connections being served now.
-    #[must_use]
+    #[cfg(test)]
     pub(crate) fn connections(&self) -> usize {
         lock(&self.shared.admitted).total
     }

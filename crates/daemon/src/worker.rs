@@ -5,6 +5,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use anyhow::Context;
 use strata_pager::Tenant;
 use strata_sys::{Signal, close_fd, open_fds, wait_for_signal};
 
@@ -49,7 +50,7 @@ fn start(inheritance: &Inheritance) -> anyhow::Result<()> {
     agents::serve(inheritance, &tenants)?;
     let commands = Commands::new(Arc::clone(&tenants), inheritance);
     let listener = inheritance.control.try_clone()?;
-    let _control = ControlServer::start(listener, Limits::default(), Arc::new(commands))?;
+    let control = ControlServer::start(listener, Limits::default(), Arc::new(commands))?;
     if let Some(address) = inheritance.config.metrics {
         let observed = Arc::clone(&tenants);
         if let Err(error) = metrics::serve(address, move || statistics::all(&observed)) {
@@ -61,7 +62,7 @@ fn start(inheritance: &Inheritance) -> anyhow::Result<()> {
     std::thread::Builder::new().name("tidy".into()).spawn(move || tidy(&tidied, private))?;
     loop {
         if wait_for_signal() == Signal::Terminate && terminate(&tenants) {
-            return Ok(());
+            return control.stop().context("cannot stop listening");
         }
     }
 }

@@ -1,2 +1,104 @@
-//! See ARCHITECTURE.md.
-fn main() {}
+//! `strata-lab`: measures Strata and shows it. Ships with nothing.
+//!
+//! Wiring only: what each command does is in its module. See
+//! `docs/benchmarks.md` for how each figure is made.
+#![forbid(unsafe_code)]
+
+mod alloc;
+mod bench;
+mod cgroup;
+mod demo;
+mod histogram;
+mod interrupt;
+mod janitor;
+mod keys;
+mod machine;
+mod picture;
+mod process;
+mod progress;
+mod random;
+mod records;
+mod redis;
+mod simulate;
+mod stage;
+mod statistics;
+mod strata;
+mod table;
+mod trial;
+mod zram;
+
+use clap::{Parser, Subcommand};
+use std::process::ExitCode;
+
+#[derive(Parser)]
+#[command(name = "strata-lab", about = "Measures Strata and shows it", version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Redis with all the DRAM it wants, on zram, and on Strata, side by side
+    Demo(demo::Options),
+    /// Repeated pairs of measurements with confidence intervals
+    Bench(bench::Options),
+    /// Fill, drive and verify a running Redis server
+    #[command(subcommand)]
+    Redis(redis::command::RedisCommand),
+    /// Print records: one JSON document a line
+    Records {
+        /// How many
+        #[arg(long, default_value_t = 10)]
+        count: u64,
+        /// Seed
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
+        /// Version of each
+        #[arg(long, default_value_t = 0)]
+        version: u32,
+    },
+    /// Touch fresh memory, check it, free it, repeat (a program to be measured)
+    Alloc(alloc::AllocOptions),
+    /// Fill memory once and read it in random order (a program to be measured)
+    Touch(alloc::TouchOptions),
+    /// Replacement policies on page-level models and on recorded traces
+    Simulate(simulate::SimulateArgs),
+    /// Print the monotonic clock, in nanoseconds, and end
+    Now,
+    /// Puts the machine back as it was when the lab ends; started by the lab
+    #[command(hide = true)]
+    Janitor,
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let result = run(&cli.command);
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("strata-lab: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(command: &Command) -> anyhow::Result<()> {
+    match command {
+        Command::Demo(options) => interrupt::install().and_then(|()| demo::run(options)),
+        Command::Bench(options) => interrupt::install().and_then(|()| bench::run(options)),
+        Command::Redis(command) => interrupt::install().and_then(|()| redis::command::run(command)),
+        Command::Records { count, seed, version } => {
+            records::print(*count, *seed, *version);
+            Ok(())
+        }
+        Command::Simulate(options) => simulate::run(options),
+        Command::Alloc(options) => alloc::churn(options),
+        Command::Touch(options) => alloc::touch(options),
+        Command::Now => {
+            alloc::now();
+            Ok(())
+        }
+        Command::Janitor => janitor::serve(),
+    }
+}

@@ -7,38 +7,20 @@
 //! the page of its value), or a recorded trace (`u32` little-endian page ids, one
 //! for every touch).
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail, ensure};
-use clap::{Args, ValueEnum};
+use clap::{Args, ValueEnum as _};
 use serde_json::{Value, json};
 use strata_policy::replay::{Shape, Tenant, Touch};
 
-const VALUE_PAGES: usize = 250_000;
-const INDEX_PAGES: usize = 16_500;
-/// Three to a page.
-const KEYS: usize = 750_000;
-/// Every so many of a scanning client's requests belong to the scan.
-const SCAN_EVERY: u64 = 10;
+mod model;
+mod rivals;
 
-/// Which keys the model's clients ask for.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub(crate) enum Workload {
-    /// Every key alike.
-    Uniform,
-    /// Normal around the middle, a sixth of the keys as its deviation.
-    Gaussian,
-    /// Zipf with exponent 0.99, neighbours in rank neighbours in memory.
-    Zipf,
-    /// Nine requests in ten to a fifth of the keys, the tenth walks all keys.
-    ScanHot,
-    /// All keys in order, over and over.
-    Loop,
-    /// Gaussian; after the warm-up its middle moves by a quarter of the keys.
-    Jump,
-}
+use model::{KeyStream, Model, Workload};
+use rivals::{Clock, Lru, Replay};
 
 /// Options of `strata-lab simulate`.
 #[derive(Args, Debug)]
@@ -193,11 +175,6 @@ impl Report {
     }
 }
 
-/// A policy that is shown every touch.
-trait Replay {
-    fn touch(&mut self, page: u32) -> Touch;
-}
-
 impl Replay for Tenant {
     fn touch(&mut self, page: u32) -> Touch {
         Tenant::touch(self, page)
@@ -207,7 +184,7 @@ impl Replay for Tenant {
 /// All policies over one stream of touches.
 struct Field {
     strata: Tenant,
-    rivals: [(&'static str, Box<dyn Replay>); 3],
+    rivals: [Box<dyn Replay>; 3],
     rows: Vec<Row>,
 }
 
@@ -228,9 +205,9 @@ impl Field {
                 batch_pages: args.batch_pages,
             }),
             rivals: [
-                ("LRU, sees all", Box::new(Lru::new(managed_pages, room_pages))),
-                ("CLOCK, sees all", Box::new(Clock::new(managed_pages, room_pages, true))),
-                ("FIFO", Box::new(Clock::new(managed_pages, room_pages, false))),
+                Box::new(Lru::new(managed_pages, room_pages)),
+                Box::new(Clock::new(managed_pages, room_pages, true)),
+                Box::new(Clock::new(managed_pages, room_pages, false)),
             ],
             rows: vec![row("strata"), row("LRU"), row("CLOCK"), row("FIFO")],
         })
@@ -239,7 +216,7 @@ impl Field {
     fn touch(&mut self, page: u32, window: Option<usize>) {
         let strata = self.strata.touch(page);
         count(&mut self.rows[0], strata, window);
-        for (index, (_, rival)) in self.rivals.iter_mut().enumerate() {
+        for (index, rival) in self.rivals.iter_mut().enumerate() {
             count(&mut self.rows[index + 1], rival.touch(page), window);
         }
     }
@@ -274,7 +251,7 @@ fn replay_model(args: &SimulateArgs, workload: Workload) -> anyhow::Result<Repor
         }
     }
     if workload == Workload::Jump {
-        keys.offset = model.keys / 4;
+        keys.move_on(model.keys / 4);
     }
     for window in 0..WINDOWS {
         for _ in 0..window_units {
@@ -290,7 +267,7 @@ fn replay_model(args: &SimulateArgs, workload: Workload) -> anyhow::Result<Repor
         managed_pages,
         room_pages,
         window_units,
-        best_fixed: best_fixed(model.expected_touches(keys.offset), room_pages),
+        best_fixed: best_fixed(model.expected_touches(keys.offset()), room_pages),
         replacement_bytes: field.strata.replacement().memory_bytes(),
         rows: field.rows,
     })
@@ -354,245 +331,51 @@ fn best_fixed(mut touches: Vec<f64>, room: usize) -> f64 {
     touches.iter().skip(room).sum()
 }
 
-/// splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
-/// generators, 2014).
-struct Random(u64);
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    }
-
-    /// In 0..1.
-    fn uniform(&mut self) -> f64 {
-        (self.next() >> 11) as f64 / (1u64 << 53) as f64
-    }
-
-    fn normal(&mut self) -> f64 {
-        let (a, b) = (1.0 - self.uniform(), self.uniform());
-        (-2.0 * a.ln()).sqrt() * (std::f64::consts::TAU * b).cos()
-    }
-}
-
-/// The server's memory and how often each key is asked for.
-struct Model {
-    workload: Workload,
-    keys: usize,
-    value_pages: usize,
-    index_pages: usize,
-    /// Zipf: the sum of all weights up to each key.
-    cumulative: Vec<f64>,
-}
-
-impl Model {
-    fn new(workload: Workload, scale_down: usize) -> Self {
-        let keys = KEYS / scale_down;
-        let mut cumulative = Vec::new();
-        if workload == Workload::Zipf {
-            let mut sum = 0.0;
-            cumulative.extend((1..=keys).map(|rank| {
-                sum += (rank as f64).powf(-0.99);
-                sum
-            }));
-        }
-        Self {
-            workload,
-            keys,
-            value_pages: VALUE_PAGES / scale_down,
-            index_pages: INDEX_PAGES / scale_down,
-            cumulative,
+    fn arguments() -> SimulateArgs {
+        SimulateArgs {
+            workloads: Vec::new(),
+            resident: 0.3333,
+            resident_pages: None,
+            warm_gets: 4_000_000,
+            gets: 2_000_000,
+            scale_down: 20,
+            staged_pages: 0,
+            batch_pages: 4,
+            seed: 1,
+            trace: None,
+            json: None,
         }
     }
 
-    /// Two index pages by the key's hash, then the value's.
-    fn pages_of(&self, key: usize) -> [u32; 3] {
-        let hash = Random(key as u64).next();
-        let index = |bits: u64| (self.value_pages as u64 + bits % self.index_pages as u64) as u32;
-        let value = key * self.value_pages / self.keys;
-        [index(hash & 0xffff_ffff), index(hash >> 32), value as u32]
-    }
-
-    /// How often a request asks for each key, `offset` keys moved on.
-    fn key_shares(&self, offset: usize) -> Vec<f64> {
-        let even = 1.0 / self.keys as f64;
-        let mut shares: Vec<f64> = match self.workload {
-            Workload::Uniform | Workload::Loop => vec![even; self.keys],
-            Workload::Zipf => {
-                let sum = self.cumulative.last().copied().unwrap_or(1.0);
-                (1..=self.keys).map(|rank| (rank as f64).powf(-0.99) / sum).collect()
-            }
-            Workload::ScanHot => {
-                let (scan, hot_keys) = (1.0 / SCAN_EVERY as f64, self.keys / 5);
-                let hot = (1.0 - scan) / hot_keys as f64;
-                let share = |key| scan * even + if key < hot_keys { hot } else { 0.0 };
-                (0..self.keys).map(share).collect()
-            }
-            Workload::Gaussian | Workload::Jump => {
-                let density = |key: usize| {
-                    let deviations = ((key as f64 + 0.5) * even - 0.5) * 6.0;
-                    (-0.5 * deviations * deviations).exp()
-                };
-                let sum: f64 = (0..self.keys).map(density).sum();
-                (0..self.keys).map(|key| density(key) / sum).collect()
-            }
-        };
-        shares.rotate_right(offset);
-        shares
-    }
-
-    /// Expected touches of each page by one request.
-    fn expected_touches(&self, offset: usize) -> Vec<f64> {
-        let mut touches = vec![0.0; self.value_pages + self.index_pages];
-        for (key, share) in self.key_shares(offset).into_iter().enumerate() {
-            for page in self.pages_of(key) {
-                touches[page as usize] += share;
-            }
-        }
-        touches
-    }
-}
-
-/// The keys that the model's clients ask for, one after the other.
-struct KeyStream<'a> {
-    model: &'a Model,
-    random: Random,
-    requests: u64,
-    /// Keys by which the hot ones have moved.
-    offset: usize,
-}
-
-impl<'a> KeyStream<'a> {
-    fn new(model: &'a Model, seed: u64) -> Self {
-        Self { model, random: Random(seed), requests: 0, offset: 0 }
-    }
-
-    fn next_key(&mut self) -> usize {
-        let keys = self.model.keys;
-        let request = self.requests;
-        self.requests += 1;
-        let key = match self.model.workload {
-            Workload::Uniform => (self.random.uniform() * keys as f64) as usize,
-            Workload::Loop => request as usize % keys,
-            Workload::ScanHot if request % SCAN_EVERY == 0 => (request / SCAN_EVERY) as usize,
-            Workload::ScanHot => (self.random.uniform() * (keys / 5) as f64) as usize,
-            Workload::Zipf => {
-                let sum = self.model.cumulative.last().copied().unwrap_or(1.0);
-                let at = self.random.uniform() * sum;
-                self.model.cumulative.partition_point(|&upto| upto <= at)
-            }
-            Workload::Gaussian | Workload::Jump => loop {
-                let place = 0.5 + self.random.normal() / 6.0;
-                if (0.0..1.0).contains(&place) {
-                    break (place * keys as f64) as usize;
-                }
-            },
-        };
-        (key + self.offset) % keys
-    }
-}
-
-const NONE: u32 = u32::MAX;
-
-/// Least recently used, exact: a list through arrays.
-struct Lru {
-    room: usize,
-    resident: usize,
-    seen: Vec<bool>,
-    /// Neighbours of resident pages; the last entry is the list's anchor.
-    younger: Vec<u32>,
-    older: Vec<u32>,
-}
-
-impl Lru {
-    fn new(pages: usize, room: usize) -> Self {
-        let mut links = vec![NONE; pages + 1];
-        links[pages] = pages as u32;
-        Self { room, resident: 0, seen: vec![false; pages], younger: links.clone(), older: links }
-    }
-
-    fn unlink(&mut self, page: u32) {
-        let (younger, older) = (self.younger[page as usize], self.older[page as usize]);
-        self.older[younger as usize] = older;
-        self.younger[older as usize] = younger;
-        self.younger[page as usize] = NONE;
-    }
-}
-
-impl Replay for Lru {
-    fn touch(&mut self, page: u32) -> Touch {
-        let anchor = self.seen.len();
-        let hit = self.younger[page as usize] != NONE;
-        if hit {
-            self.unlink(page);
-        } else if self.resident == self.room {
-            self.unlink(self.younger[anchor]);
-        } else {
-            self.resident += 1;
-        }
-        // The anchor's `older` is the youngest page, its `younger` the oldest.
-        let youngest = self.older[anchor];
-        self.older[page as usize] = youngest;
-        self.younger[page as usize] = anchor as u32;
-        self.younger[youngest as usize] = page;
-        self.older[anchor] = page;
-        outcome(hit, &mut self.seen[page as usize])
-    }
-}
-
-/// CLOCK: first in, first out, with a second chance for what was touched. FIFO
-/// when it does not look.
-struct Clock {
-    room: usize,
-    looks: bool,
-    seen: Vec<bool>,
-    resident: Vec<bool>,
-    touched: Vec<bool>,
-    queue: VecDeque<u32>,
-}
-
-impl Clock {
-    fn new(pages: usize, room: usize, looks: bool) -> Self {
-        let no = vec![false; pages];
-        Self {
-            room,
-            looks,
-            seen: no.clone(),
-            resident: no.clone(),
-            touched: no,
-            queue: VecDeque::new(),
+    #[test]
+    fn production_beats_the_rivals_on_skewed_requests() {
+        for workload in [Workload::Gaussian, Workload::Zipf] {
+            let report = replay_model(&arguments(), workload).expect("the model fits");
+            let per_get: Vec<f64> =
+                report.rows.iter().map(|row| report.per_unit(&row.hard)).collect();
+            let [strata, lru, _, fifo] = per_get[..] else { panic!("four policies: {per_get:?}") };
+            assert!(report.best_fixed < strata, "better than the optimum: {strata}");
+            assert!(strata < 0.97 * lru && strata < 0.8 * fifo, "{workload:?}: {per_get:?}");
         }
     }
-}
 
-impl Replay for Clock {
-    fn touch(&mut self, page: u32) -> Touch {
-        let hit = self.resident[page as usize];
-        if hit {
-            self.touched[page as usize] = self.looks;
-        } else {
-            while self.queue.len() >= self.room {
-                let oldest = self.queue.pop_front().expect("room is not zero");
-                if std::mem::replace(&mut self.touched[oldest as usize], false) {
-                    self.queue.push_back(oldest);
-                } else {
-                    self.resident[oldest as usize] = false;
-                }
-            }
-            self.queue.push_back(page);
-            self.resident[page as usize] = true;
-        }
-        outcome(hit, &mut self.seen[page as usize])
+    #[test]
+    fn a_recording_that_is_cut_short_says_so() {
+        let error = parse_trace(&[0; 4 * 20 + 3]).expect_err("three bytes too many").to_string();
+        assert!(error.contains("cut short") && error.contains("20 whole records"), "{error}");
+        let error = parse_trace(&[0; 8]).expect_err("two touches").to_string();
+        assert!(error.contains("2 touches"), "{error}");
     }
-}
 
-fn outcome(hit: bool, seen: &mut bool) -> Touch {
-    match (hit, std::mem::replace(seen, true)) {
-        (true, _) => Touch::Hit,
-        (false, true) => Touch::Hard,
-        (false, false) => Touch::First,
+    #[test]
+    fn a_recording_is_replayed_with_dense_page_ids() {
+        let ids = [7u32, 1 << 31, 7, 9, 9, 9, u32::MAX, 7];
+        let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+        let (touches, pages) = parse_trace(&bytes).expect("whole records");
+        assert_eq!((touches, pages), (vec![0, 1, 0, 2, 2, 2, 3, 0], 4));
     }
 }

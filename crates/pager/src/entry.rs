@@ -13,6 +13,11 @@ use strata_units::Handle;
 pub(crate) enum Entry {
     /// Nowhere: never touched, or discarded. Reads as zero.
     Untouched,
+    /// Discarded by `madvise`: reads as zero. The kernel tells before it does
+    /// it, so the old content may be in place for a moment more: the page is
+    /// not taken for resident before a fault of its own has been served, or an
+    /// eviction would save what the program threw away.
+    Discarded,
     /// In the address space (or discarded since, unseen: then it is zero).
     Resident {
         /// Inherited by a fork and perhaps still mapped by another process
@@ -51,6 +56,7 @@ impl Entry {
             Self::Stored(handle) => 3 | (handle.0 << PAYLOAD_SHIFT),
             Self::Arriving(handle) => 4 | (handle.0 << PAYLOAD_SHIFT),
             Self::Lost => 5,
+            Self::Discarded => 6,
         }
     }
 
@@ -64,8 +70,14 @@ impl Entry {
             2 => Self::Leaving { slot: payload as u16, wanted: flag },
             3 => Self::Stored(Handle(payload)),
             4 => Self::Arriving(Handle(payload)),
+            6 if word == 6 => Self::Discarded,
             _ => Self::Lost,
         }
+    }
+
+    /// Whether a missing page is to be filled with zeroes and was not charged.
+    pub(crate) const fn reads_zero(self) -> bool {
+        matches!(self, Self::Untouched | Self::Discarded)
     }
 
     /// The reference to the store that this entry owns.
@@ -106,6 +118,7 @@ mod tests {
             Entry::Stored(handle),
             Entry::Arriving(handle),
             Entry::Lost,
+            Entry::Discarded,
         ]
     }
 
@@ -118,7 +131,7 @@ mod tests {
 
     #[test]
     fn an_unknown_word_never_reads_as_zero_or_resident() {
-        for tag in 6..16u64 {
+        for tag in 5..16u64 {
             assert_eq!(Entry::decode(tag | 0xABCD_0000), Entry::Lost);
         }
         assert_eq!(Entry::decode(0xABCD_0000), Entry::Lost);

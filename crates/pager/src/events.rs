@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use strata_policy::gap;
 use strata_sys::{Event, EventFd, Range, Userfaultfd, adopt_fd, futex_wait, futex_wake};
 use strata_units::{LeafIndex, PAGE_SHIFT, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
 
@@ -131,12 +132,12 @@ impl Space {
         for (piece, leaf, part) in gate.pages_in(range) {
             for (_, page) in ids_in(leaf, part) {
                 let entry = tenant.map.get(page);
-                match entry {
-                    Entry::Untouched => continue,
-                    Entry::Leaving { slot, .. } => gate.slots[usize::from(slot)] = 0,
-                    _ => {}
+                if let Entry::Leaving { slot, .. } = entry {
+                    gate.slots[usize::from(slot)] = 0;
                 }
-                tenant.map.set(page, Entry::Untouched);
+                tenant.map.age(page).store(gap::NEW, Ordering::Relaxed);
+                let after = if unmapped { Entry::Untouched } else { Entry::Discarded };
+                tenant.map.set(page, after);
                 tenant.uncharge(entry);
             }
             if unmapped && part.len() == (PAGE_SIZE * PAGES_PER_LEAF) as u64 {
@@ -276,7 +277,7 @@ impl Space {
                     Entry::Stored(handle) | Entry::Arriving(handle) => {
                         tenant.store.retain(handle);
                     }
-                    Entry::Lost => {}
+                    Entry::Lost | Entry::Discarded => {}
                 }
                 let age = tenant.map.age(from).load(Ordering::Relaxed);
                 tenant.map.age(to).store(age, Ordering::Relaxed);

@@ -174,7 +174,9 @@ impl Space {
                 tenant.wake_keeper();
                 Claim::Defer
             }
-            Entry::Untouched => Claim::Zero(self.zero_window(tenant, gate, address), Some(page)),
+            Entry::Untouched | Entry::Discarded => {
+                Claim::Zero(self.zero_window(tenant, gate, address), Some(page))
+            }
             Entry::Stored(handle) | Entry::Arriving(handle) => {
                 tenant.map.set(page, Entry::Arriving(handle));
                 Claim::Fill(page, address, handle)
@@ -194,9 +196,7 @@ impl Space {
         let mapped_end = gate.registered_end(address).unwrap_or(address + PAGE_SIZE as u64);
         let most = leaf_end.min(mapped_end).min(address + wish * PAGE_SIZE as u64);
         let mut end = address + PAGE_SIZE as u64;
-        while end < most
-            && gate.page(end).is_none_or(|page| tenant.map.get(page) == Entry::Untouched)
-        {
+        while end < most && gate.page(end).is_none_or(|page| tenant.map.get(page).reads_zero()) {
             end += PAGE_SIZE as u64;
         }
         gate.zero_end = end;
@@ -240,19 +240,17 @@ impl Space {
                 tenant.counters.add(Counter::ZeroFaults, 1);
                 for offset in 0..pages as u32 {
                     let page = PageId(first.0 + offset);
-                    if tenant.map.replace(page, Entry::Untouched, Entry::Resident { shared: false })
-                    {
+                    let resident = Entry::Resident { shared: false };
+                    let before = tenant.map.get(page);
+                    if before.reads_zero() && tenant.map.replace(page, before, resident) {
                         tenant.charge_resident(page);
                     }
                 }
                 Served::Done
             }
+            // Another message filled it. Its entry says so already, or it is
+            // just being discarded.
             Fill::Present => {
-                if let Some(page) = first
-                    && tenant.map.replace(page, Entry::Untouched, Entry::Resident { shared: false })
-                {
-                    tenant.charge_resident(page);
-                }
                 self.uffd.wake(one_page(range.start));
                 Served::Done
             }

@@ -41,6 +41,9 @@ const SWEEP_LEAVES: usize = 16;
 pub(crate) const MOST_ARRIVALS: usize = 1 << 20;
 /// A page that the kernel would not move is tried again after this.
 const PINNED_FOR: Duration = Duration::from_secs(1);
+/// Rounds in a row without anything to evict until faults are served beyond the
+/// budget: a single batch may have been cancelled.
+const STUCK_ROUNDS: u32 = 20;
 /// Store memory given back a round by moving objects together.
 const COMPACT_BYTES_PER_ROUND: u64 = 1 << 20;
 
@@ -78,6 +81,7 @@ struct Keeper<'a> {
     evicting: bool,
     resident_before: u64,
     spaces_at_scan: usize,
+    stuck_rounds: u32,
 }
 
 pub(crate) fn run(tenant: &Arc<Tenant>) {
@@ -96,6 +100,7 @@ pub(crate) fn run(tenant: &Arc<Tenant>) {
         evicting: false,
         resident_before: 0,
         spaces_at_scan: 0,
+        stuck_rounds: 0,
     };
     let mut next_look = Duration::ZERO;
     loop {
@@ -160,6 +165,7 @@ impl Keeper<'_> {
         self.set_headroom(budget, usage);
         let seen = self.observe(budget, usage);
         let actions = budget::decide(&seen);
+        let was_managed = tenant.under_pressure.load(Ordering::Relaxed);
         if actions.register && !spaces.is_empty() {
             tenant.under_pressure.store(true, Ordering::Relaxed);
         }
@@ -176,9 +182,12 @@ impl Keeper<'_> {
         let worked = self.act(&actions, &spaces);
         self.evicting = actions.evict_pages > 0;
         self.sweep();
-        let exhausted = actions.cannot_by_bytes > budget::tolerance_bytes(budget)
-            || (actions.evict_pages > 0 && worked == 0);
-        self.say_exhausted(exhausted, &actions, usage, budget);
+        // Before the first scan nothing is known to be evictable.
+        let stuck = was_managed
+            && (actions.cannot_by_bytes > budget::tolerance_bytes(budget)
+                || (actions.evict_pages > 0 && worked == 0));
+        self.stuck_rounds = if stuck { self.stuck_rounds + 1 } else { 0 };
+        self.say_exhausted(self.stuck_rounds >= STUCK_ROUNDS, &actions, usage, budget);
         if worked > 0 { Duration::ZERO } else { Duration::from_micros(actions.next_look_us) }
     }
 
@@ -186,8 +195,8 @@ impl Keeper<'_> {
         let arrivals = std::mem::take(&mut *lock(&self.tenant.arrivals));
         let now = self.tenant.counters.get(Counter::PolicyTime) as u32;
         let lost = arrivals.len() >= MOST_ARRIVALS;
-        for (page, arrival) in arrivals {
-            self.replacement.arrived(page, arrival, now);
+        for page in arrivals {
+            self.replacement.arrived(page, now);
         }
         let due = Instant::now();
         let mut still = Vec::new();
@@ -328,6 +337,7 @@ impl Keeper<'_> {
         let now = tenant.counters.get(Counter::PolicyTime) as u32;
         let census = tenant.census();
         let mut victims = Vec::with_capacity(want);
+        self.replacement.maintain(census, tenant.as_ref());
         self.replacement.victims(now, want, census, tenant.as_ref(), &mut victims);
         if victims.len() < want / 2 && census.resident > victims.len() + 4096 {
             self.rebuild();

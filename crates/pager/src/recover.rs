@@ -189,7 +189,7 @@ impl Tenant {
                             self.map.set(page, Entry::Stored(handle));
                         }
                     }
-                    Entry::Untouched | Entry::Stored(_) | Entry::Lost => {}
+                    Entry::Untouched | Entry::Discarded | Entry::Stored(_) | Entry::Lost => {}
                 }
             }
         }

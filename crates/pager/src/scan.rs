@@ -127,6 +127,10 @@ pub(crate) fn register_new(space: &Arc<Space>, tenant: &Arc<Tenant>) -> bool {
         .filter(|&stack| stack != 0)
         .collect();
     handler::start(space, tenant);
+    // MOVE demands that its target is registered here.
+    if space.uffd.register(agent.ranges.transfer) == Registration::Gone {
+        return false;
+    }
     for mapping in maps {
         if !is_eligible(&mapping, &agent, &stacks) {
             continue;

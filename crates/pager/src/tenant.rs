@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use strata_policy::{Arrival, gap};
+use strata_policy::gap;
 use strata_store::{Descriptors, FileConfig, Store, StoreConfig};
 use strata_sys::{ControlBlock, EventFd, Pidfd, Range, Registration, SeqPacket, Userfaultfd};
 use strata_units::wire::TRANSFER_PAGES;
@@ -109,7 +109,7 @@ pub struct Tenant {
     pub(crate) under_pressure: AtomicBool,
     pub(crate) ended: AtomicBool,
     /// Arrivals that the policy has not seen yet.
-    pub(crate) arrivals: Mutex<Vec<(PageId, Arrival)>>,
+    pub(crate) arrivals: Mutex<Vec<PageId>>,
     pub(crate) usage: Mutex<Usage>,
     pub(crate) inbox: Mutex<Inbox>,
     pub(crate) inbox_filled: Condvar,
@@ -279,10 +279,9 @@ impl Tenant {
         let mut notes = lock(&self.notes);
         match text {
             Some(text) => {
-                if notes.get(cause) != Some(&text) {
+                if notes.insert(cause, text.clone()).is_none() {
                     self.log(&text);
                 }
-                notes.insert(cause, text);
             }
             None => {
                 notes.remove(cause);
@@ -493,47 +492,41 @@ impl Tenant {
         self.counters.add(Counter::PolicyTime, 1) as u32
     }
 
-    fn count_in(&self, page: PageId, arrival: Arrival) {
+    fn count_in(&self, page: PageId) {
         self.resident_pages.fetch_add(1, Ordering::Relaxed);
         let left = self.headroom_pages.fetch_sub(1, Ordering::Relaxed);
-        self.tell_policy(page, arrival);
+        self.tell_policy(page);
         if left == keeper::WAKE_AT_PAGES {
             self.wake_keeper();
         }
     }
 
-    fn tell_policy(&self, page: PageId, arrival: Arrival) {
+    fn tell_policy(&self, page: PageId) {
         let mut arrivals = lock(&self.arrivals);
         if arrivals.len() < keeper::MOST_ARRIVALS {
-            arrivals.push((page, arrival));
+            arrivals.push(page);
         }
     }
 
     /// A page was touched for the first time, or found resident.
     pub(crate) fn charge_resident(&self, page: PageId) {
         self.policy_now();
-        self.count_in(page, self.standing_arrival(page));
-    }
-
-    /// An arrival that tells no more than the page's estimate.
-    fn standing_arrival(&self, page: PageId) -> Arrival {
-        let level = gap::level(self.map.age(page).load(Ordering::Relaxed));
-        Arrival { level, surprise: 0, repeated: false }
+        self.count_in(page);
     }
 
     /// A stored page is in place again: its entry owns the handle no more.
     pub(crate) fn arrived(&self, page: PageId, handle: Handle) {
         let cell = self.map.age(page);
-        let (age, arrival) = gap::arrived(cell.load(Ordering::Relaxed), self.policy_now());
+        let (age, _) = gap::arrived(cell.load(Ordering::Relaxed), self.policy_now());
         cell.store(age, Ordering::Relaxed);
         self.map.set(page, Entry::Resident { shared: false });
         self.store.release(handle);
-        self.count_in(page, arrival);
+        self.count_in(page);
     }
 
     /// A resident page has another id (mremap): the policy learns it.
     pub(crate) fn noticed_resident(&self, page: PageId) {
-        self.tell_policy(page, self.standing_arrival(page));
+        self.tell_policy(page);
     }
 
     /// What `entry` held is gone: its handle, or its DRAM.
@@ -544,7 +537,10 @@ impl Tenant {
                 self.headroom_pages.fetch_add(1, Ordering::Relaxed);
             }
             Entry::Stored(handle) | Entry::Arriving(handle) => self.store.release(handle),
-            Entry::Resident { shared: true } | Entry::Untouched | Entry::Lost => {}
+            Entry::Resident { shared: true }
+            | Entry::Untouched
+            | Entry::Discarded
+            | Entry::Lost => {}
         }
     }
 

@@ -62,8 +62,9 @@ impl Packed {
         let seen = if self.original_bytes < RATIO_SAMPLE_BYTES {
             guess
         } else {
+            // Rounded up: what is said to fit must fit.
             let cost = u128::from(self.cost_bytes) * u128::from(PAGE_BYTES);
-            (cost / u128::from(self.original_bytes)) as u64
+            cost.div_ceil(u128::from(self.original_bytes)) as u64
         };
         seen.clamp(MIN_STORED_PAGE_BYTES, PAGE_BYTES)
     }
@@ -168,8 +169,12 @@ pub fn decide(seen: &Observation) -> Actions {
     let fast_page = seen.fast.page_cost((PAGE_BYTES << RATIO_SHIFT) / GUESSED_FAST_RATIO);
     let dense_guess = fast_page * GUESSED_DENSE_GAIN.1 / GUESSED_DENSE_GAIN.0;
     let dense_page = seen.dense.page_cost(dense_guess).min(fast_page);
-    let settle_gain = PAGE_BYTES - fast_page;
-    let repack_gain = fast_page - dense_page;
+    // Below a 64th of a page, moving it costs more than it brings.
+    let settle_gain =
+        if PAGE_BYTES - fast_page < PAGE_BYTES / 64 { 0 } else { PAGE_BYTES - fast_page };
+    // Below a 16th of what is stored, packing it again does.
+    let worth_it = (fast_page - dense_page) * 16 >= fast_page;
+    let repack_gain = if worth_it { fast_page - dense_page } else { 0 };
 
     // Kept copies are a luxury: what exceeds its share goes, and under pressure
     // all of them before any page does.
@@ -193,12 +198,9 @@ pub fn decide(seen: &Observation) -> Actions {
     // Dense packing: down to its share of the budget, or as far as the need goes.
     let stored = seen.fast.cost_bytes + seen.dense.cost_bytes - actions.drop_kept_bytes;
     let fast_pages = seen.fast.original_bytes / PAGE_BYTES;
-    let worth_it = repack_gain * 16 >= fast_page;
-    if worth_it {
-        let excess = need.max(stored.saturating_sub(budget / DENSE_PART));
-        actions.repack_pages = pages_for(excess, repack_gain).unwrap_or(0).min(fast_pages);
-        need = need.saturating_sub(actions.repack_pages * repack_gain);
-    }
+    let excess = need.max(stored.saturating_sub(budget / DENSE_PART));
+    actions.repack_pages = pages_for(excess, repack_gain).unwrap_or(0).min(fast_pages);
+    need = need.saturating_sub(actions.repack_pages * repack_gain);
     let after_repack = stored.saturating_sub(actions.repack_pages * repack_gain);
     if let Some(room) = seen.file_room_bytes {
         let excess = need.max(after_repack.saturating_sub(budget / FILE_PART));
@@ -245,6 +247,5 @@ fn least_cost_bytes(seen: &Observation, page_cost: u64) -> u64 {
 
 /// Pages that free `bytes` at `gain` bytes each; `None` when no number does.
 fn pages_for(bytes: u64, gain: u64) -> Option<u64> {
-    // Below a gain of a 64th of a page, moving pages costs more than it brings.
-    (gain >= PAGE_BYTES / 64).then(|| bytes.div_ceil(gain))
+    (gain > 0).then(|| bytes.div_ceil(gain))
 }

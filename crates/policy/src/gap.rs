@@ -97,18 +97,6 @@ impl Level {
     }
 }
 
-/// What an arrival tells the owner of the queues.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Arrival {
-    /// The new estimate; [`Level::UNKNOWN`] on a first touch.
-    pub level: Level,
-    /// The sample against the estimate before it, in levels: negative when the
-    /// page came back sooner. 0 when there was no estimate.
-    pub surprise: i8,
-    /// There was an estimate before.
-    pub repeated: bool,
-}
-
 /// The estimate of a page; [`Level::UNKNOWN`] before its first return.
 #[must_use]
 pub const fn level(cell: u16) -> Level {
@@ -128,27 +116,25 @@ pub const fn left(cell: u16, now: u32, newcomer: Level) -> u16 {
     }
 }
 
-/// The cell of a page that comes back to DRAM at `now`, and what that tells.
+/// The cell of a page that comes back to DRAM at `now`, and its new estimate.
 /// A [`NEW`] cell stays as it is: a first touch.
 #[must_use]
-pub fn arrived(cell: u16, now: u32) -> (u16, Arrival) {
+pub fn arrived(cell: u16, now: u32) -> (u16, Level) {
     if cell == NEW {
-        return (NEW, Arrival { level: Level::UNKNOWN, surprise: 0, repeated: false });
+        return (NEW, Level::UNKNOWN);
     }
     let sample = octaves(elapsed_faults(cell, now));
-    let before = f32::from(stored_level(cell).0) / LEVELS_PER_OCTAVE as f32;
-    let (octave, surprise) = if cell & SAMPLED == 0 {
-        (sample, 0)
+    let octave = if cell & SAMPLED == 0 {
+        sample
     } else {
-        let difference = sample - before;
-        let blended = (1.0 + WEIGHT * ((POWER * difference).exp2() - 1.0)).log2() / POWER;
-        (before + blended, (difference * LEVELS_PER_OCTAVE as f32).round() as i8)
+        let before = f32::from(stored_level(cell).0) / LEVELS_PER_OCTAVE as f32;
+        let ratio = (POWER * (sample - before)).exp2();
+        before + (1.0 + WEIGHT * (ratio - 1.0)).log2() / POWER
     };
     // Rounding to the nearest level would swallow every small correction:
     // a pseudo-random threshold keeps them in the mean.
     let level = Level::rounded(octave * LEVELS_PER_OCTAVE as f32 + dither(cell, now));
-    let repeated = cell & SAMPLED != 0;
-    (encode(SAMPLED, level, now), Arrival { level, surprise, repeated })
+    (encode(SAMPLED, level, now), level)
 }
 
 /// The cell of a page that is out of DRAM, seen by a walk over the page map at
@@ -208,14 +194,13 @@ mod tests {
 
     #[test]
     fn a_new_page_stays_new_until_it_has_left() {
-        let (cell, arrival) = arrived(NEW, 1234);
-        assert_eq!((cell, arrival.level, arrival.repeated), (NEW, Level::UNKNOWN, false));
+        assert_eq!(arrived(NEW, 1234), (NEW, Level::UNKNOWN));
         assert_eq!(swept(NEW, 99), NEW);
         let out = left(NEW, 1000, Level::of_gap(4096));
         assert_eq!(level(out), Level::UNKNOWN, "a guess is not a sample");
-        let (cell, arrival) = arrived(out, 1000 + 8192);
-        assert!(level(cell).index().abs_diff(Level::of_gap(8192).index()) <= 1);
-        assert!(!arrival.repeated);
+        let (cell, first) = arrived(out, 1000 + 8192);
+        assert_eq!(level(cell), first);
+        assert!(first.index().abs_diff(Level::of_gap(8192).index()) <= 1, "{first:?}");
     }
 
     #[test]

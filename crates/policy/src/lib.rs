@@ -12,5 +12,5 @@ mod queues;
 pub mod replacement;
 pub mod replay;
 
-pub use gap::{Arrival, Level};
+pub use gap::Level;
 pub use replacement::{Census, Pages, Replacement};

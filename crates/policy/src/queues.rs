@@ -15,7 +15,6 @@ const NONE: u32 = u32::MAX;
 #[derive(Clone)]
 struct Chunk {
     next: u32,
-    previous: u32,
     /// Time of the first entry ever put in.
     stamp: u32,
     start: u8,
@@ -23,14 +22,8 @@ struct Chunk {
     pages: [PageId; CHUNK_ENTRIES],
 }
 
-const EMPTY: Chunk = Chunk {
-    next: NONE,
-    previous: NONE,
-    stamp: 0,
-    start: 0,
-    end: 0,
-    pages: [PageId(0); CHUNK_ENTRIES],
-};
+const EMPTY: Chunk =
+    Chunk { next: NONE, stamp: 0, start: 0, end: 0, pages: [PageId(0); CHUNK_ENTRIES] };
 
 #[derive(Clone, Copy)]
 struct Ends {
@@ -105,7 +98,7 @@ impl<const QUEUES: usize> Queues<QUEUES> {
         let full = tail == NONE || self.chunk(tail).end as usize == CHUNK_ENTRIES;
         let index = if full {
             let index = self.take_free();
-            *self.chunk_mut(index) = Chunk { previous: tail, stamp: time, ..EMPTY };
+            *self.chunk_mut(index) = Chunk { stamp: time, ..EMPTY };
             if tail == NONE {
                 self.ends[queue].head = index;
             } else {
@@ -148,42 +141,18 @@ impl<const QUEUES: usize> Queues<QUEUES> {
         let chunk = self.chunk_mut(head);
         let page = chunk.pages[chunk.start as usize];
         chunk.start += 1;
-        self.took(queue, head);
-        Some((page, time))
-    }
-
-    /// Takes the youngest entry.
-    pub(crate) fn pop_youngest(&mut self, queue: usize) -> Option<PageId> {
-        let tail = self.ends[queue].tail;
-        if tail == NONE {
-            return None;
-        }
-        let chunk = self.chunk_mut(tail);
-        chunk.end -= 1;
-        let page = chunk.pages[chunk.end as usize];
-        self.took(queue, tail);
-        Some(page)
-    }
-
-    /// Accounts for an entry taken from `index`, one of the ends of `queue`.
-    fn took(&mut self, queue: usize, index: u32) {
+        let (emptied, next) = (chunk.start == chunk.end, chunk.next);
         self.ends[queue].len -= 1;
         self.entries -= 1;
-        let chunk = self.chunk(index);
-        if chunk.start < chunk.end {
-            return;
+        if emptied {
+            self.ends[queue].head = next;
+            if next == NONE {
+                self.ends[queue].tail = NONE;
+            }
+            self.chunk_mut(head).next = self.free;
+            self.free = head;
         }
-        let (previous, next) = (chunk.previous, chunk.next);
-        match previous {
-            NONE => self.ends[queue].head = next,
-            _ => self.chunk_mut(previous).next = next,
-        }
-        match next {
-            NONE => self.ends[queue].tail = previous,
-            _ => self.chunk_mut(next).previous = previous,
-        }
-        self.chunk_mut(index).next = self.free;
-        self.free = index;
+        Some((page, time))
     }
 }
 
@@ -203,7 +172,6 @@ mod tests {
             let queue = (seed >> 33) as usize % 3;
             let grow = step / 20_000 % 2 == 0;
             match (seed >> 40) % 4 {
-                0 => assert_eq!(queues.pop_youngest(queue).map(|p| p.0), model[queue].pop_back()),
                 1 if !grow => {
                     let popped = queues.pop_oldest(queue, step).map(|(page, _)| page.0);
                     assert_eq!(popped, model[queue].pop_front());

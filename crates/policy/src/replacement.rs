@@ -10,19 +10,22 @@
 //! is what lets a set of hot pages that has moved on be found without probing,
 //! and bounds how long one lucky sample can keep a cold page.
 //!
-//! Three guards:
+//! Two guards:
 //! - *nursery*: the youngest arrivals are never victims, so a program always gets
 //!   to use the pages that it just waited for, however small its budget;
 //! - *newcomers* (first touches) are treated as pages used as often as the average
 //!   of all: a load phase runs through first in first out and does not push out
-//!   pages with a proven shorter gap;
-//! - *loops*: where the returns of a level come exactly when expected, its pages
-//!   are being walked in a circle larger than their share of memory, and evicting
-//!   the oldest would miss every single one. There the youngest goes instead.
+//!   pages with a proven shorter gap.
+//!
+//! A walk in circles through more pages than there is room for needs no guard of
+//! its own: the small differences between estimates keep some of the circle
+//! resident, where LRU would miss every page of it.
+
+use std::collections::HashSet;
 
 use strata_units::PageId;
 
-use crate::gap::{Arrival, LEVELS, Level};
+use crate::gap::{LEVELS, Level};
 use crate::queues::Queues;
 
 /// Queue of the youngest arrivals; 0..LEVELS are the levels, of which 0 holds
@@ -34,15 +37,8 @@ const NURSERY_MIN_PAGES: usize = 64;
 /// ...or this part of what is resident.
 const NURSERY_PART: usize = 64;
 
-/// A return counts as expected when it is off by no more than this many levels.
-const LOOP_LEVELS: u8 = 2;
-/// Share of expected returns, in 2^-16, from which a level counts as a loop. Of
-/// a memoryless page's returns 30 % are that close to its estimate.
-const LOOP_SHARE: u16 = 40_000;
-/// log2 of the returns over which that share is averaged.
-const LOOP_MEMORY_SHIFT: u32 = 8;
-/// One victim in so many is chosen by age even in a loop, to notice its end.
-const LOOP_CHECK_EVERY: u32 = 16;
+/// Most victims of one call: 16 MiB, more than is evicted between two looks.
+pub const VICTIMS_MAX: usize = 4096;
 
 /// What the owner of the page map says about a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -84,8 +80,8 @@ impl Census {
 pub struct Replacement {
     queues: Queues<{ LEVELS + 1 }>,
     now: u32,
-    expected_share: [u16; LEVELS],
-    victims_total: u32,
+    /// The victims of the call under way.
+    chosen: HashSet<PageId>,
 }
 
 impl Default for Replacement {
@@ -98,20 +94,14 @@ impl Replacement {
     /// Nothing resident.
     #[must_use]
     pub fn new() -> Self {
-        Self { queues: Queues::new(), now: 0, expected_share: [0; LEVELS], victims_total: 0 }
+        Self { queues: Queues::new(), now: 0, chosen: HashSet::new() }
     }
 
-    /// `page` came into DRAM (fault or first touch). `now` is the tenant's count
-    /// of arrivals; records may come a little out of order.
-    pub fn arrived(&mut self, page: PageId, arrival: Arrival, now: u32) {
+    /// `page` came into DRAM (fault or first touch) and its cell is up to date.
+    /// `now` is the tenant's count of arrivals; records may come a little out of
+    /// order.
+    pub fn arrived(&mut self, page: PageId, now: u32) {
         self.advance(now);
-        if arrival.repeated {
-            let share = &mut self.expected_share[arrival.level.index()];
-            let expected = arrival.surprise.unsigned_abs() <= LOOP_LEVELS;
-            let target = if expected { i32::from(u16::MAX) } else { 0 };
-            let step = (target - i32::from(*share)) >> LOOP_MEMORY_SHIFT;
-            *share = share.saturating_add_signed(step as i16);
-        }
         self.queues.push(NURSERY, page, self.now);
     }
 
@@ -121,8 +111,8 @@ impl Replacement {
         self.queues.push(NURSERY, page, self.now);
     }
 
-    /// Appends up to `want` pages to `out`, the best to lose first. They have
-    /// left the queues: each is either evicted, or given back by
+    /// Appends up to `want` pages ([`VICTIMS_MAX`] at most) to `out`, the best to
+    /// lose first, none twice. They have left the queues: each is either evicted, or given back by
     /// [`Self::refused`]. Fewer come when nothing else may leave; if much more
     /// is resident than that, records were lost and [`Self::rebuild`] is due.
     pub fn victims(
@@ -136,30 +126,27 @@ impl Replacement {
         self.advance(now);
         self.maintain(census, pages);
         self.graduate(census, pages);
-        let scale = self.age_scale(census);
+        let scale = age_scale(census);
         let newcomer = census.newcomer();
         let mut keys = [f32::NEG_INFINITY; LEVELS];
         for (level, key) in keys.iter_mut().enumerate() {
             *key = self.key(level, newcomer, scale);
         }
-        let until = out.len() + want;
+        self.chosen.clear();
+        let until = out.len() + want.min(VICTIMS_MAX);
         while out.len() < until {
-            let check = self.victims_total.is_multiple_of(LOOP_CHECK_EVERY);
-            let Some(level) = self.choose(&keys, newcomer, check) else { break };
-            let youngest = !check && self.is_loop(level);
-            let popped = if youngest {
-                self.queues.pop_youngest(level)
-            } else {
-                self.queues.pop_oldest(level, self.now).map(|(page, _)| page)
-            };
-            let page = popped.expect("a queue with a key has an entry");
+            let Some(level) = largest(&keys) else { break };
+            let popped = self.queues.pop_oldest(level, self.now);
+            let (page, _) = popped.expect("a queue with a key has an entry");
             keys[level] = self.key(level, newcomer, scale);
             match pages.standing(page) {
                 // Another level: this entry is from an earlier stay, and the
                 // page has a younger one elsewhere.
                 Standing::Evictable(current) if current.index() == level => {
-                    out.push(page);
-                    self.victims_total = self.victims_total.wrapping_add(1);
+                    // A page that was discarded and touched has two entries.
+                    if self.chosen.insert(page) {
+                        out.push(page);
+                    }
                 }
                 Standing::Busy => self.queues.push(NURSERY, page, self.now),
                 Standing::Evictable(_) | Standing::Gone => {}
@@ -171,7 +158,7 @@ impl Replacement {
     /// by [`Self::victims`]; the owner calls it on its tick too, for a tenant
     /// that discards and touches memory without ever being squeezed.
     pub fn maintain(&mut self, census: Census, pages: &impl Pages) {
-        let bound = census.resident + census.resident / 4 + 1024;
+        let bound = census.resident + census.resident / 8 + 1024;
         let slack = self.queues.slack_chunks();
         if self.queues.entries() <= bound && slack <= 64 + self.queues.entries() / 128 {
             return;
@@ -212,7 +199,10 @@ impl Replacement {
     /// Memory held.
     #[must_use]
     pub fn memory_bytes(&self) -> usize {
-        self.queues.memory_bytes() + size_of::<Self>() - size_of::<Queues<{ LEVELS + 1 }>>()
+        let fixed = size_of::<Self>() - size_of::<Queues<{ LEVELS + 1 }>>();
+        // A table entry is the page and a byte, in a table at most 7/8 full.
+        let chosen = self.chosen.capacity() * (size_of::<PageId>() + 1) * 8 / 7;
+        self.queues.memory_bytes() + fixed + chosen
     }
 
     fn advance(&mut self, now: u32) {
@@ -235,41 +225,34 @@ impl Replacement {
         }
     }
 
-    /// Levels of age for one arrival.
-    fn age_scale(&self, census: Census) -> f32 {
-        1.0 / census.resident.max(1024) as f32
-    }
-
-    fn is_loop(&self, level: usize) -> bool {
-        level != Level::UNKNOWN.index() && self.expected_share[level] >= LOOP_SHARE
-    }
-
     /// How much the oldest page of a level deserves to leave.
     fn key(&self, level: usize, newcomer: Level, scale: f32) -> f32 {
         match self.queues.oldest_time(level, self.now) {
             None => f32::NEG_INFINITY,
-            Some(time) => base(level, newcomer) + self.now.wrapping_sub(time) as f32 * scale,
-        }
-    }
-
-    fn choose(&self, keys: &[f32; LEVELS], newcomer: Level, check: bool) -> Option<usize> {
-        let mut best = (f32::NEG_INFINITY, None);
-        for (level, &key) in keys.iter().enumerate() {
-            if key == f32::NEG_INFINITY {
-                continue;
-            }
-            // In a loop it is the youngest that would go, and it has no age.
-            let key = if !check && self.is_loop(level) { base(level, newcomer) } else { key };
-            if key >= best.0 {
-                best = (key, Some(level));
+            Some(time) => {
+                let estimate =
+                    if level == Level::UNKNOWN.index() { newcomer.index() } else { level };
+                estimate as f32 + self.now.wrapping_sub(time) as f32 * scale
             }
         }
-        best.1
     }
 }
 
-fn base(level: usize, newcomer: Level) -> f32 {
-    if level == Level::UNKNOWN.index() { newcomer.index() as f32 } else { level as f32 }
+/// Levels of age for one arrival. Slower ageing misses a little less when nothing
+/// changes, faster ageing finds a moved hot set sooner (docs/policy.md).
+fn age_scale(census: Census) -> f32 {
+    1.0 / census.resident.max(1024) as f32
+}
+
+/// The queue with the largest key; the colder one of equals.
+fn largest(keys: &[f32; LEVELS]) -> Option<usize> {
+    let mut best = (f32::NEG_INFINITY, None);
+    for (level, &key) in keys.iter().enumerate() {
+        if key > f32::NEG_INFINITY && key >= best.0 {
+            best = (key, Some(level));
+        }
+    }
+    best.1
 }
 
 /// Marks `page`; false when it was marked before.

@@ -107,11 +107,11 @@ impl Tenant {
             self.make_room();
         }
         self.now = self.now.wrapping_add(1);
-        let (cell, arrival) = gap::arrived(self.map.cells[index], self.now);
+        let (cell, _) = gap::arrived(self.map.cells[index], self.now);
         self.map.cells[index] = cell;
         self.map.places[index] = Place::Resident;
         self.resident += 1;
-        self.replacement.arrived(PageId(page), arrival, self.now);
+        self.replacement.arrived(PageId(page), self.now);
         self.sweep_one();
         touch
     }
@@ -158,16 +158,31 @@ impl Tenant {
         gap::level(self.map.cells[page as usize])
     }
 
+    /// Evicts all that may leave, straight into the store. Returns how many pages
+    /// that were.
+    pub fn squeeze(&mut self) -> usize {
+        let before = self.resident;
+        loop {
+            self.evict(usize::MAX / 2);
+            self.store_staged(0, 0);
+            if self.victims.is_empty() {
+                return before - self.resident;
+            }
+        }
+    }
+
     fn make_room(&mut self) {
+        let Shape { capacity_pages, staged_pages, batch_pages, .. } = self.shape;
+        // So many that the staged ones keep their share of the room.
+        let resident_pages = capacity_pages - staged_pages - batch_pages;
+        self.evict(self.resident.saturating_sub(resident_pages).max(batch_pages));
+        self.store_staged(staged_pages, capacity_pages - batch_pages.min(self.victims.len()));
+    }
+
+    fn evict(&mut self, want: usize) {
         let census = Census { managed: self.shape.managed_pages, resident: self.resident };
         self.victims.clear();
-        self.replacement.victims(
-            self.now,
-            self.shape.batch_pages,
-            census,
-            &self.map,
-            &mut self.victims,
-        );
+        self.replacement.victims(self.now, want, census, &self.map, &mut self.victims);
         for &page in &self.victims {
             let index = page.0 as usize;
             let cell = self.map.cells[index];
@@ -177,8 +192,13 @@ impl Tenant {
         }
         self.resident -= self.victims.len();
         self.staged_live += self.victims.len();
-        let room = self.shape.capacity_pages - self.shape.batch_pages.min(self.victims.len());
-        while self.staged_live > self.shape.staged_pages || self.resident + self.staged_live > room
+    }
+
+    /// Stores the oldest staged pages until at most `staged` are left and all that
+    /// is in DRAM fits `room`, or none is left.
+    fn store_staged(&mut self, staged: usize, room: usize) {
+        while self.staged_live > staged
+            || (self.staged_live > 0 && self.resident + self.staged_live > room)
         {
             let page = self.staged.pop_front().expect("what is staged is in the queue");
             let place = &mut self.map.places[page.0 as usize];

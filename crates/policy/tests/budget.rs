@@ -177,7 +177,9 @@ proptest! {
             prop_assert!(least * 1.15 > budget_bytes as f64, "{least} fits: {tenant:?}");
             return Ok(());
         }
-        prop_assert!(tenant.pages() >= most_pages, "stuck: {:?} {tenant:?}", decide(&tenant.observe()));
+        // At the brim, what faults bring back may leave no room to grow.
+        let brim = fault_share > 0.0 && least * 1.1 > budget_bytes as f64;
+        prop_assert!(brim || tenant.pages() >= most_pages, "stuck: {:?} {tenant:?}", decide(&tenant.observe()));
         // Growth has ended: in a while there is nothing more to do.
         for _ in 0..200_000 {
             let (seen, actions) = tenant.tick(0, 0, speed);

@@ -125,21 +125,19 @@ fn leave(control: &Control) {
     }
 }
 
-/// Drops transfer slots, also in a program that has called `mlockall`.
+/// Drops transfer slots.
 fn discard(transfer: u64, first_slot: usize, count: usize) {
     let first = first_slot.min(TRANSFER_PAGES);
-    let count = count.min(TRANSFER_PAGES - first);
-    if count != 0 {
-        // SAFETY: slots of the transfer range, whose content the daemon has
-        // taken before it gave this command. The range is mapped, so that the
-        // kernel has no reason to refuse.
-        unsafe {
-            kernel::advise(
-                transfer + (first * PAGE_SIZE) as u64,
-                count * PAGE_SIZE,
-                libc::MADV_DONTNEED_LOCKED,
-            )
-        };
+    let bytes = count.min(TRANSFER_PAGES - first) * PAGE_SIZE;
+    let address = transfer + (first * PAGE_SIZE) as u64;
+    // SAFETY: slots of the transfer range, whose content the daemon has taken
+    // before it gave this command.
+    let drop_slots = || unsafe { kernel::advise(address, bytes, libc::MADV_DONTNEED) };
+    if drop_slots() == -libc::EINVAL && kernel::unlock(transfer, TRANSFER_PAGES * PAGE_SIZE) {
+        // The program has called `mlockall`, which covers the transfer range
+        // too. Unlocked, it takes no more of the program's locked pages: MOVE
+        // wants both sides alike.
+        drop_slots();
     }
 }
 

@@ -61,6 +61,12 @@ pub(crate) unsafe extern "C" fn fork() -> libc::pid_t {
     child
 }
 
+/// Looks the real `fork` up now: it may be called from a signal handler, where
+/// no lookup may happen.
+pub(crate) fn prepare() {
+    FORK.address();
+}
+
 /// Makes forks known; false: no memory for it.
 pub(crate) fn register() -> bool {
     // SAFETY: the handler is a function of this library, which is never

@@ -116,6 +116,7 @@ pub(crate) fn shake(
             use_control(block, &control)?;
             let userfaultfd =
                 kernel::new_userfaultfd(&device).map_err(|_| Failure::NoUserfaultfd)?;
+            drop((control, device));
             message::send(&socket, &Userfaultfd { magic: MAGIC }, Some(&userfaultfd))?;
             Some(userfaultfd)
         }

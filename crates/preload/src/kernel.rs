@@ -188,6 +188,12 @@ pub(crate) fn lock_page(address: u64) -> bool {
     unsafe { call(libc::SYS_mlock, [address, PAGE_SIZE as u64, 0, 0, 0, 0]) }.is_ok()
 }
 
+/// Lets a range be swapped out again.
+pub(crate) fn unlock(address: u64, length_bytes: usize) -> bool {
+    // SAFETY: unlocking changes no content; the kernel checks the address.
+    unsafe { call(libc::SYS_munlock, [address, length_bytes as u64, 0, 0, 0, 0]) }.is_ok()
+}
+
 /// Unmaps a range.
 ///
 /// # Safety

@@ -57,6 +57,7 @@ extern "C" fn constructor(
     _arguments: *const *const c_char,
     environment: *const *const c_char,
 ) {
+    fork::prepare();
     // SAFETY: the dynamic linker passes the process's environment, a
     // null-terminated array of C strings; nothing else runs that could write it.
     let wishes = unsafe { Wishes::read(environment) };
@@ -221,7 +222,7 @@ fn socket_address(path: &CStr) -> Option<libc::sockaddr_un> {
     address.sun_family = libc::AF_UNIX as libc::sa_family_t;
     let path = path.to_bytes_with_nul();
     for (to, from) in address.sun_path.get_mut(..path.len())?.iter_mut().zip(path) {
-        *to = from.cast_signed();
+        *to = *from as c_char;
     }
     Some(address)
 }

@@ -8,6 +8,9 @@ use core::arch::asm;
 
 use libc::{c_int, c_long};
 
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+compile_error!("the agent knows the system calls of x86-64 and aarch64 only");
+
 /// Results from here up are negative errnos.
 const FIRST_ERRNO: u64 = (-4095_i64).cast_unsigned();
 

@@ -218,7 +218,8 @@ pub struct Control {
     pub reader_busy: AtomicU32,
     /// The agent is inside a `MOVE`; futex.
     pub mover_busy: AtomicU32,
-    /// Threads recorded so far.
+    /// Counts up with every thread and every pinned page that is recorded: a
+    /// batch made before must not be carried out.
     pub thread_seq: AtomicU32,
     /// Set when `threads` was full: new mappings are not managed any more.
     pub thread_overflow: AtomicU32,

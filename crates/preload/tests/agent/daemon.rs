@@ -1,6 +1,6 @@
 //! A fake daemon: as little of the real one as the agent's contract needs.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -82,8 +82,8 @@ impl Caller {
             .open("/dev/userfaultfd")
             .expect("root may open it")
             .into();
-        let (file, control) = raw::control();
-        self.welcome(Verdict::Create, &[&file, &device]);
+        let control = raw::control();
+        self.welcome(Verdict::Create, &[&control.0, &device]);
         let (message, userfaultfd) =
             raw::receive::<Userfaultfd>(&self.socket).expect("a Userfaultfd");
         assert_eq!(message.magic, MAGIC);
@@ -94,24 +94,30 @@ impl Caller {
 
     /// Goes on to Ready with the userfaultfd that a fork made.
     pub(crate) fn adopt(self, userfaultfd: OwnedFd, stored: Pages) -> Space {
-        let (file, control) = raw::control();
-        self.welcome(Verdict::Adopt, &[&file, &userfaultfd]);
+        let control = raw::control();
+        self.welcome(Verdict::Adopt, &[&control.0, &userfaultfd]);
         self.ready(control, userfaultfd, stored)
     }
 
-    /// Goes on to Ready with the userfaultfd that the agent brought.
-    pub(crate) fn resume(mut self, stored: Pages) -> Space {
+    /// Goes on to Ready with the userfaultfd that the agent brought and a new
+    /// control block.
+    pub(crate) fn resume(self, stored: Pages) -> Space {
+        self.resume_with(raw::control(), stored)
+    }
+
+    /// The same with a control block from before.
+    pub(crate) fn resume_with(mut self, control: ControlBlock, stored: Pages) -> Space {
         let userfaultfd = self.userfaultfd.take().expect("Resumed carries a userfaultfd");
-        let (file, control) = raw::control();
-        self.welcome(Verdict::Resume, &[&file]);
+        self.welcome(Verdict::Resume, &[&control.0]);
         self.ready(control, userfaultfd, stored)
     }
 
-    fn ready(self, control: &'static Control, userfaultfd: OwnedFd, stored: Pages) -> Space {
+    fn ready(self, (file, control): ControlBlock, userfaultfd: OwnedFd, stored: Pages) -> Space {
         let shared = Arc::new(Served {
             control,
             userfaultfd,
             stored: Mutex::new(stored),
+            resident: Mutex::default(),
             forked: Mutex::new(Vec::new()),
             stop: AtomicBool::new(false),
         });
@@ -121,9 +127,12 @@ impl Caller {
         });
         raw::send(&self.socket, &Ready { magic: MAGIC }, &[]);
         let Self { socket, pid, hello, .. } = self;
-        Space { socket: Some(socket), pid, hello, served: shared, server: Some(server) }
+        Space { socket: Some(socket), pid, hello, file, served: shared, server: Some(server) }
     }
 }
+
+/// The memfd and where it is mapped.
+pub(crate) type ControlBlock = (OwnedFd, &'static Control);
 
 /// Content of pages that are out of an address space.
 pub(crate) type Pages = HashMap<u64, Vec<u8>>;
@@ -133,6 +142,8 @@ pub(crate) struct Served {
     pub(crate) control: &'static Control,
     pub(crate) userfaultfd: OwnedFd,
     pub(crate) stored: Mutex<Pages>,
+    /// Pages known to be there; locked after `stored`.
+    pub(crate) resident: Mutex<BTreeSet<u64>>,
     pub(crate) forked: Mutex<Vec<OwnedFd>>,
     stop: AtomicBool,
 }
@@ -142,47 +153,61 @@ impl Served {
     /// contract says.
     fn serve(&self) {
         let control = self.control;
+        let mut faults: Vec<u64> = Vec::new();
         while !self.stop.load(Ordering::Relaxed) {
-            if !raw::readable(&self.userfaultfd, 20) {
-                continue;
-            }
-            control.reader_busy.store(1, Ordering::SeqCst);
-            while control.mover_busy.load(Ordering::SeqCst) != 0 {
-                std::thread::yield_now();
-            }
-            let event = raw::event(&self.userfaultfd);
-            if let Some((kind, number, _)) = event
-                && kind != raw::EVENT_PAGEFAULT
-            {
-                control.epoch.fetch_add(1, Ordering::SeqCst);
-                if kind == raw::EVENT_FORK {
-                    self.forked.lock().expect("no panic").push(raw::adopt(number));
+            let patience_ms = if faults.is_empty() { 20 } else { 0 };
+            if raw::readable(&self.userfaultfd, patience_ms) {
+                control.reader_busy.store(1, Ordering::SeqCst);
+                while control.mover_busy.load(Ordering::SeqCst) != 0 {
+                    std::thread::yield_now();
+                }
+                let event = raw::event(&self.userfaultfd);
+                if event.is_some_and(|(kind, ..)| kind != raw::EVENT_PAGEFAULT) {
+                    control.epoch.fetch_add(1, Ordering::SeqCst);
+                }
+                control.reader_busy.store(0, Ordering::SeqCst);
+                raw::futex_wake(&control.reader_busy);
+                // Only now: whoever moves pages holds the lock.
+                match event {
+                    Some((raw::EVENT_PAGEFAULT, _, address)) => {
+                        faults.push(address & !(PAGE_SIZE as u64 - 1));
+                    }
+                    Some(event) => self.act(event),
+                    None => {}
                 }
             }
-            control.reader_busy.store(0, Ordering::SeqCst);
-            raw::futex_wake(&control.reader_busy);
-            if let Some((raw::EVENT_PAGEFAULT, _, address)) = event {
-                self.answer(address & !(PAGE_SIZE as u64 - 1));
-            }
+            faults.retain(|address| !self.answer(*address));
         }
     }
 
-    fn answer(&self, address: u64) {
-        let page = self.stored.lock().expect("no panic").remove(&address);
-        let page = page.unwrap_or_else(|| vec![0; PAGE_SIZE]);
-        match raw::fill(&self.userfaultfd, address, &page) {
-            // Already there, or the process is gone.
-            Ok(()) | Err(libc::EEXIST | libc::ESRCH | libc::ENOENT) => {}
-            // An event is to be read first; the fault is not delivered again.
-            Err(libc::EAGAIN) => {
-                self.stored.lock().expect("no panic").insert(address, page);
-                if let Some((kind, number, _)) = raw::event(&self.userfaultfd)
-                    && kind == raw::EVENT_FORK
-                {
-                    self.forked.lock().expect("no panic").push(raw::adopt(number));
-                }
-                self.answer(address);
+    fn act(&self, event: (u8, u64, u64)) {
+        match event {
+            (raw::EVENT_FORK, number, _) => {
+                self.forked.lock().expect("no panic").push(raw::adopt(number));
             }
+            (raw::EVENT_REMOVE | raw::EVENT_UNMAP, start, end) => {
+                let mut stored = self.stored.lock().expect("no panic");
+                stored.retain(|address, _| !(start..end).contains(address));
+                let mut resident = self.resident.lock().expect("no panic");
+                resident.retain(|address| !(start..end).contains(address));
+            }
+            _ => {}
+        }
+    }
+
+    /// False: an event is to be read first.
+    fn answer(&self, address: u64) -> bool {
+        let mut stored = self.stored.lock().expect("no panic");
+        let zeroes = vec![0; PAGE_SIZE];
+        let page = stored.get(&address).unwrap_or(&zeroes);
+        match raw::fill(&self.userfaultfd, address, page) {
+            // Done, or already there, or the process is gone.
+            Ok(()) | Err(libc::EEXIST | libc::ESRCH | libc::ENOENT) => {
+                stored.remove(&address);
+                self.resident.lock().expect("no panic").insert(address);
+                true
+            }
+            Err(libc::EAGAIN) => false,
             Err(error) => panic!("UFFDIO_COPY: errno {error}"),
         }
     }
@@ -193,6 +218,7 @@ pub(crate) struct Space {
     socket: Option<OwnedFd>,
     pub(crate) pid: i32,
     pub(crate) hello: Hello,
+    file: OwnedFd,
     pub(crate) served: Arc<Served>,
     server: Option<JoinHandle<()>>,
 }
@@ -282,12 +308,47 @@ impl Space {
         forked().remove(0)
     }
 
+    /// Evicts what can be evicted of some resident pages while the program
+    /// runs; returns how many. A fault on a page that is leaving waits for the
+    /// lock.
+    pub(crate) fn evict_some(&self) -> usize {
+        let mut stored = self.served.stored.lock().expect("no panic");
+        self.freshen();
+        let pages: Vec<u64> = {
+            let resident = self.served.resident.lock().expect("no panic");
+            resident.iter().copied().take(BATCH_PAGES).collect()
+        };
+        let mut evicted = 0;
+        let results = {
+            self.give(wire::Command::Move, &pages, 0, pages.len() as u32);
+            self.done(pages.len())
+        };
+        for (i, (address, result)) in pages.iter().zip(results).enumerate() {
+            if result == 0 {
+                let there = self.hello.transfer + (i * PAGE_SIZE) as u64;
+                let page = raw::read_memory(self.pid, there, PAGE_SIZE).expect("readable");
+                stored.insert(*address, page);
+                self.served.resident.lock().expect("no panic").remove(address);
+                evicted += 1;
+            }
+        }
+        drop(stored);
+        self.give(wire::Command::Discard, &[], 0, BATCH_PAGES as u32);
+        self.done(0);
+        evicted
+    }
+
     /// The daemon's end of the connection breaks; what was stored is handed
     /// over to whoever resumes.
     pub(crate) fn lose(mut self) -> Pages {
         self.stop();
         self.socket = None;
         std::mem::take(&mut *self.served.stored.lock().expect("no panic"))
+    }
+
+    /// A copy of its control block, for a daemon to come.
+    pub(crate) fn control_block(&self) -> ControlBlock {
+        (self.file.try_clone().expect("a descriptor is free"), self.control())
     }
 
     /// Waits for the agent to close its end.

@@ -3,10 +3,14 @@
 use std::sync::atomic::Ordering;
 
 use strata_units::PAGE_SIZE;
-use strata_units::wire::{Command, HelloKind, RESULT_CANCELLED, Verdict};
+use strata_units::wire::{
+    Command, HelloKind, RESULT_CANCELLED, RESULT_PENDING, TRANSFER_PAGES, Verdict,
+};
 
 use crate::daemon::Daemon;
-use crate::program::{Program, agent_descriptors, early_library, library, thread_names};
+use crate::program::{
+    Program, agent_descriptors, blocked_signals, early_library, library, thread_names,
+};
 use crate::{cannot_run, raw, wait_until};
 
 const PAGES: usize = 64;
@@ -76,6 +80,33 @@ fn moved_pages_come_back_as_they_were() {
     // The discarded slots take pages again.
     space.evict(&some(memory, 3), 0);
     assert_eq!(program.ask("verify"), "0");
+}
+
+#[test]
+fn a_busy_program_sees_no_wrong_byte() {
+    if cannot_run() {
+        return;
+    }
+    const STRESS_PAGES: usize = 256;
+    let daemon = Daemon::new();
+    let mut program = Program::start(&daemon);
+    let space = daemon.manage();
+    let memory = program.fill(STRESS_PAGES);
+    space.register(memory, STRESS_PAGES);
+    space.register_transfer();
+    let pages = (0..STRESS_PAGES).map(|page| memory + (page * PAGE_SIZE) as u64);
+    space.served.resident.lock().expect("no panic").extend(pages);
+
+    program.say("stress 10000");
+    // It gives the program back, which is to live as long as the moving does.
+    let answer = std::thread::spawn(move || (program.hear(), program));
+    let mut evicted = 0;
+    while !answer.is_finished() {
+        evicted += space.evict_some();
+    }
+    let (wrong, _program) = answer.join().expect("no panic");
+    assert_eq!(wrong, "0", "pages with wrong bytes");
+    assert!(evicted > 2 * STRESS_PAGES, "only {evicted} evicted: that was no test");
 }
 
 #[test]
@@ -390,7 +421,66 @@ fn the_agent_comes_back_and_leaves_when_told() {
     assert_eq!(program.ask("ends"), "41 cancelled -42");
     // Its children are not managed either: nobody calls.
     assert_eq!(program.ask("fork"), "7");
-    assert_eq!(program.end().0.code(), Some(5));
+    let (status, complaint) = program.end();
+    assert_eq!((status.code(), complaint.as_str()), (Some(5), ""));
+}
+
+#[test]
+fn a_command_survives_the_daemon() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let mut program = Program::start(&daemon);
+    let mut space = daemon.manage();
+    let memory = program.fill(PAGES);
+    space.register(memory, PAGES);
+    space.register_transfer();
+    let pages = some(memory, 32);
+    assert_eq!(space.batch(Command::Move, &pages, 0), [0, 0]);
+
+    // The daemon dies while it keeps the agent from moving.
+    space.stop();
+    let control = space.control();
+    space.freshen();
+    control.reader_busy.store(1, Ordering::SeqCst);
+    space.give(Command::Move, &[memory + PAGE_SIZE as u64, pages[0]], 2, 2);
+    // The second entry has been dealt with before: it is not to be touched.
+    control.entries[1].result.store(0, Ordering::SeqCst);
+    let block = space.control_block();
+    let stored = space.lose();
+
+    let caller = daemon.accept();
+    assert_eq!(control.entries[0].result.load(Ordering::SeqCst), RESULT_PENDING);
+    control.reader_busy.store(0, Ordering::SeqCst);
+    let space = caller.resume_with(block, stored);
+    // What was left is not done on knowledge from before.
+    assert_eq!(space.done(2), [RESULT_CANCELLED, 0]);
+    space.give(Command::Discard, &[], 0, 2);
+    space.done(0);
+    assert_eq!(space.batch(Command::Move, &[memory + PAGE_SIZE as u64], 0), [0]);
+    assert_eq!(space.pid, program.pid());
+}
+
+#[test]
+fn locked_pages_stay() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let mut program = Program::start(&daemon);
+    let space = daemon.manage();
+    let memory = program.fill(PAGES);
+    space.register(memory, PAGES);
+    space.register_transfer();
+    space.evict(&[memory], 0);
+    // mlockall covers the transfer range, too, and brings every page back.
+    assert_eq!(program.ask("lock"), "0");
+    let next = memory + PAGE_SIZE as u64;
+    space.give(Command::Discard, &[], 0, TRANSFER_PAGES as u32);
+    space.done(0);
+    assert_eq!(space.batch(Command::Move, &[next], 1), [-libc::EINVAL]);
+    assert_eq!(program.ask("verify"), "0");
 }
 
 #[test]
@@ -408,6 +498,20 @@ fn the_agent_has_two_descriptors_of_its_own() {
         .collect();
     kinds.sort_unstable();
     assert_eq!(kinds, ["anon_inode", "socket"], "{descriptors:?}");
+}
+
+#[test]
+fn the_agent_takes_no_signals_of_the_program() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let _program = Program::start(&daemon);
+    let space = daemon.manage();
+    // SIGKILL and SIGSTOP cannot be blocked; 32 and 33 are the C library's own.
+    const ALL: u64 = !(1 << 8 | 1 << 18 | 1 << 31 | 1 << 32);
+    assert_eq!(blocked_signals(space.pid, agent_descriptors(space.pid).0), ALL);
+    assert_eq!(blocked_signals(space.pid, space.pid.cast_unsigned()), 0);
 }
 
 #[test]

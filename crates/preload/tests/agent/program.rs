@@ -1,10 +1,10 @@
 //! Programs that run under the library, built from `tests/programs`.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::Mutex;
 
 use strata_units::wire::{ENV_SOCKET, ENV_TOKEN};
 
@@ -18,21 +18,28 @@ pub(crate) fn library() -> PathBuf {
     library
 }
 
-/// Builds a C source of `tests/programs`.
+/// Builds a C source of `tests/programs`, once in a run of the tests.
 fn compile(source: &str, arguments: &[&str]) -> PathBuf {
-    static COUNT: AtomicU32 = AtomicU32::new(0);
-    let number = COUNT.fetch_add(1, Ordering::Relaxed);
+    static BUILT: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     let directory = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
-    let built = directory.join(format!("{source}-{}-{number}", std::process::id()));
+    let program = directory.join(source);
+    let mut built = BUILT.lock().expect("another test could not build");
+    if built.contains(source) {
+        return program;
+    }
+    // Renamed into place: another run's processes may be executing the last one.
+    let fresh = directory.join(format!("{source}-{}", std::process::id()));
     let status = Command::new("cc")
         .args(["-O1", "-Wall", "-Werror", "-pthread", "-o"])
-        .arg(&built)
+        .arg(&fresh)
         .arg(format!("{}/tests/programs/{source}.c", env!("CARGO_MANIFEST_DIR")))
         .args(arguments)
         .status()
         .expect("the tests need cc");
     assert!(status.success(), "cc {source}.c");
-    built
+    std::fs::rename(&fresh, &program).expect("one directory");
+    built.insert(source.to_owned());
+    program
 }
 
 /// What the programs are told in `STRATA_TOKEN`: 0xab.
@@ -163,4 +170,12 @@ pub(crate) fn agent_descriptors(pid: i32) -> (u32, Vec<(u32, String)>) {
         Some((entry.file_name().to_str()?.parse().ok()?, target.to_string_lossy().into_owned()))
     });
     (agent, descriptors.collect())
+}
+
+/// The signals that a thread has blocked, signal `n` as bit `n - 1`.
+pub(crate) fn blocked_signals(pid: i32, thread: u32) -> u64 {
+    let path = format!("/proc/{pid}/task/{thread}/status");
+    let status = std::fs::read_to_string(path).expect("the thread lives");
+    let blocked = status.lines().find_map(|line| line.strip_prefix("SigBlk:")).expect("a mask");
+    u64::from_str_radix(blocked.trim(), 16).expect("in hex")
 }

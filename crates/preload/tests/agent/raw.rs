@@ -21,6 +21,8 @@ const EVENTS: u64 = 1 << 1 | 1 << 2 | 1 << 3 | 1 << 6;
 
 pub(crate) const EVENT_PAGEFAULT: u8 = 0x12;
 pub(crate) const EVENT_FORK: u8 = 0x13;
+pub(crate) const EVENT_REMOVE: u8 = 0x15;
+pub(crate) const EVENT_UNMAP: u8 = 0x16;
 
 /// A message structure of the wire.
 pub(crate) trait Plain: Copy + Default {}
@@ -49,7 +51,7 @@ pub(crate) fn listen(path: &Path, timeout: Duration) -> OwnedFd {
         let bytes = path.as_os_str().as_encoded_bytes();
         assert!(bytes.len() < address.sun_path.len());
         for (to, from) in address.sun_path.iter_mut().zip(bytes) {
-            *to = from.cast_signed();
+            *to = *from as libc::c_char;
         }
         let length = size_of::<libc::sockaddr_un>() as u32;
         check(libc::bind(raw, (&raw const address).cast(), length).into(), "bind");
@@ -201,7 +203,7 @@ pub(crate) fn fill(userfaultfd: &OwnedFd, address: u64, page: &[u8]) -> Result<(
 }
 
 /// One message: its event and its first two words (fault: flags and address;
-/// fork: the new descriptor). None: there is none, or the descriptor is dead.
+/// fork: the new descriptor; remove, unmap: start and end). None: there is none, or the descriptor is dead.
 pub(crate) fn event(userfaultfd: &OwnedFd) -> Option<(u8, u64, u64)> {
     let mut message = [0_u64; 4];
     // SAFETY: `struct uffd_msg` is 32 bytes.

@@ -2,11 +2,35 @@
 //! same, and standard error says why when someone ought to know.
 
 use std::path::Path;
+use std::process::Command;
 
 use strata_units::wire::Verdict;
 
 use crate::daemon::Daemon;
 use crate::program::{Program, TOKEN, library, thread_names};
+
+#[test]
+fn only_what_is_documented_is_exported() {
+    let Ok(output) = Command::new("nm").args(["-D", "--defined-only"]).arg(library()).output()
+    else {
+        eprintln!("skipped: no nm");
+        return;
+    };
+    let text = String::from_utf8(output.stdout).expect("text");
+    let mut names: Vec<&str> = text.lines().filter_map(|l| l.split_whitespace().last()).collect();
+    names.sort_unstable();
+    assert_eq!(
+        names,
+        [
+            "fork",
+            "pthread_create",
+            "pthread_mutex_destroy",
+            "pthread_mutex_init",
+            "strata_version",
+            "thrd_create",
+        ]
+    );
+}
 
 #[test]
 fn without_a_daemon_nothing_happens() {

@@ -144,6 +144,53 @@ static void make_mutex(void) {
     printf("%lx\n", result ? 0 : (unsigned long)inheriting);
 }
 
+enum { STRESS_PAGES = 256 };
+static long rounds;
+static unsigned char is_zero[STRESS_PAGES];
+
+/* Verifies, discards and refills its half of the pages in a random order. */
+static void *stress_half(void *argument) {
+    unsigned long half = (unsigned long)argument, random = 88172645463325252UL + half, wrong = 0;
+    for (long round = 0; round < rounds; round++) {
+        random ^= random << 13, random ^= random >> 7, random ^= random << 17;
+        long page = (long)(random % (STRESS_PAGES / 2) * 2 + half);
+        unsigned char *bytes = memory + page * PAGE;
+        for (long b = 0; b < PAGE; b++)
+            if (bytes[b] != (is_zero[page] ? 0 : expected(page, b))) { wrong++; break; }
+        if (is_zero[page]) {
+            for (long b = 0; b < PAGE; b++) bytes[b] = expected(page, b);
+            is_zero[page] = 0;
+        } else if (random >> 32 & 15 ? 0 : 1) {
+            madvise(bytes, PAGE, MADV_DONTNEED);
+            is_zero[page] = 1;
+        }
+    }
+    return (void *)wrong;
+}
+
+static void *nothing(void *argument) { return argument; }
+
+/* Answers with the number of times that a page was not as it was left. */
+static void stress(long count) {
+    pthread_t half[2];
+    unsigned long wrong = 0;
+    rounds = count;
+    for (long i = 0; i < 2; i++) pthread_create(&half[i], 0, stress_half, (void *)i);
+    for (long i = 0; i < count / 100; i++) {
+        pthread_t brief;
+        void *result = 0;
+        pthread_create(&brief, 0, nothing, &rounds);
+        pthread_join(brief, &result);
+        if (result != &rounds) wrong++;
+    }
+    for (long i = 0; i < 2; i++) {
+        void *result = 0;
+        pthread_join(half[i], &result);
+        wrong += (unsigned long)result;
+    }
+    printf("%lu\n", wrong);
+}
+
 int main(void) {
     static char line[256];
     setvbuf(stdout, 0, _IOLBF, 0);
@@ -159,6 +206,8 @@ int main(void) {
         else if (!strncmp(line, "fork", 4)) fork_and_verify(0);
         else if (!strncmp(line, "descriptors", 11)) list_descriptors();
         else if (!strncmp(line, "mutex", 5)) make_mutex();
+        else if (!strncmp(line, "stress", 6)) stress(number);
+        else if (!strncmp(line, "lock", 4)) printf("%d\n", mlockall(MCL_CURRENT));
         else if (!strncmp(line, "destroy", 7)) printf("%d\n", pthread_mutex_destroy(inheriting));
         else if (!strncmp(line, "discard", 7))
             printf("%d\n", madvise(memory + number * PAGE, PAGE, MADV_DONTNEED));

@@ -1,0 +1,42 @@
+# Everything a person types. Each target first looks whether what it needs is
+# installed (scripts/setup.sh does nothing when it is), then builds and runs.
+
+BINARIES := $(or $(CARGO_TARGET_DIR),target)/release
+# Lab output is a person's; results of `bench` are kept in the repository.
+DEMO_FLAGS ?=
+BENCH_FLAGS ?=
+SOAK_FLAGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help build demo test lint bench soak
+
+help: ## This list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+build: ## Build Strata (release)
+	@scripts/setup.sh build
+	cargo build --release --workspace --locked
+
+demo: ## Redis in DRAM, on zram and on Strata, side by side (under five minutes)
+	@scripts/setup.sh demo
+	cargo build --release --workspace --locked
+	$(BINARIES)/strata-lab demo $(DEMO_FLAGS)
+
+test: ## Format, lints, unit tests, and programs under real pressure
+	@scripts/setup.sh test
+	@scripts/test.sh
+
+lint: ## Format and lints only
+	@scripts/setup.sh build
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --locked -- -D warnings
+
+bench: ## Interleaved comparisons with confidence intervals, into bench/results
+	@scripts/setup.sh bench
+	cargo build --release --workspace --locked
+	$(BINARIES)/strata-lab bench $(BENCH_FLAGS)
+
+soak: ## The program tests for longer, with hundreds of worker deaths
+	@scripts/setup.sh test
+	cargo build --release --workspace --locked
+	tests/run.sh --soak $(SOAK_FLAGS)

@@ -1,0 +1,116 @@
+//! The bench: pairs of trials in turn (A, B, A, B, …), so that the machine's
+//! drift falls on both sides, and their ratios with 95 % intervals.
+//!
+//! Wiring only: what is measured lies in `bench/parts.rs`, how it is written
+//! down in `bench/report.rs`.
+
+mod parts;
+mod report;
+
+use crate::{interrupt, janitor::Janitor, machine::Provenance, trial};
+use anyhow::{Context, Result, bail};
+use clap::ValueEnum;
+use std::{fs, path::PathBuf};
+
+/// What can be measured.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum Part {
+    /// Redis within its budget under Strata, against Redis alone
+    Fits,
+    /// Redis on zram against Redis on Strata with the same total DRAM
+    Tight,
+    /// Fresh memory: first touches registered, not registered, native
+    Alloc,
+    /// What `strata run` adds until `main`
+    Start,
+    /// Fault latency, and Strata's own memory per page and object
+    Fault,
+}
+
+/// Which parts, how often, how large.
+#[derive(clap::Args)]
+pub(crate) struct Options {
+    /// Only these parts
+    #[arg(long, value_enum, value_delimiter = ',')]
+    only: Vec<Part>,
+    /// Repetitions of every pair
+    #[arg(long, default_value_t = 5)]
+    repetitions: usize,
+    /// Smaller and shorter: to see that all works, not to be quoted
+    #[arg(long)]
+    quick: bool,
+    /// Where the results go
+    #[arg(long, default_value = "bench/results")]
+    out: PathBuf,
+    /// Where strata and stratad are; default: beside this program
+    #[arg(long)]
+    binaries: Option<PathBuf>,
+}
+
+/// What the parts need.
+struct Bench {
+    janitor: Janitor,
+    plan: trial::Plan,
+    repetitions: usize,
+    quick: bool,
+}
+
+/// Runs the parts and writes raw results and a summary.
+pub(crate) fn run(options: &Options) -> Result<()> {
+    if options.repetitions == 0 {
+        bail!("--repetitions must be at least 1");
+    }
+    let mut plan = trial::Plan::standard(options.binaries.as_deref())?;
+    if options.quick {
+        plan.shorten();
+    }
+    let bench = Bench {
+        janitor: Janitor::start()?,
+        plan,
+        repetitions: options.repetitions,
+        quick: options.quick,
+    };
+    let mut results = report::Results::new(Provenance::now(), options.quick);
+    let all = Part::value_variants();
+    for part in if options.only.is_empty() { all } else { &options.only } {
+        eprintln!("{}", part.title());
+        let mut found = report::PartResults::default();
+        let outcome = match part {
+            Part::Fits => parts::fits(&bench, &mut found),
+            Part::Tight => parts::tight(&bench, &mut found),
+            Part::Alloc => parts::alloc(&bench, &mut found),
+            Part::Start => parts::start(&bench, &mut found),
+            Part::Fault => parts::fault(&bench, &mut found),
+        };
+        results.add(*part, found, outcome);
+        // What was measured until now is written down all the same.
+        if interrupt::requested() {
+            break;
+        }
+    }
+    fs::create_dir_all(&options.out).with_context(|| format!("make {}", options.out.display()))?;
+    let stem = results.stem();
+    let put = |extension: &str, text: String| {
+        let path = options.out.join(format!("{stem}.{extension}"));
+        fs::write(&path, text).with_context(|| format!("write {}", path.display()))?;
+        println!("{}", path.display());
+        anyhow::Ok(())
+    };
+    let summary = results.markdown();
+    println!("\n{summary}");
+    put("json", serde_json::to_string_pretty(&results)?)?;
+    put("md", summary)?;
+    results.refuse_failed()
+}
+
+impl Part {
+    const fn title(self) -> &'static str {
+        match self {
+            Self::Fits => "Redis within its budget: Strata against no Strata",
+            Self::Tight => "Redis squeezed: Strata against zram, the same total DRAM",
+            Self::Alloc => "Fresh memory: MiB/s",
+            Self::Start => "From start to main",
+            Self::Fault => "Faults and Strata's own memory",
+        }
+    }
+}

@@ -1,0 +1,305 @@
+//! What the bench measures, part by part. Both sides of a pair run right after
+//! each other in every repetition, and which goes first alternates.
+
+use super::{
+    Bench,
+    report::{PartResults, Series, Side},
+};
+use crate::{
+    alloc::{AllocResult, TouchResult, monotonic_ns},
+    interrupt,
+    keys::Pattern,
+    progress::Progress,
+    redis::server::Wrapping,
+    stage::Setup,
+    strata::Strata,
+    trial::{self, Plan, TrialResult},
+};
+use anyhow::{Context, Result, bail};
+use std::{
+    process::{Child, Command, Stdio},
+    thread,
+    time::Duration,
+};
+
+/// A budget that a program is far from: nothing is ever registered.
+const PLENTY_BYTES: u64 = 8 << 30;
+
+impl Bench {
+    fn trial(&self, setup: Setup, what: &str, plan: &Plan) -> Result<TrialResult> {
+        let progress = Progress::start(what);
+        let result = trial::run(&self.janitor, setup, "bench", plan, &progress)
+            .with_context(|| what.to_owned());
+        match &result {
+            Ok(result) => {
+                progress.finish(&format!("{what}: {:.0} ops/s", result.run.operations_per_second))
+            }
+            Err(_) => progress.finish(&format!("{what}: failed")),
+        }
+        result
+    }
+
+    /// Runs `one` and `other` in turn, swapping who goes first.
+    fn pairs<T>(
+        &self,
+        mut one: impl FnMut() -> Result<T>,
+        mut other: impl FnMut() -> Result<T>,
+    ) -> Result<Vec<(T, T)>> {
+        (0..self.repetitions)
+            .map(|repetition| {
+                interrupt::check()?;
+                if repetition % 2 == 0 {
+                    let first = one()?;
+                    Ok((first, other()?))
+                } else {
+                    let second = other()?;
+                    Ok((one()?, second))
+                }
+            })
+            .collect()
+    }
+}
+
+/// Name, unit, and how it is read off a result.
+type Figure = (&'static str, &'static str, fn(&TrialResult) -> f64);
+
+/// The figures that every pair of Redis trials gives.
+fn redis_series(name: &str, sides: [&str; 2], pairs: &[(TrialResult, TrialResult)]) -> Vec<Series> {
+    let figures: [Figure; 4] = [
+        ("throughput", "ops/s", |result| result.run.operations_per_second),
+        ("server CPU", "µs/op", |result| result.server_cpu_us_per_op),
+        ("p99", "µs", |result| result.run.p99_us),
+        ("DRAM", "MiB", |result| result.memory.total_bytes() as f64 / f64::from(1 << 20)),
+    ];
+    figures
+        .iter()
+        .map(|(figure, unit, of)| Series {
+            name: format!("{name}, {figure}"),
+            unit: (*unit).to_owned(),
+            left: Side {
+                name: sides[0].to_owned(),
+                samples: pairs.iter().map(|(left, _)| of(left)).collect(),
+            },
+            right: Some(Side {
+                name: sides[1].to_owned(),
+                samples: pairs.iter().map(|(_, right)| of(right)).collect(),
+            }),
+        })
+        .collect()
+}
+
+fn keep(
+    results: &mut PartResults,
+    name: &str,
+    sides: [&str; 2],
+    pairs: &[(TrialResult, TrialResult)],
+) -> Result<()> {
+    results.series.extend(redis_series(name, sides, pairs));
+    for (left, right) in pairs {
+        results.raw.push(serde_json::to_value(left)?);
+        results.raw.push(serde_json::to_value(right)?);
+    }
+    Ok(())
+}
+
+/// A program that fits its budget: what does Strata cost it?
+pub(super) fn fits(bench: &Bench, results: &mut PartResults) -> Result<()> {
+    let mut plan = bench.plan.clone();
+    plan.workload.pattern = Pattern::Uniform;
+    let pairs = bench.pairs(
+        || bench.trial(Setup::Strata { dram_bytes: PLENTY_BYTES }, "fits: Strata", &plan),
+        || bench.trial(Setup::DramOnly, "fits: native", &plan),
+    )?;
+    keep(results, "fits, uniform", ["Strata", "native"], &pairs)
+}
+
+/// Strata with the DRAM that zram was measured to use, in the same repetition.
+pub(super) fn tight(bench: &Bench, results: &mut PartResults) -> Result<()> {
+    let native = bench.trial(Setup::DramOnly, "tight: size", &bench.plan)?;
+    let all_bytes = native.memory.resident_bytes;
+    for pattern in [Pattern::Uniform, Pattern::Gaussian] {
+        for share in [66, 33] {
+            let mut plan = bench.plan.clone();
+            plan.workload.pattern = pattern;
+            let mut pairs = Vec::new();
+            let mut repeat = || {
+                interrupt::check()?;
+                let what = |side: &str| format!("{pattern:?} {share} %: {side}");
+                let limit = Setup::Zram { resident_limit_bytes: all_bytes * share / 100 };
+                // The rival first, always: its measured total is the budget.
+                let rival = bench.trial(limit, &what("zram"), &plan)?;
+                let budget = Setup::Strata { dram_bytes: rival.memory.total_bytes() };
+                pairs.push((bench.trial(budget, &what("Strata"), &plan)?, rival));
+                anyhow::Ok(())
+            };
+            let ended = (0..bench.repetitions).try_for_each(|_| repeat());
+            let name = format!("{pattern:?} {share} %");
+            keep(results, &name, ["Strata", "zram"], &pairs)?;
+            ended?;
+        }
+    }
+    Ok(())
+}
+
+/// A command of this program, perhaps wrapped in `strata run`.
+fn subject(wrapping: &Wrapping, arguments: &[&str]) -> Result<Child> {
+    let mut line = wrapping.prefix.clone();
+    line.push(std::env::current_exe().context("find this program")?.into());
+    line.extend(arguments.iter().map(Into::into));
+    Command::new(&line[0])
+        .args(&line[1..])
+        .envs(wrapping.environment.iter().map(|(key, value)| (key, value)))
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("start {}", line[0].to_string_lossy()))
+}
+
+fn output_of(child: Child) -> Result<String> {
+    let output = child.wait_with_output().context("wait for a program")?;
+    if !output.status.success() {
+        bail!("the measured program failed ({})", output.status);
+    }
+    String::from_utf8(output.stdout).context("read what a program printed")
+}
+
+/// Fresh memory at full speed: with every first touch served by Strata (the
+/// budget is just above what is held, so everything is registered), with
+/// nothing registered, and natively.
+pub(super) fn alloc(bench: &Bench, results: &mut PartResults) -> Result<()> {
+    let mut strata = Strata::start(&bench.janitor, &bench.plan.binaries)?;
+    strata.keep(&bench.janitor)?;
+    let (size, held_bytes) =
+        if bench.quick { ("128MiB", 128 << 20) } else { ("512MiB", 512 << 20) };
+    let seconds = if bench.quick { "1" } else { "5" };
+    let arguments = ["alloc", "--size", size, "--seconds", seconds];
+    let mut counter = 0;
+    let mut speed = |budget_bytes: Option<u64>| -> Result<f64> {
+        counter += 1;
+        let wrapping = budget_bytes.map_or_else(Wrapping::default, |bytes| {
+            strata.wrapping(&format!("alloc-{}-{counter}", std::process::id()), bytes)
+        });
+        let text = output_of(subject(&wrapping, &arguments)?)?;
+        let result: AllocResult = serde_json::from_str(&text).context("read what alloc printed")?;
+        Ok(result.mebibytes_per_second)
+    };
+    let mut sides = [
+        (Side::new("registered"), Some(held_bytes * 105 / 100)),
+        (Side::new("not registered"), Some(PLENTY_BYTES)),
+        (Side::new("native"), None),
+    ];
+    for repetition in 0..bench.repetitions {
+        for turn in 0..sides.len() {
+            interrupt::check()?;
+            let (side, budget_bytes) = &mut sides[(repetition + turn) % 3];
+            side.samples.push(speed(*budget_bytes)?);
+        }
+    }
+    strata.stop()?;
+    let [(registered, _), (unregistered, _), (native, _)] = sides;
+    let series = |name: &str, left: &Side, right: &Side| Series {
+        name: name.to_owned(),
+        unit: "MiB/s".to_owned(),
+        left: left.clone(),
+        right: Some(right.clone()),
+    };
+    results.series = vec![
+        series("first touch registered", &registered, &unregistered),
+        series("far from its budget", &unregistered, &native),
+    ];
+    Ok(())
+}
+
+/// Spawning a program until its `main`, with and without `strata run`.
+pub(super) fn start(bench: &Bench, results: &mut PartResults) -> Result<()> {
+    /// Starts per repetition: one is a few milliseconds.
+    const STARTS: usize = 20;
+    let mut strata = Strata::start(&bench.janitor, &bench.plan.binaries)?;
+    strata.keep(&bench.janitor)?;
+    let mut counter = 0;
+    let mut milliseconds = |managed: bool| -> Result<f64> {
+        counter += 1;
+        let name = format!("start-{}-{counter}", std::process::id());
+        let wrapping = if managed { strata.wrapping(&name, 1 << 30) } else { Wrapping::default() };
+        let begin = monotonic_ns();
+        let text = output_of(subject(&wrapping, &["now"])?)?;
+        let main: i64 = text.trim().parse().context("read what now printed")?;
+        Ok((main - begin) as f64 / 1e6)
+    };
+    let (mut managed, mut native) = (Side::new("strata run"), Side::new("native"));
+    for _ in 0..bench.repetitions * STARTS {
+        interrupt::check()?;
+        managed.samples.push(milliseconds(true)?);
+        native.samples.push(milliseconds(false)?);
+    }
+    strata.stop()?;
+    let added = managed.samples.iter().zip(&native.samples).map(|(with, without)| with - without);
+    let added = Side { name: "added".to_owned(), samples: added.collect() };
+    let unit = "ms".to_owned();
+    results.series = vec![
+        Series { name: "start".into(), unit: unit.clone(), left: managed, right: Some(native) },
+        Series { name: "strata run adds".into(), unit, left: added, right: None },
+    ];
+    Ok(())
+}
+
+/// Random reads of memory that is twice its budget: what a fault costs, and
+/// what Strata itself costs per page and object.
+pub(super) fn fault(bench: &Bench, results: &mut PartResults) -> Result<()> {
+    let mut strata = Strata::start(&bench.janitor, &bench.plan.binaries)?;
+    strata.keep(&bench.janitor)?;
+    let (size, budget_bytes) =
+        if bench.quick { ("64MiB", 32 << 20) } else { ("512MiB", 256 << 20) };
+    let seconds = if bench.quick { "2" } else { "8" };
+    let mut sides = [
+        ("fault p50, as the daemon sees it", "µs", Side::new("Strata")),
+        ("fault p99, as the daemon sees it", "µs", Side::new("Strata")),
+        ("pages read at random, half of them stored", "pages/s", Side::new("Strata")),
+        ("metadata per managed page", "B", Side::new("Strata")),
+        ("metadata per stored object", "B", Side::new("Strata")),
+        ("original : compressed", "×", Side::new("Strata")),
+    ];
+    for repetition in 0..bench.repetitions {
+        interrupt::check()?;
+        let name = format!("touch-{}-{repetition}", std::process::id());
+        let wrapping = strata.wrapping(&name, budget_bytes);
+        let mut child = subject(&wrapping, &["touch", "--size", size, "--seconds", seconds])?;
+        // The newest statistics before the program ends are those of its end.
+        let mut stats = None;
+        while child.try_wait().context("look at a program")?.is_none() {
+            if let Ok(newest) = strata.stats(&name) {
+                stats = Some(newest);
+            }
+            thread::sleep(Duration::from_millis(200));
+        }
+        let seen: TouchResult =
+            serde_json::from_str(&output_of(child)?).context("read what touch printed")?;
+        let stats = stats.context("the tenant never had statistics")?;
+        if stats.faults_total == 0 || stats.stored_objects == 0 {
+            bail!("no page was ever stored: the budget did not bind");
+        }
+        let values = [
+            stats.fault_latency_us.p50,
+            stats.fault_latency_us.p99,
+            seen.pages_per_second,
+            stats.metadata_bytes as f64 / stats.managed_pages.max(1) as f64,
+            stats.metadata_bytes as f64 / stats.stored_objects as f64,
+            stats.stored_bytes as f64 / stats.compressed_bytes.max(1) as f64,
+        ];
+        for ((_, _, side), value) in sides.iter_mut().zip(values) {
+            side.samples.push(value);
+        }
+        results.raw.push(serde_json::to_value(&stats)?);
+    }
+    strata.stop()?;
+    results.series = sides
+        .into_iter()
+        .map(|(name, unit, left)| Series {
+            name: name.into(),
+            unit: unit.into(),
+            left,
+            right: None,
+        })
+        .collect();
+    Ok(())
+}

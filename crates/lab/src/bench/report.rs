@@ -1,0 +1,190 @@
+//! Results of a bench: the raw measurements, and what they say.
+
+use super::Part;
+use crate::{
+    machine::Provenance,
+    statistics::{Estimate, estimate, estimate_ratio},
+    table::{Table, three_digits},
+};
+use anyhow::{Result, bail};
+use serde::Serialize;
+
+/// One thing measured several times: by itself, or two in turn.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Series {
+    pub name: String,
+    pub unit: String,
+    pub left: Side,
+    /// Compared with `left`; the ratio is left to right.
+    pub right: Option<Side>,
+}
+
+/// The samples of one side, in the order in which they were taken.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Side {
+    pub name: String,
+    pub samples: Vec<f64>,
+}
+
+impl Side {
+    pub(crate) fn new(name: &str) -> Self {
+        Self { name: name.to_owned(), samples: Vec::new() }
+    }
+}
+
+/// What a part hands over: the series, and whatever raw results it kept.
+#[derive(Default, Debug, Serialize)]
+pub(crate) struct PartResults {
+    pub series: Vec<Series>,
+    pub raw: Vec<serde_json::Value>,
+}
+
+#[derive(Serialize)]
+struct Entry {
+    title: &'static str,
+    results: PartResults,
+    /// Why the part ended early, or could not run.
+    failure: Option<String>,
+}
+
+/// All of a bench.
+#[derive(Serialize)]
+pub(crate) struct Results {
+    provenance: Provenance,
+    quick: bool,
+    parts: Vec<Entry>,
+}
+
+impl Results {
+    pub(crate) const fn new(provenance: Provenance, quick: bool) -> Self {
+        Self { provenance, quick, parts: Vec::new() }
+    }
+
+    pub(crate) fn add(&mut self, part: Part, results: PartResults, outcome: Result<()>) {
+        let failure = outcome.err().map(|error| format!("{error:#}"));
+        if let Some(failure) = &failure {
+            eprintln!("  failed: {failure}");
+        }
+        self.parts.push(Entry { title: part.title(), results, failure });
+    }
+
+    /// File name without extension.
+    pub(crate) fn stem(&self) -> String {
+        let quick = if self.quick { "-quick" } else { "" };
+        format!("{}-{}{quick}", self.provenance.seconds_since_epoch, self.provenance.commit)
+    }
+
+    /// A bench that could not measure something has failed.
+    pub(crate) fn refuse_failed(&self) -> Result<()> {
+        let failed: Vec<&str> = self
+            .parts
+            .iter()
+            .filter(|entry| entry.failure.is_some())
+            .map(|entry| entry.title)
+            .collect();
+        if !failed.is_empty() {
+            bail!("could not be measured: {}", failed.join("; "));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn markdown(&self) -> String {
+        let mut out = format!(
+            "# Bench\n\n{}\n\n`{}`\n",
+            self.provenance.line(),
+            self.provenance.command.join(" ")
+        );
+        if self.quick {
+            out.push_str("\nQuick mode: shows that all works; not to be quoted.\n");
+        }
+        for Entry { title, results, failure } in &self.parts {
+            out.push_str(&format!("\n## {title}\n\n"));
+            if let Some(failure) = failure {
+                out.push_str(&format!("Ended early: {failure}\n\n"));
+            }
+            if !results.series.is_empty() {
+                out.push_str(&table(&results.series).markdown());
+            }
+        }
+        out
+    }
+}
+
+fn interval(found: Option<Estimate>) -> String {
+    found.map_or_else(
+        || "–".to_owned(),
+        |found| {
+            format!(
+                "{} ({} … {})",
+                three_digits(found.mean),
+                three_digits(found.low),
+                three_digits(found.high)
+            )
+        },
+    )
+}
+
+/// Means and ratios, each with its 95 % interval.
+fn table(series: &[Series]) -> Table {
+    let mut table = Table::new(&["", "unit", "n", "A", "mean A", "B", "mean B", "A : B"]);
+    for Series { name, unit, left, right } in series {
+        let mut row = vec![
+            name.clone(),
+            unit.clone(),
+            left.samples.len().to_string(),
+            left.name.clone(),
+            interval(estimate(&left.samples)),
+        ];
+        if let Some(right) = right {
+            let pairs: Vec<(f64, f64)> =
+                left.samples.iter().copied().zip(right.samples.iter().copied()).collect();
+            row.push(right.name.clone());
+            row.push(interval(estimate(&right.samples)));
+            row.push(interval(estimate_ratio(&pairs)));
+        }
+        table.row(row);
+    }
+    table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn series() -> Vec<Series> {
+        vec![
+            Series {
+                name: "uniform".into(),
+                unit: "ops/s".into(),
+                left: Side { name: "strata".into(), samples: vec![200.0, 220.0] },
+                right: Some(Side { name: "zram".into(), samples: vec![100.0, 110.0] }),
+            },
+            Series {
+                name: "metadata".into(),
+                unit: "B/page".into(),
+                left: Side { name: "strata".into(), samples: vec![15.5] },
+                right: None,
+            },
+        ]
+    }
+
+    #[test]
+    fn ratios_are_those_of_the_pairs() {
+        let text = table(&series()).markdown();
+        assert!(text.contains("2.00 (2.00 … 2.00)"), "{text}");
+        assert!(text.contains("210 (200 … 220)"), "{text}");
+        assert!(text.contains("15.5 (15.5 … 15.5)"), "{text}");
+    }
+
+    #[test]
+    fn a_part_that_failed_is_said_and_is_a_failure() {
+        let mut results = Results::new(Provenance::now(), true);
+        results.add(Part::Start, PartResults { series: series(), raw: Vec::new() }, Ok(()));
+        assert!(results.refuse_failed().is_ok());
+        let failure = Err(anyhow::anyhow!("swap needs root"));
+        results.add(Part::Tight, PartResults::default(), failure);
+        assert!(results.markdown().contains("Ended early: swap needs root"));
+        assert!(results.refuse_failed().is_err());
+        assert!(results.stem().ends_with("-quick"));
+    }
+}

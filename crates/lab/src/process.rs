@@ -1,0 +1,199 @@
+//! What `/proc` says about processes and the machine: CPU time, memory, and
+//! which core a thread may use. Reads only, except for [`pin_self`] and
+//! [`pin_process`].
+
+use anyhow::{Context, Result};
+use rustix::thread::{CpuSet, Pid, sched_setaffinity};
+use serde::Serialize;
+use std::{collections::BTreeSet, fs};
+
+/// Memory of one process in bytes, from `/proc/PID/status`.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug, Serialize)]
+pub(crate) struct Memory {
+    /// Anonymous pages in DRAM.
+    pub anonymous_bytes: u64,
+    /// Shared-memory pages in DRAM (memfd, tmpfs) that it has mapped.
+    pub shared_bytes: u64,
+    /// Pages in swap.
+    pub swapped_bytes: u64,
+}
+
+/// Times of one process, from `/proc/PID/stat`.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub(crate) struct Times {
+    /// User and system time of all its threads, the dead ones included.
+    pub cpu_ns: u64,
+    /// Faults that needed the swap or a file.
+    pub major_faults: u64,
+    /// When it started, in ticks since boot: tells a pid from its next user.
+    pub start_ticks: u64,
+    /// Its parent.
+    pub parent: u32,
+}
+
+fn tick_ns() -> u64 {
+    1_000_000_000 / rustix::param::clock_ticks_per_second()
+}
+
+fn parse_times(stat: &str) -> Option<Times> {
+    // The name in parentheses may itself hold spaces and parentheses.
+    let fields: Vec<&str> = stat[stat.rfind(')')? + 1..].split_ascii_whitespace().collect();
+    let number = |index: usize| fields.get(index)?.parse::<u64>().ok();
+    Some(Times {
+        parent: number(1)? as u32,
+        major_faults: number(9)?,
+        cpu_ns: (number(11)? + number(12)?) * tick_ns(),
+        start_ticks: number(19)?,
+    })
+}
+
+/// Ended, but not yet collected by its parent.
+pub(crate) fn is_zombie(pid: u32) -> bool {
+    fs::read_to_string(format!("/proc/{pid}/stat"))
+        .is_ok_and(|stat| stat.rfind(')').is_some_and(|end| stat[end + 1..].starts_with(" Z")))
+}
+
+/// None when the process is gone.
+pub(crate) fn times(pid: u32) -> Option<Times> {
+    parse_times(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
+}
+
+fn parse_memory(status: &str) -> Memory {
+    let field = |name: &str| {
+        status
+            .lines()
+            .find_map(|line| {
+                line.strip_prefix(name)?.trim().strip_suffix("kB")?.trim().parse().ok()
+            })
+            .map_or(0, |kib: u64| kib * 1024)
+    };
+    Memory {
+        anonymous_bytes: field("RssAnon:"),
+        shared_bytes: field("RssShmem:"),
+        swapped_bytes: field("VmSwap:"),
+    }
+}
+
+/// All zero when the process is gone.
+pub(crate) fn memory(pid: u32) -> Memory {
+    fs::read_to_string(format!("/proc/{pid}/status"))
+        .map_or_else(|_| Memory::default(), |s| parse_memory(&s))
+}
+
+fn parse_machine_busy(stat: &str) -> Option<u64> {
+    let line = stat.lines().find(|line| line.starts_with("cpu "))?;
+    let ticks: Vec<u64> =
+        line.split_ascii_whitespace().skip(1).map_while(|field| field.parse().ok()).collect();
+    // user nice system idle iowait irq softirq
+    let busy = [0usize, 1, 2, 5, 6].iter().map(|&index| ticks.get(index)).sum::<Option<u64>>()?;
+    Some(busy * tick_ns())
+}
+
+/// CPU time that the whole machine spent on anything, kernel threads included.
+pub(crate) fn machine_busy_ns() -> u64 {
+    fs::read_to_string("/proc/stat").ok().and_then(|s| parse_machine_busy(&s)).unwrap_or(0)
+}
+
+/// A process and all its descendants that are alive now.
+pub(crate) fn family(root: u32) -> Vec<u32> {
+    let mut members = BTreeSet::from([root]);
+    let all: Vec<(u32, u32)> = fs::read_dir("/proc")
+        .into_iter()
+        .flatten()
+        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok())
+        .filter_map(|pid| Some((pid, times(pid)?.parent)))
+        .collect();
+    // Parents need not come before their children in the listing.
+    loop {
+        let before = members.len();
+        for &(pid, parent) in &all {
+            if members.contains(&parent) {
+                members.insert(pid);
+            }
+        }
+        if members.len() == before {
+            return members.into_iter().collect();
+        }
+    }
+}
+
+/// Cores that this process may use, in order.
+pub(crate) fn allowed_cores() -> Vec<usize> {
+    let Ok(set) = rustix::thread::sched_getaffinity(None) else { return Vec::new() };
+    (0..CpuSet::MAX_CPU).filter(|&core| set.is_set(core)).collect()
+}
+
+fn only(core: usize) -> CpuSet {
+    let mut set = CpuSet::new();
+    set.set(core);
+    set
+}
+
+/// Keeps the calling thread, and those it will make, on one core.
+pub(crate) fn pin_self(core: usize) -> Result<()> {
+    sched_setaffinity(None, &only(core)).with_context(|| format!("pin to core {core}"))
+}
+
+/// Lets the calling thread use the given cores again.
+pub(crate) fn unpin_self(cores: &[usize]) -> Result<()> {
+    let mut set = CpuSet::new();
+    for &core in cores {
+        set.set(core);
+    }
+    sched_setaffinity(None, &set).context("undo the pinning")
+}
+
+/// Keeps every thread that a process has now on one core.
+pub(crate) fn pin_process(pid: u32, core: usize) -> Result<()> {
+    for entry in fs::read_dir(format!("/proc/{pid}/task")).context("list threads")? {
+        let name = entry?.file_name();
+        let Some(tid) = name.to_str().and_then(|text| text.parse::<i32>().ok()) else { continue };
+        let tid = Pid::from_raw(tid).context("a thread id is never zero")?;
+        match sched_setaffinity(Some(tid), &only(core)) {
+            // The thread ended between the listing and now.
+            Ok(()) | Err(rustix::io::Errno::SRCH) => {}
+            Err(error) => return Err(error).with_context(|| format!("pin process {pid}")),
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stat_lines_with_hostile_names() {
+        let line = "42 (a) b (c) S 7 1 1 0 -1 4194560 100 0 13 0 250 50 0 0 20 0 4 0 98765 1 2 3";
+        let found = parse_times(line).expect("parses");
+        assert_eq!(found.parent, 7);
+        assert_eq!(found.major_faults, 13);
+        assert_eq!(found.cpu_ns, 300 * tick_ns());
+        assert_eq!(found.start_ticks, 98_765);
+        assert_eq!(parse_times("42 (x S 7"), None);
+    }
+
+    #[test]
+    fn status_fields() {
+        let status = "Name:\tredis\nRssAnon:\t    1000 kB\nRssShmem:\t 8 kB\nVmSwap:\t 4 kB\n";
+        let expected =
+            Memory { anonymous_bytes: 1_024_000, shared_bytes: 8192, swapped_bytes: 4096 };
+        assert_eq!(parse_memory(status), expected);
+        assert_eq!(parse_memory("Name:\tkthreadd\n"), Memory::default());
+    }
+
+    #[test]
+    fn idle_and_stolen_time_is_not_busy() {
+        let stat = "cpu  10 1 20 5000 300 2 3 999 0 0\ncpu0 1 1 1 1 1 1 1 1 0 0\n";
+        assert_eq!(parse_machine_busy(stat), Some(36 * tick_ns()));
+    }
+
+    #[test]
+    fn this_process_is_found() {
+        let me = std::process::id();
+        assert!(times(me).is_some_and(|times| times.start_ticks > 0));
+        assert!(memory(me).anonymous_bytes > 0);
+        assert!(family(me).contains(&me));
+        assert!(!allowed_cores().is_empty());
+    }
+}

@@ -1,0 +1,175 @@
+//! What every key must hold now: the truth that replies are checked against.
+//!
+//! Values are a function of (seed, index, version), so the truth is one version
+//! per key. While a write is under way a reader may see the old value or the
+//! new one, nothing else: `acknowledged` and `sent` bound what is right. A hash
+//! of the newest value makes the common check cost a hash instead of building
+//! the record; whatever the hash does not confirm is compared byte for byte.
+
+use crate::records::Records;
+use anyhow::{Context, Result, bail};
+use std::{
+    fs,
+    path::Path,
+    sync::atomic::{AtomicU32, AtomicU64, Ordering::SeqCst},
+};
+use xxhash_rust::xxh3::xxh3_64;
+
+struct Key {
+    acknowledged: AtomicU32,
+    sent: AtomicU32,
+    /// Hash of the value of version `sent`; 0 when not known.
+    hash: AtomicU64,
+}
+
+/// The table. Each key is written by one thread only; all may read.
+pub(crate) struct Expect {
+    records: Records,
+    keys: Vec<Key>,
+}
+
+impl Expect {
+    /// All keys at version 0.
+    pub(crate) fn new(records: Records, count: u64) -> Self {
+        let key = || Key {
+            acknowledged: AtomicU32::new(0),
+            sent: AtomicU32::new(0),
+            hash: AtomicU64::new(0),
+        };
+        Self { records, keys: (0..count).map(|_| key()).collect() }
+    }
+
+    pub(crate) fn count(&self) -> u64 {
+        self.keys.len() as u64
+    }
+
+    /// Writes the value of the current version to `out` and keeps its hash.
+    pub(crate) fn current(&self, index: u64, out: &mut Vec<u8>) {
+        let key = &self.keys[index as usize];
+        self.records.fill(index, key.sent.load(SeqCst), out);
+        key.hash.store(xxh3_64(out), SeqCst);
+    }
+
+    /// The next version's value, for a write that is about to be sent.
+    pub(crate) fn begin_write(&self, index: u64, out: &mut Vec<u8>) {
+        let key = &self.keys[index as usize];
+        let version = key.sent.load(SeqCst) + 1;
+        self.records.fill(index, version, out);
+        // A reader between the two stores sees the new version with no hash
+        // and takes the slow way.
+        key.hash.store(0, SeqCst);
+        key.sent.store(version, SeqCst);
+        key.hash.store(xxh3_64(out), SeqCst);
+    }
+
+    /// The server has confirmed the oldest unconfirmed write of this key.
+    pub(crate) fn confirm_write(&self, index: u64) {
+        self.keys[index as usize].acknowledged.fetch_add(1, SeqCst);
+    }
+
+    /// Newest confirmed version: take it before sending a read.
+    pub(crate) fn confirmed(&self, index: u64) -> u32 {
+        self.keys[index as usize].acknowledged.load(SeqCst)
+    }
+
+    /// Whether `value` is one that a read may return which was sent when
+    /// `oldest` was the confirmed version and has been answered now.
+    pub(crate) fn admits(&self, index: u64, oldest: u32, value: &[u8]) -> bool {
+        let key = &self.keys[index as usize];
+        let hash = key.hash.load(SeqCst);
+        if hash != 0 && hash == xxh3_64(value) {
+            return true;
+        }
+        let newest = key.sent.load(SeqCst);
+        let mut record = Vec::new();
+        (oldest..=newest).rev().any(|version| {
+            self.records.fill(index, version, &mut record);
+            record == value
+        })
+    }
+
+    /// Writes all versions to a file, for a later `verify` by another process.
+    pub(crate) fn save(&self, path: &Path) -> Result<()> {
+        let bytes: Vec<u8> =
+            self.keys.iter().flat_map(|key| key.sent.load(SeqCst).to_le_bytes()).collect();
+        fs::write(path, bytes).with_context(|| format!("write versions to {}", path.display()))
+    }
+
+    /// Reads what [`Expect::save`] wrote.
+    pub(crate) fn restore(&self, path: &Path) -> Result<()> {
+        let bytes =
+            fs::read(path).with_context(|| format!("read versions from {}", path.display()))?;
+        if bytes.len() != self.keys.len() * 4 {
+            bail!(
+                "{} holds versions of {} records, not of {}: give the --records it was made with",
+                path.display(),
+                bytes.len() / 4,
+                self.keys.len()
+            );
+        }
+        for (key, chunk) in self.keys.iter().zip(bytes.chunks_exact(4)) {
+            let version = u32::from_le_bytes(chunk.try_into().expect("chunks of four"));
+            key.sent.store(version, SeqCst);
+            key.acknowledged.store(version, SeqCst);
+            key.hash.store(0, SeqCst);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn value(index: u64, version: u32) -> Vec<u8> {
+        let mut out = Vec::new();
+        Records::new(1).fill(index, version, &mut out);
+        out
+    }
+
+    #[test]
+    fn old_and_new_are_right_only_while_a_write_is_under_way() {
+        let expect = Expect::new(Records::new(1), 10);
+        let mut out = Vec::new();
+        expect.current(3, &mut out);
+        assert_eq!(out, value(3, 0));
+        let before = expect.confirmed(3);
+        expect.begin_write(3, &mut out);
+        assert_eq!(out, value(3, 1));
+        for version in [0, 1] {
+            assert!(expect.admits(3, before, &value(3, version)));
+        }
+        expect.confirm_write(3);
+        let after = expect.confirmed(3);
+        assert!(expect.admits(3, after, &value(3, 1)));
+        assert!(!expect.admits(3, after, &value(3, 0)), "a lost write");
+        assert!(!expect.admits(3, after, &value(3, 2)), "from the future");
+        assert!(!expect.admits(3, after, &value(4, 1)), "another key's value");
+        // A read sent before the confirmation may still return the old value.
+        assert!(expect.admits(3, before, &value(3, 0)));
+    }
+
+    #[test]
+    fn one_wrong_bit_is_seen() {
+        let expect = Expect::new(Records::new(1), 1);
+        let mut out = Vec::new();
+        expect.current(0, &mut out);
+        out[700] ^= 1;
+        assert!(!expect.admits(0, 0, &out));
+    }
+
+    #[test]
+    fn versions_survive_in_a_file() {
+        let path = std::env::temp_dir().join(format!("strata-lab-versions-{}", std::process::id()));
+        let expect = Expect::new(Records::new(1), 3);
+        let mut out = Vec::new();
+        expect.begin_write(1, &mut out);
+        expect.confirm_write(1);
+        expect.save(&path).expect("saved");
+        let other = Expect::new(Records::new(1), 3);
+        other.restore(&path).expect("restored");
+        assert_eq!((other.confirmed(0), other.confirmed(1)), (0, 1));
+        assert!(Expect::new(Records::new(1), 4).restore(&path).is_err());
+        fs::remove_file(&path).expect("removed");
+    }
+}

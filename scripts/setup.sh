@@ -1,0 +1,125 @@
+#!/usr/bin/env bash
+# Sees to it that what a make target needs is there: checks cargo, installs the
+# Debian packages that are missing (and says so), does nothing when none is.
+#
+#   scripts/setup.sh build|demo|test|bench
+#
+# Packages that bring a service get installed without starting it; a service
+# that was there before is left alone.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+stop() {
+    echo "setup: $*" >&2
+    exit 1
+}
+
+check_cargo() {
+    local wanted found
+    wanted=$(sed -n 's/^rust-version *= *"\(.*\)"/\1/p' Cargo.toml)
+    command -v cargo >/dev/null ||
+        stop "cargo is missing; install Rust $wanted or newer (https://rustup.rs)"
+    found=$(cargo --version | awk '{print $2}')
+    printf '%s\n%s\n' "$wanted" "$found" | sort -C -V ||
+        stop "cargo is $found, older than the $wanted needed; run: rustup update"
+}
+
+# Packages to install, in the order in which they were found missing.
+missing=()
+
+# need PACKAGE COMMAND...: any one of the commands will do, wherever it is from.
+need() {
+    local package=$1 command
+    shift
+    for command in "$@"; do
+        if PATH="$PATH:/usr/sbin:/sbin:/usr/local/go/bin" command -v "$command" >/dev/null; then
+            return
+        fi
+    done
+    missing+=("$package")
+}
+
+# need_file PACKAGE GLOB: a file that no command stands for.
+need_file() {
+    compgen -G "$2" >/dev/null || missing+=("$1")
+}
+
+need_build() {
+    need gcc cc # the linker that rustc calls
+    need_file libc6-dev '/usr/include/stdio.h'
+}
+
+need_demo() {
+    need redis-server redis-server
+    need util-linux mkswap
+    need mount swapon
+}
+
+need_test() {
+    need redis-tools redis-cli
+    need python3 python3
+    need stress-ng stress-ng
+    need mariadb-server-core mariadbd
+    need mariadb-server-core mariadb-install-db
+    need mariadb-client-core mariadb
+    need default-jdk-headless javac
+    need golang-go go
+    need gdb gdb
+    need_file libjemalloc2 '/usr/lib/*/libjemalloc.so.2'
+}
+
+# Debian asks this file whether a package may start its services.
+policy=/usr/sbin/policy-rc.d
+policy_made=
+as_root() {
+    if [ "$(id -u)" = 0 ]; then "$@"; else sudo "$@"; fi
+}
+
+remove_policy() {
+    [ -z "$policy_made" ] || as_root rm -f "$policy"
+}
+
+install_missing() {
+    local packages unit
+    packages=$(printf '%s\n' "${missing[@]}" | awk '!seen[$0]++' | tr '\n' ' ')
+    command -v apt-get >/dev/null ||
+        stop "missing: ${packages% } (Debian names); this system has no apt-get, install them by hand"
+    if [ "$(id -u)" != 0 ]; then
+        command -v sudo >/dev/null || stop "missing: ${packages% }; run as root: apt-get install $packages"
+        echo "setup: installing with sudo: ${packages% }"
+    else
+        echo "setup: installing: ${packages% }"
+    fi
+    if [ ! -e "$policy" ]; then
+        policy_made=1
+        trap remove_policy EXIT
+        printf '#!/bin/sh\nexit 101\n' | as_root tee "$policy" >/dev/null
+        as_root chmod 755 "$policy"
+    fi
+    as_root env DEBIAN_FRONTEND=noninteractive apt-get update -q ||
+        stop "apt-get update failed; is the network there?"
+    # shellcheck disable=SC2086 # one word each
+    as_root env DEBIAN_FRONTEND=noninteractive \
+        apt-get install -q -y --no-install-recommends $packages ||
+        stop "apt-get could not install: ${packages% }"
+    # The server is wanted as a program, not at every boot. It was not
+    # installed before, so nobody's service is switched off here.
+    case " $packages" in *" redis-server "*)
+        for unit in redis-server.service redis.service; do
+            if command -v systemctl >/dev/null; then
+                as_root systemctl disable -q "$unit" 2>/dev/null || true
+            fi
+        done ;;
+    esac
+}
+
+case ${1:-} in
+build) need_build ;;
+demo | bench) need_build && need_demo ;;
+test) need_build && need_demo && need_test ;;
+*) stop "give one of: build, demo, test, bench" ;;
+esac
+check_cargo
+if [ ${#missing[@]} -gt 0 ]; then
+    install_missing
+fi

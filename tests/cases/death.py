@@ -70,9 +70,12 @@ def worker_killed_at_fork(run):
 
 @case("new-tenants-after-kill", native=False, own_daemon=True)
 def new_tenants_after_kill(run):
-    """A worker that has just come up takes new tenants, also at once."""
+    """Who calls while there is no worker waits for the next one."""
     for _ in range(run.times(3)):
-        os.kill(run.daemon.wait_until(run.daemon.worker, "there is a worker"), signal.SIGKILL)
+        worker = run.daemon.wait_until(run.daemon.worker, "there is a worker")
+        os.kill(worker, signal.SIGKILL)
+        # A call that the dying worker still took would rightly be refused.
+        run.daemon.wait_until(lambda: not machine.alive(worker), "it is dead")
         run.run("hold", "64", budget="24MiB")
 
 

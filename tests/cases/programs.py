@@ -16,7 +16,7 @@ def register(name, program, *arguments, budget="40MiB", seconds=60, directory=Fa
 # is compressed (to a little less than a fifth).
 for which in ("same", "again", "raw-clone", "daemon", "vfork", "spawn"):
     register(f"fork-{which}", "fork", which, budget="48MiB")
-for which in ("copy-on-write", "generations", "wide", "advice"):
+for which in ("copy-on-write", "generations", "wide", "advice", "after-churn"):
     register(f"fork-{which}", "fork", which, budget="72MiB")
 register("exec-itself", "exec", "3", budget="32MiB")
 

@@ -11,6 +11,8 @@ from suite import case
 
 
 def refused(run, status, *arguments):
+    # The tenant of the case before may not have gone yet.
+    run.daemon.wait_until(lambda: not run.daemon.tenants(), "no tenant is left over")
     done = run.daemon.strata(*arguments, check=False)
     shown = "strata " + " ".join(repr(a) if a.strip() != a or not a else a for a in arguments)
     lines = done.stderr.splitlines()

@@ -1,5 +1,6 @@
 """What /proc and the cgroup file systems say. Reads only, changes nothing."""
 
+import collections
 import os
 
 
@@ -47,24 +48,24 @@ def descendants(pid):
 
 
 def descriptors(pid):
-    """(number of open descriptors, bytes in memory files among them)."""
-    count, seen, total = 0, set(), 0
+    """(what is open, by kind; bytes in the memory files among it)."""
+    kinds, seen, total = collections.Counter(), set(), 0
     directory = f"/proc/{pid}/fd"
     try:
         numbers = os.listdir(directory)
     except OSError:
-        return 0, 0
+        return kinds, 0
     for number in numbers:
         try:
             target = os.readlink(f"{directory}/{number}")
             status = os.stat(f"{directory}/{number}")
         except OSError:
             continue
-        count += 1
+        kinds[target.split(":[")[0]] += 1
         if target.startswith("/memfd:") and status.st_ino not in seen:
             seen.add(status.st_ino)
             total += status.st_blocks * 512
-    return count, total
+    return kinds, total
 
 
 def anonymous_bytes(pids):

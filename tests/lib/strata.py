@@ -129,8 +129,8 @@ class Daemon:
         return found[0] if len(found) == 1 else None
 
     def footprint(self):
-        """(descriptors, bytes of memory files) of the supervisor, whose table
-        the worker shares."""
+        """(descriptors by kind, bytes of memory files) of the supervisor, whose
+        table the worker shares."""
         return machine.descriptors(self.pid)
 
     def wait_until(self, condition, what, seconds=20):
@@ -148,14 +148,15 @@ class Daemon:
         """Waits until the daemon costs no more than before. Memory files may
         keep a little (an index that grew), descriptors may not."""
         def back():
-            count, size = self.footprint()
-            return count <= before[0] and size <= before[1] + (4 << 20)
+            kinds, size = self.footprint()
+            return kinds.total() <= before[0].total() and size <= before[1] + (4 << 20)
         try:
             self.wait_until(back, what)
         except Failure:
-            now = self.footprint()
-            raise Failure(f"{what}: {before[0]} descriptors and {before[1]} bytes of memory files "
-                          f"before, {now[0]} and {now[1]} after") from None
+            kinds, size = self.footprint()
+            raise Failure(f"{what}: {before[0].total()} descriptors and {before[1]} bytes of memory "
+                          f"files before, {kinds.total()} and {size} after; too many are "
+                          f"{dict(kinds - before[0])}") from None
 
     def is_well(self):
         return machine.alive(self.process.pid) and self.answers()

@@ -162,6 +162,13 @@ class Runner:
             verdict, reason = "FAIL", f"{type(error).__name__}: {error}"
             with open(os.path.join(run.log_directory, "traceback"), "w") as log:
                 traceback.print_exc(file=log)
+        if verdict == "FAIL" and run.daemon and not run.daemon_is_dead:
+            with open(os.path.join(run.log_directory, "stratad.autopsy"), "w") as log:
+                log.write(machine.autopsy(run.daemon.process.pid))
+                try:
+                    log.write(run.daemon.strata("ps", "--json", check=False).stdout)
+                except subprocess.TimeoutExpired:
+                    log.write("strata ps hangs\n")
         for program in run.programs:
             program.close(verdict == "FAIL")
         reason = self.after(registered, slot, run, verdict, reason)
@@ -181,9 +188,6 @@ class Runner:
             daemon.end()
             return reason
         well = daemon.is_well()
-        if verdict == "FAIL" and machine.alive(daemon.process.pid):
-            with open(os.path.join(run.log_directory, "stratad.autopsy"), "w") as log:
-                log.write(machine.autopsy(daemon.process.pid))
         if registered.own_daemon:
             daemon.end()
         elif not well or verdict == "FAIL":

@@ -147,6 +147,54 @@ static void advice(void)
     t_check(memory, BYTES, 1);
 }
 
+#define PIECE (64 * PAGE)
+#define PIECES (80 * MIB / PIECE)
+static char *pieces[PIECES];
+static uint64_t piece_seed[PIECES];
+
+static void renew(size_t piece, uint64_t seed)
+{
+    if (pieces[piece])
+        T_SYS(munmap(pieces[piece], PIECE));
+    pieces[piece] = t_map(PIECE);
+    piece_seed[piece] = seed;
+    t_fill(pieces[piece], PIECE, seed);
+}
+
+/* As an interpreter forks: out of a heap of many small mappings, some of them
+ * made and unmapped a moment ago, with changes going on in the parent. */
+static void after_churn(void)
+{
+    T_SYS(munmap(memory, BYTES));
+    uint64_t random = 5, seed = 100;
+    for (size_t p = 0; p < PIECES; p++)
+        renew(p, ++seed);
+    for (unsigned round = 0; round < t_times(8); round++) {
+        int children[2];
+        for (unsigned c = 0; c < COUNT(children); c++) {
+            for (unsigned n = 0; n < 40; n++)
+                renew(t_next(&random) % PIECES, ++seed);
+            children[c] = T_SYS(fork());
+            if (children[c] == 0) {
+                for (size_t p = 0; p < PIECES; p++) {
+                    t_check(pieces[p], PIECE, piece_seed[p]);
+                    if (p % 8 == c)
+                        renew(p, ++seed);
+                }
+                for (size_t p = 0; p < PIECES; p += 4)
+                    t_check(pieces[p], PIECE, piece_seed[p]);
+                _exit(0);
+            }
+        }
+        for (unsigned n = 0; n < 40; n++)
+            renew(t_next(&random) % PIECES, ++seed);
+        for (unsigned c = 0; c < COUNT(children); c++)
+            t_wait_child(children[c]);
+    }
+    for (size_t p = 0; p < PIECES; p++)
+        t_check(pieces[p], PIECE, piece_seed[p]);
+}
+
 /* Without glibc: no atfork handler runs and the child has no agent. */
 static void raw_clone(void)
 {
@@ -267,6 +315,8 @@ int main(int argc, char **argv)
         background_save();
     else if (!strcmp(which, "advice"))
         advice();
+    else if (!strcmp(which, "after-churn"))
+        after_churn();
     else if (!strcmp(which, "raw-clone"))
         raw_clone();
     else if (!strcmp(which, "raw-clone-orphan"))

@@ -33,6 +33,11 @@ def check(span):
     return None
 
 
+def check_all(spans):
+    for error in filter(None, map(check, spans)):
+        sys.exit(error)
+
+
 def main():
     for number in range(COUNT):
         table[number] = record(number)
@@ -41,8 +46,14 @@ def main():
         table[number] = record(number, 1)
     gc.collect()
     spans = [(start, start + COUNT // 8) for start in range(0, COUNT, COUNT // 8)]
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        found = [error for error in pool.map(check, spans, chunksize=1) if error]
+    # Not a Pool: that one replaces a worker that died and waits for ever.
+    workers = [multiprocessing.get_context("fork").Process(target=check_all, args=(half,))
+               for half in (spans[::2], spans[1::2])]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    found = [f"a forked worker ended with {w.exitcode}" for w in workers if w.exitcode]
     found += [error for error in map(check, spans) if error]
     if found:
         sys.exit(found[0])

@@ -54,7 +54,24 @@ impl Cgroups {
             Hierarchy::V2(root) => fs::read_to_string(root.join("cgroup.controllers"))
                 .is_ok_and(|list| list.split_ascii_whitespace().any(|name| name == "memory")),
         });
-        Self { hierarchy, group: format!("strata-{supervisor_pid}") }
+        let this = Self { hierarchy, group: format!("strata-{supervisor_pid}") };
+        this.remove_orphans();
+        this
+    }
+
+    /// Removes what daemons that are gone left behind.
+    fn remove_orphans(&self) {
+        let Some(Hierarchy::V1(root) | Hierarchy::V2(root)) = &self.hierarchy else { return };
+        for entry in fs::read_dir(root).into_iter().flatten().flatten() {
+            let name = entry.file_name();
+            let pid =
+                name.to_str().and_then(|name| name.strip_prefix("strata-")?.parse::<u32>().ok());
+            let Some(pid) = pid else { continue };
+            if Path::new(&format!("/proc/{pid}")).exists() {
+                continue;
+            }
+            self.remove(&entry.path().join("none"));
+        }
     }
 
     /// Makes the cgroup of a tenant and puts `process` into it.

@@ -231,8 +231,12 @@ impl Space {
             .store(transfer, Ordering::Relaxed);
         match self.copy_for_child(tenant, gate, child, uffd) {
             Ok(space) => {
+                let space = Arc::new(space);
+                if space.has_strays.load(Ordering::Acquire) {
+                    tenant.add_heir(self, &space);
+                }
                 tenant.registry.space_goes_live(child);
-                tenant.adopt_space(Arc::new(space));
+                tenant.adopt_space(space);
             }
             Err((reason, uffd)) => {
                 eprintln!("stratad: {}: a forked child will wait for ever: {reason}", self.id);
@@ -272,6 +276,8 @@ impl Space {
                     Entry::Leaving { slot, .. } => {
                         child_gate.slots[usize::from(slot)] = address_of(piece, index);
                         space.has_strays.store(true, Ordering::Release);
+                        // Leaving pages are charged to whoever has them.
+                        tenant.resident_pages.fetch_add(1, Ordering::Relaxed);
                     }
                     Entry::Resident { .. } => space.has_shared.store(true, Ordering::Release),
                     Entry::Stored(handle) | Entry::Arriving(handle) => {

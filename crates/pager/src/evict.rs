@@ -21,7 +21,7 @@ use strata_policy::{Level, gap};
 use strata_store::Put;
 use strata_sys::{Fill, Range, ReadOutcome, futex_wait, futex_wake, page_presence, read_process};
 use strata_units::wire::{BATCH_PAGES, Command, Control, RESULT_CANCELLED, RESULT_PENDING};
-use strata_units::{PAGE_SIZE, PageBuffer, PageId};
+use strata_units::{Handle, PAGE_SIZE, PageBuffer, PageId, SpaceId};
 
 use crate::counters::Counter;
 use crate::entry::Entry;
@@ -130,12 +130,16 @@ impl Evictor {
         if !agent.is_idle() || space.has_strays.load(Ordering::Acquire) || space.is_gone() {
             return None;
         }
+        if !space.transfer_clean.load(Ordering::Acquire) && !empty_transfer(space, &agent) {
+            return None;
+        }
         let control = agent.control.control();
         let mut report = BatchReport::default();
         let count = compose(space, tenant, control, excluded, pages, &mut report);
         if count == 0 {
             return Some(report);
         }
+        space.transfer_clean.store(false, Ordering::Release);
         agent.command(Command::Move, 0, count as u32);
         if !agent.wait_idle(space, PATIENCE) {
             // Stopped, or hostile. What it holds is fetched when it answers.
@@ -151,8 +155,7 @@ impl Evictor {
             .collect();
         self.fetch(space, tenant, &agent, &results, &mut report);
         if !space.has_strays.load(Ordering::Acquire) {
-            agent.command(Command::Discard, 0, count as u32);
-            agent.wait_idle(space, PATIENCE);
+            empty_transfer(space, &agent);
         }
         Some(report)
     }
@@ -179,8 +182,7 @@ impl Evictor {
         space.has_strays.store(false, Ordering::Release);
         self.fetch(space, tenant, &agent, &results, &mut report);
         if !space.has_strays.load(Ordering::Acquire) {
-            agent.command(Command::Discard, 0, BATCH_PAGES as u32);
-            agent.wait_idle(space, PATIENCE);
+            empty_transfer(space, &agent);
         }
         report
     }
@@ -231,6 +233,8 @@ impl Evictor {
         let now = tenant.counters.get(Counter::PolicyTime) as u32;
         let mut wanted = Vec::new();
         let mut gate = lock(&space.gate);
+        // While the gate is held nobody becomes an heir of this batch.
+        let batch = tenant.has_heirs(space.id).then(|| Inheritance::new(tenant, results, &stored));
         let mut stored = stored.into_iter();
         let mut buffers = self.buffer.chunks_exact(PAGE_SIZE);
         for (slot, &result) in results.iter().enumerate() {
@@ -285,6 +289,9 @@ impl Evictor {
         }
         drop(gate);
         space.hand_over(wanted);
+        if let Some(batch) = batch {
+            batch.give_to_heirs(tenant, space.id);
+        }
     }
 
     /// Breaks copy-on-write sharing of `addresses`, so that they can be moved.
@@ -301,6 +308,91 @@ impl Evictor {
         }
         agent.command(Command::Populate, 0, addresses.len() as u32);
         agent.wait_idle(space, PATIENCE)
+    }
+}
+
+/// Empties the transfer range. The store has everything that was in it.
+fn empty_transfer(space: &Space, agent: &Agent) -> bool {
+    agent.command(Command::Discard, 0, BATCH_PAGES as u32);
+    let done = agent.wait_idle(space, PATIENCE);
+    space.transfer_clean.store(done, Ordering::Release);
+    done
+}
+
+/// What a batch brought, for spaces that were forked in the middle of it: their
+/// leaving pages have the same content, or were left in place too.
+struct Inheritance {
+    /// By slot: what came of the move, and the page in the store.
+    slots: Vec<(Moved, Option<Handle>)>,
+}
+
+impl Inheritance {
+    /// Holds a reference of its own to each page.
+    fn new(tenant: &Tenant, results: &[Moved], stored: &[Option<Handle>]) -> Self {
+        let mut stored = stored.iter();
+        let slots = results.iter().map(|&result| {
+            let handle = (result == Moved::Yes).then(|| stored.next().copied().flatten()).flatten();
+            if let Some(handle) = handle {
+                tenant.store.retain(handle);
+            }
+            (result, handle)
+        });
+        Self { slots: slots.collect() }
+    }
+
+    fn give_to_heirs(self, tenant: &Tenant, origin: SpaceId) {
+        loop {
+            // An heir that forks while it waits makes another one.
+            let heirs = tenant.take_heirs(origin);
+            if heirs.is_empty() {
+                break;
+            }
+            for heir in heirs {
+                self.give_to(tenant, &heir);
+            }
+        }
+        for (_, handle) in self.slots {
+            if let Some(handle) = handle {
+                tenant.store.release(handle);
+            }
+        }
+    }
+
+    fn give_to(&self, tenant: &Tenant, heir: &Space) {
+        let mut wanted = Vec::new();
+        let mut gate = lock(&heir.gate);
+        let mut left = false;
+        for slot in 0..gate.slots.len() {
+            let address = gate.slots[slot];
+            let page = (address != 0).then(|| gate.page(address)).flatten();
+            let Some(page) = page else { continue };
+            let Entry::Leaving { wanted: waits, .. } = tenant.map.get(page) else { continue };
+            let outcome = self.slots.get(slot).copied();
+            let entry = match outcome {
+                Some((Moved::Yes, Some(handle))) => {
+                    tenant.store.retain(handle);
+                    Entry::Stored(handle)
+                }
+                Some((Moved::Yes, None)) => {
+                    left = true;
+                    continue;
+                }
+                Some((Moved::No(_), _)) | None => Entry::Resident { shared: true },
+            };
+            gate.slots[slot] = 0;
+            tenant.map.set(page, entry);
+            tenant.uncharge(Entry::Resident { shared: false });
+            if waits && entry.handle().is_some() {
+                wanted.push(address);
+            } else if waits {
+                heir.uffd.wake(Range { start: address, end: address + PAGE });
+            }
+        }
+        heir.has_shared.store(true, Ordering::Release);
+        heir.has_strays.store(left, Ordering::Release);
+        heir.is_heir.store(false, Ordering::Release);
+        drop(gate);
+        heir.hand_over(wanted);
     }
 }
 
@@ -361,7 +453,10 @@ fn compose(
         }
         let address = crate::events::address_of(piece, page.index());
         let Entry::Resident { shared } = tenant.map.get(page) else { continue };
-        if gate.page(address) != Some(page) {
+        // Memory that is not registered must never be moved: its program would
+        // read zeroes there, not wait.
+        let one = Range { start: address, end: address + PAGE };
+        if gate.page(address) != Some(page) || !gate.is_registered(one) {
             continue;
         }
         if excluded.contains(address) {

@@ -42,8 +42,10 @@ const MOST_DEFERRED: usize = 4096;
 /// What is to be done about one fault.
 #[derive(Debug)]
 enum Claim {
-    /// Map zeroes; the first page's entry, where it is ours to change.
-    Zero(Range, Option<PageId>),
+    /// Map zeroes from this page on.
+    Zero(Range, PageId),
+    /// Nothing more to do.
+    Done,
     /// Put this stored page in place.
     Fill(PageId, u64, Handle),
     /// It is on its way out; the keeper hands it back when it has arrived.
@@ -172,15 +174,17 @@ impl Space {
         if let Some(agent) = self.agent()
             && (agent.ranges.transfer.contains(address) || agent.ranges.own.contains(address))
         {
-            return Claim::Zero(one_page(address), None);
+            return self.zero_here(address);
         }
         let Some(page) = gate.page_or_new(&tenant.map, self.id, address) else {
             return Claim::Defer;
         };
         match tenant.map.get(page) {
             // Discarded unseen (MADV_FREE), or another thread's fault on the
-            // same page came first: then it is there, and this only wakes.
-            Entry::Resident { .. } => Claim::Zero(one_page(address), None),
+            // same page came first: then it is there, and this only wakes. At
+            // once, under the gate: later the page could have been evicted, and
+            // a zero page would stand where a stored one belongs.
+            Entry::Resident { .. } => self.zero_here(address),
             Entry::Leaving { slot, .. } => {
                 tenant.map.set(page, Entry::Leaving { slot, wanted: true });
                 Claim::Wait
@@ -191,7 +195,7 @@ impl Space {
                 Claim::Defer
             }
             Entry::Untouched | Entry::Discarded => {
-                Claim::Zero(self.zero_window(tenant, gate, address), Some(page))
+                Claim::Zero(self.zero_window(tenant, gate, address), page)
             }
             Entry::Stored(handle) | Entry::Arriving(handle) => {
                 tenant.map.set(page, Entry::Arriving(handle));
@@ -228,7 +232,7 @@ impl Space {
         began: Instant,
     ) -> Served {
         match claim {
-            Claim::Wait => Served::Done,
+            Claim::Wait | Claim::Done => Served::Done,
             Claim::Defer => Served::Defer,
             Claim::Poison(address) => {
                 self.uffd.poison(address);
@@ -242,7 +246,23 @@ impl Space {
         }
     }
 
-    fn serve_zero(&self, tenant: &Tenant, range: Range, first: Option<PageId>) -> Served {
+    /// A zero page at `address` unless there is a page.
+    fn zero_here(&self, address: u64) -> Claim {
+        match self.uffd.zero(one_page(address)) {
+            Fill::Done { .. } => Claim::Done,
+            Fill::Present | Fill::Unmapped => {
+                self.uffd.wake(one_page(address));
+                Claim::Done
+            }
+            Fill::Changing | Fill::NoMemory => Claim::Defer,
+            Fill::Gone => {
+                self.gone.store(true, Ordering::Release);
+                Claim::Done
+            }
+        }
+    }
+
+    fn serve_zero(&self, tenant: &Tenant, range: Range, first: PageId) -> Served {
         let filled = match self.uffd.zero(range) {
             // The window may span mappings of different kinds.
             Fill::Unmapped if range.len() > PAGE_SIZE as u64 => {
@@ -252,7 +272,6 @@ impl Space {
         };
         match filled {
             Fill::Done { pages } => {
-                let Some(first) = first else { return Served::Done };
                 tenant.counters.add(Counter::ZeroFaults, 1);
                 for offset in 0..pages as u32 {
                     let page = PageId(first.0 + offset);

@@ -185,7 +185,9 @@ impl Keeper<'_> {
             self.rescan(&spaces, seen.unmanaged_bytes);
             self.settle_shared(&spaces);
             for space in &spaces {
-                if space.has_strays.load(Ordering::Acquire) {
+                let strays = space.has_strays.load(Ordering::Acquire)
+                    && !space.is_heir.load(Ordering::Acquire);
+                if strays {
                     let report = self.evictor.fetch_strays(space, tenant);
                     self.take_report(space, report);
                 }

@@ -4,15 +4,17 @@
 //! Runs on the keeper, not the handler: `/proc` can keep it waiting as long as
 //! the process holds its own locks.
 
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use strata_sys::{Mapping, Range, Registration, page_presence, read_maps};
-use strata_units::PAGE_SIZE;
+use strata_sys::{Mapping, Range, Registration, page_presence, read_mapping_flags, read_maps};
 use strata_units::wire::Control;
+use strata_units::{PAGE_SIZE, SpaceId};
 
 use crate::entry::Entry;
 use crate::handler;
+use crate::registry::SpaceField;
 use crate::space::{Agent, Space, lock};
 use crate::tenant::Tenant;
 
@@ -138,11 +140,19 @@ pub(crate) fn register_new(space: &Arc<Space>, tenant: &Arc<Tenant>) -> bool {
         if lock(&space.gate).is_registered(mapping.range) {
             continue;
         }
-        match space.uffd.register(mapping.range) {
-            Registration::Done => {
-                lock(&space.gate).add_registered(mapping.range);
-                note_resident(space, tenant, agent.pid, mapping.range);
+        // Under the gate: were the range unmapped in between and the message
+        // taken, it would be forgotten before it was remembered, and a new
+        // mapping in its place would be taken for registered.
+        let registration = {
+            let mut gate = lock(&space.gate);
+            let registration = space.uffd.register(mapping.range);
+            if registration == Registration::Done {
+                gate.add_registered(mapping.range);
             }
+            registration
+        };
+        match registration {
+            Registration::Done => note_resident(space, tenant, agent.pid, mapping.range),
             // Gone or changed since the map was read; or not ours to manage.
             Registration::Refused => {}
             Registration::Gone => return false,
@@ -185,34 +195,89 @@ fn note_resident(space: &Space, tenant: &Tenant, pid: u32, range: Range) {
     }
 }
 
-/// Looks which inherited pages are this process's alone by now, and charges
-/// them here.
+/// A forked child's agent has come, and the child still waits for it: makes its
+/// page map agree with what the kernel let it inherit. Mappings that the parent
+/// advised to keep from children are missing or empty there.
+pub(crate) fn adjust_child(space: &Space, tenant: &Tenant, agent: &Agent) -> io::Result<()> {
+    let flags = read_mapping_flags(agent.pid)?;
+    let mut gate = lock(&space.gate);
+    gate.registered.clear();
+    for mapping in flags.iter().filter(|mapping| mapping.registered) {
+        gate.add_registered(mapping.range);
+    }
+    gate.remove_registered(agent.ranges.transfer);
+    let mut kept = gate.registered.clone();
+    kept.retain(|range| {
+        !flags.iter().any(|mapping| mapping.wiped_on_fork && overlaps(mapping.range, *range))
+    });
+    // Merged ranges may be wiped in part: look at such page by page.
+    let inherits = |address: u64| {
+        let within = |range: &Range| range.contains(address);
+        kept.iter().any(within)
+            || flags.iter().any(|m| m.registered && !m.wiped_on_fork && within(&m.range))
+    };
+    for (_, leaf, part) in gate.pages_in(Range { start: 0, end: 1 << 52 }) {
+        if kept.iter().any(|range| range.start <= part.start && part.end <= range.end) {
+            continue;
+        }
+        for (address, page) in crate::space::ids_in(leaf, part) {
+            let entry = tenant.map.get(page);
+            if entry == Entry::Untouched || inherits(address) {
+                continue;
+            }
+            if let Entry::Leaving { slot, .. } = entry {
+                gate.slots[usize::from(slot)] = 0;
+            }
+            tenant.map.set(page, Entry::Untouched);
+            tenant.uncharge(entry);
+        }
+    }
+    Ok(())
+}
+
+/// Looks which inherited pages to charge here: those that are this process's
+/// alone by now, and those that the parent holds no longer.
 pub(crate) fn settle_shared(space: &Space, tenant: &Tenant) {
     let Some(agent) = space.agent() else { return };
+    let parent = tenant.registry.space_field(space.id, SpaceField::Parent).load(Ordering::Relaxed);
+    let parent = parent.checked_sub(1).and_then(|id| tenant.space(SpaceId(id)));
     let mut left = false;
     let pieces = lock(&space.gate).pages_in(Range { start: 0, end: 1 << 52 });
+    let shared = Entry::Resident { shared: true };
     for (_, leaf, part) in pieces {
-        let mut alone = Vec::new();
+        let mut present = Vec::new();
         let read = page_presence(agent.pid, part, |index, presence| {
-            let address = part.start + index * PAGE;
-            if presence.exclusive {
-                alone.push(address);
-            }
+            present.push((part.start + index * PAGE, presence.exclusive));
         });
         if read.is_err() {
             return;
         }
+        // One gate at a time.
+        let held_by_parent: Vec<bool> = match &parent {
+            Some(parent) => {
+                let gate = lock(&parent.gate);
+                let holds = |address| {
+                    gate.page(address).is_some_and(|page| {
+                        matches!(
+                            tenant.map.get(page),
+                            Entry::Resident { .. } | Entry::Leaving { .. }
+                        )
+                    })
+                };
+                present.iter().map(|&(address, _)| holds(address)).collect()
+            }
+            None => vec![false; present.len()],
+        };
         let gate = lock(&space.gate);
-        let shared = Entry::Resident { shared: true };
-        for address in alone {
-            if let Some(page) = gate.page(address)
+        for (&(address, exclusive), held) in present.iter().zip(held_by_parent) {
+            if (exclusive || !held)
+                && let Some(page) = gate.page(address)
                 && tenant.map.replace(page, shared, Entry::Resident { shared: false })
             {
                 tenant.charge_resident(page);
             }
         }
-        let whole = crate::space::ids_in(leaf, part);
-        left |= whole.into_iter().any(|(_, page)| tenant.map.get(page) == shared);
+        left |= crate::space::ids_in(leaf, part).any(|(_, page)| tenant.map.get(page) == shared);
     }
     space.has_shared.store(left, Ordering::Release);
 }

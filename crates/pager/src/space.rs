@@ -67,6 +67,11 @@ pub struct Space {
     /// Pages may be in the transfer range with nobody fetching them (after a
     /// fork or a worker's death).
     pub(crate) has_strays: AtomicBool,
+    /// Those pages come with the batch of the space that this one was forked
+    /// from.
+    pub(crate) is_heir: AtomicBool,
+    /// The transfer range is known to be empty.
+    pub(crate) transfer_clean: AtomicBool,
     /// Inherited pages may still be shared with the parent.
     pub(crate) has_shared: AtomicBool,
 }
@@ -199,6 +204,8 @@ impl Space {
             gone: AtomicBool::new(false),
             handler: Mutex::new(None),
             has_strays: AtomicBool::new(false),
+            is_heir: AtomicBool::new(false),
+            transfer_clean: AtomicBool::new(false),
             has_shared: AtomicBool::new(false),
         }
     }

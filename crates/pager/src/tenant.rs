@@ -117,6 +117,9 @@ pub struct Tenant {
     /// What the user should know, by cause.
     pub(crate) notes: Mutex<BTreeMap<&'static str, String>>,
     had_space: AtomicBool,
+    /// Forked spaces whose leaving pages come with another space's batch, each
+    /// with that other space.
+    heirs: Mutex<Vec<(SpaceId, Arc<Space>)>>,
     /// Agents whose spaces were released.
     pub(crate) released_agents: Mutex<Vec<Arc<Agent>>>,
 }
@@ -175,6 +178,7 @@ impl Tenant {
             keeper: Mutex::default(),
             notes: Mutex::default(),
             had_space: AtomicBool::new(false),
+            heirs: Mutex::default(),
             released_agents: Mutex::default(),
         })
     }
@@ -361,6 +365,7 @@ impl Tenant {
             .add_space(self.id, uffd.as_fd().as_raw_fd())
             .ok_or_else(|| io::Error::other("this daemon manages 8192 processes already"))?;
         let space = Arc::new(Space::new(id, uffd, kick));
+        space.transfer_clean.store(true, Ordering::Release);
         space.attach_agent(&self.registry, agent);
         self.registry.space_goes_live(id);
         self.adopt_space(Arc::clone(&space));
@@ -395,9 +400,37 @@ impl Tenant {
         socket: SeqPacket,
         hail: Hail,
     ) -> io::Result<()> {
-        space.attach_agent(&self.registry, Agent::new(control, socket, hail)?);
+        let agent = Agent::new(control, socket, hail)?;
+        crate::scan::adjust_child(space, self, &agent)?;
+        space.attach_agent(&self.registry, agent);
         self.wake_keeper();
         Ok(())
+    }
+
+    /// `child` was forked from `parent` in the middle of a batch: its leaving
+    /// pages have the content that the batch brings. (It also has copies in a
+    /// transfer range of its own, but only an agent can say where.) The caller
+    /// holds the parent's gate.
+    pub(crate) fn add_heir(&self, parent: &Space, child: &Arc<Space>) {
+        let mut heirs = lock(&self.heirs);
+        let origin = heirs
+            .iter()
+            .find(|(_, heir)| heir.id == parent.id && parent.is_heir.load(Ordering::Acquire))
+            .map_or(parent.id, |&(origin, _)| origin);
+        child.is_heir.store(true, Ordering::Release);
+        heirs.push((origin, Arc::clone(child)));
+    }
+
+    /// Takes those who wait for the batch of `origin`.
+    pub(crate) fn take_heirs(&self, origin: SpaceId) -> Vec<Arc<Space>> {
+        let mut heirs = lock(&self.heirs);
+        let (taken, kept) = heirs.drain(..).partition(|&(of, _)| of == origin);
+        *heirs = kept;
+        Vec::into_iter(taken).map(|(_, space)| space).collect()
+    }
+
+    pub(crate) fn has_heirs(&self, origin: SpaceId) -> bool {
+        lock(&self.heirs).iter().any(|&(of, _)| of == origin)
     }
 
     /// The living space of a process.
@@ -453,6 +486,10 @@ impl Tenant {
         let handler = lock(&space.handler).take();
         if let Some(handler) = handler {
             let _ = handler.join();
+        }
+        for heir in self.take_heirs(space.id) {
+            // From its own transfer range, then.
+            heir.is_heir.store(false, Ordering::Release);
         }
         self.forget_leaves(space.id);
         self.spaces.write().unwrap_or_else(PoisonError::into_inner).remove(&space.id);

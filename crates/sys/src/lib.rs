@@ -24,8 +24,8 @@ pub use event::EventFd;
 pub use futex::{futex_wait, futex_wake};
 pub use poll::{Polled, poll_readable};
 pub use process::{
-    Mapping, Pidfd, Presence, ReadOutcome, anonymous_rss, available_bytes, page_presence,
-    read_maps, read_process, thread_cpu, total_bytes,
+    Mapping, MappingFlags, Pidfd, Presence, ReadOutcome, anonymous_rss, available_bytes,
+    page_presence, read_mapping_flags, read_maps, read_process, thread_cpu, total_bytes,
 };
 pub use sched::{current_cpu, pin_current_thread, set_thread_name};
 pub use shared_memory::{SharedMemory, punch_hole};

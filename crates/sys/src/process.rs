@@ -58,6 +58,38 @@ pub fn read_maps(pid: u32) -> io::Result<Vec<Mapping>> {
     Ok(fs::read_to_string(format!("/proc/{pid}/maps"))?.lines().filter_map(parse_mapping).collect())
 }
 
+/// A mapping's flags that the short map does not show.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct MappingFlags {
+    /// Its addresses.
+    pub range: Range,
+    /// A userfaultfd answers its missing pages.
+    pub registered: bool,
+    /// A forked child finds it empty (`MADV_WIPEONFORK`).
+    pub wiped_on_fork: bool,
+}
+
+/// The flags of all mappings of a process. Walks its page tables: for rare
+/// questions only.
+pub fn read_mapping_flags(pid: u32) -> io::Result<Vec<MappingFlags>> {
+    Ok(parse_mapping_flags(&fs::read_to_string(format!("/proc/{pid}/smaps"))?))
+}
+
+fn parse_mapping_flags(text: &str) -> Vec<MappingFlags> {
+    let mut found = Vec::new();
+    let mut range = None;
+    for line in text.lines() {
+        if let Some(flags) = line.strip_prefix("VmFlags:") {
+            let Some(range) = range.take() else { continue };
+            let has = |wanted: &str| flags.split_ascii_whitespace().any(|flag| flag == wanted);
+            found.push(MappingFlags { range, registered: has("um"), wiped_on_fork: has("wf") });
+        } else if let Some(mapping) = parse_mapping(line) {
+            range = Some(mapping.range);
+        }
+    }
+    found
+}
+
 /// Resident anonymous bytes of a process. The kernel keeps this per CPU: it can
 /// be off by some hundred KiB.
 pub fn anonymous_rss(pid: u32) -> io::Result<u64> {
@@ -256,6 +288,18 @@ mod tests {
         let shared = parse_mapping("7f0000-7f1000 rw-s 00000000 00:01 9 /memfd:x (deleted)");
         assert!(shared.is_some_and(|m| !m.private && !m.anonymous));
         assert_eq!(parse_mapping("garbage"), None);
+    }
+
+    #[test]
+    fn flags_follow_their_mapping() {
+        let text = "7f0000-7f2000 rw-p 00000000 00:00 0 \nRss: 4 kB\nVmFlags: rd wr mr um \n\
+            7f2000-7f3000 rw-p 00000000 00:00 0 \nRss: 4 kB\nVmFlags: rd wf \n";
+        let found = parse_mapping_flags(text);
+        assert_eq!(found.len(), 2);
+        assert!(found[0].registered && !found[0].wiped_on_fork);
+        assert!(!found[1].registered && found[1].wiped_on_fork);
+        assert_eq!(found[1].range, Range { start: 0x7f_2000, end: 0x7f_3000 });
+        assert!(read_mapping_flags(std::process::id()).is_ok_and(|flags| flags.len() > 5));
     }
 
     #[test]

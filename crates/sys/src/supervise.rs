@@ -153,7 +153,9 @@ pub fn open_fds() -> io::Result<Vec<RawFd>> {
             fds.push(fd);
         }
     }
-    // The descriptor of the listing itself is closed by now and may be named.
+    // The listing's own descriptor is named too, and closed by now.
+    // SAFETY: F_GETFD only looks.
+    fds.retain(|&fd| unsafe { libc::fcntl(fd, libc::F_GETFD) } >= 0);
     Ok(fds)
 }
 

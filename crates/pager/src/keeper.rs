@@ -26,9 +26,9 @@ use crate::usage::{Usage, measure};
 /// A handler that takes the last but so many pages of headroom wakes the keeper.
 pub(crate) const WAKE_AT_PAGES: i64 = 512;
 /// Pages evicted between two looks: a few milliseconds of work.
-const PAGES_PER_ROUND: usize = 4 * BATCH_PAGES;
+const PAGES_PER_ROUND: usize = 2 * BATCH_PAGES;
 /// Pages settled, repacked or demoted between two looks.
-const STORE_PAGES_PER_ROUND: usize = 1024;
+const STORE_PAGES_PER_ROUND: usize = 512;
 /// Memory maps are read again at least this often under pressure...
 const RESCAN_EVERY: Duration = Duration::from_millis(250);
 /// ...and at once when so much memory has come that is not managed.
@@ -40,10 +40,15 @@ const SWEEP_LEAVES: usize = 16;
 /// Records of arrivals that are kept for a keeper that is held up.
 pub(crate) const MOST_ARRIVALS: usize = 1 << 20;
 /// A page that the kernel would not move is tried again after this.
-const PINNED_FOR: Duration = Duration::from_secs(1);
-/// Rounds in a row without anything to evict until faults are served beyond the
-/// budget: a single batch may have been cancelled.
-const STUCK_ROUNDS: u32 = 20;
+const PINNED_FOR: Duration = Duration::from_secs(3);
+/// A tenant over its budget from which fewer than so many pages left in this
+/// time has nothing more to evict; its faults are served beyond the budget.
+const STUCK_AFTER: Duration = Duration::from_millis(100);
+const STUCK_BELOW_PAGES: usize = 256;
+/// Pages that a fork shares are copied by the kernel when they are written,
+/// which nobody can hold up: this much (or an eighth) of the budget is kept free
+/// for them while there are any.
+const COPY_RESERVE_BYTES: u64 = 8 << 20;
 /// Unused parts of slots and slabs are put up with up to this part of what is
 /// stored.
 const SLACK_PART: u64 = 8;
@@ -73,8 +78,8 @@ impl Tenant {
 /// What a round brought.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Progress {
-    /// Something became free.
-    freed: bool,
+    /// Pages that left the address spaces.
+    evicted_pages: usize,
     /// There is more to do at once.
     more: bool,
 }
@@ -93,7 +98,15 @@ struct Keeper<'a> {
     evicting: bool,
     resident_before: u64,
     spaces_at_scan: usize,
-    stuck_rounds: u32,
+    over: Option<Over>,
+}
+
+/// How it goes with a tenant that is over its budget.
+#[derive(Clone, Copy, Debug)]
+struct Over {
+    since: Instant,
+    evicted_pages: usize,
+    stuck: bool,
 }
 
 pub(crate) fn run(tenant: &Arc<Tenant>) {
@@ -112,7 +125,7 @@ pub(crate) fn run(tenant: &Arc<Tenant>) {
         evicting: false,
         resident_before: 0,
         spaces_at_scan: 0,
-        stuck_rounds: 0,
+        over: None,
     };
     let mut next_look = Duration::ZERO;
     loop {
@@ -174,6 +187,8 @@ impl Keeper<'_> {
             return RESCAN_EVERY;
         }
         let budget = tenant.budget_bytes();
+        let shares = spaces.iter().any(|space| space.has_shared.load(Ordering::Acquire));
+        let budget = if shares { budget - COPY_RESERVE_BYTES.min(budget / 8) } else { budget };
         self.set_headroom(budget, usage);
         let seen = self.observe(budget, usage);
         let actions = budget::decide(&seen);
@@ -197,12 +212,27 @@ impl Keeper<'_> {
         self.evicting = actions.evict_pages > 0;
         self.sweep();
         // Before the first scan nothing is known to be evictable.
-        let stuck = was_managed
-            && (actions.cannot_by_bytes > budget::tolerance_bytes(budget)
-                || (actions.evict_pages > 0 && !progress.freed));
-        self.stuck_rounds = if stuck { self.stuck_rounds + 1 } else { 0 };
-        self.say_exhausted(self.stuck_rounds >= STUCK_ROUNDS, &actions, usage, budget);
+        let exhausted = was_managed && self.is_stuck(&progress);
+        self.say_exhausted(exhausted, &actions, usage, budget);
         if progress.more { Duration::ZERO } else { Duration::from_micros(actions.next_look_us) }
+    }
+
+    /// Whether the tenant has been over its budget for a while and hardly
+    /// anything left. Once so, until there is room again.
+    fn is_stuck(&mut self, progress: &Progress) -> bool {
+        if self.tenant.headroom_pages() > 0 {
+            self.over = None;
+            return false;
+        }
+        let over =
+            self.over.get_or_insert(Over { since: Instant::now(), evicted_pages: 0, stuck: false });
+        over.evicted_pages += progress.evicted_pages;
+        if over.since.elapsed() >= STUCK_AFTER {
+            over.stuck |= over.evicted_pages < STUCK_BELOW_PAGES;
+            over.since = Instant::now();
+            over.evicted_pages = 0;
+        }
+        over.stuck
     }
 
     fn take_arrivals(&mut self) {
@@ -329,15 +359,17 @@ impl Keeper<'_> {
         tenant.store.reap();
         let settle = (actions.settle_pages as usize).min(STORE_PAGES_PER_ROUND);
         let mut freed_pages = tenant.store.settle(settle);
+        let mut evicted_pages = 0;
         let evict = (actions.evict_pages as usize).min(PAGES_PER_ROUND);
         if evict > 0 {
-            freed_pages += self.evict(evict, spaces);
+            evicted_pages = self.evict(evict, spaces);
+            freed_pages += evicted_pages;
         }
-        let repack = (actions.repack_pages as usize).min(STORE_PAGES_PER_ROUND / 4);
+        let repack = (actions.repack_pages as usize).min(STORE_PAGES_PER_ROUND / 2);
         tenant.store.repack(repack);
         if actions.demote_bytes > 0 {
             let pages = (actions.demote_bytes / 1024) as usize + 1;
-            freed_pages += tenant.store.demote(pages.min(STORE_PAGES_PER_ROUND / 4));
+            freed_pages += tenant.store.demote(pages.min(STORE_PAGES_PER_ROUND / 2));
         }
         // Slots that pages left behind become memory again.
         let after = tenant.store.stats();
@@ -347,10 +379,7 @@ impl Keeper<'_> {
             tenant.store.compact(COMPACT_BYTES_PER_ROUND);
         }
         let shrank = tenant.store.stats().dram_bytes < before.dram_bytes;
-        Progress {
-            freed: freed_pages > 0 || shrank,
-            more: freed_pages > 0 || (shrank && repack > 0),
-        }
+        Progress { evicted_pages, more: freed_pages > 0 || (shrank && repack > 0) }
     }
 
     fn evict(&mut self, want: usize, spaces: &[Arc<Space>]) -> usize {

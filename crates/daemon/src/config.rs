@@ -64,7 +64,7 @@ pub(crate) struct Config {
     pub(crate) metrics: Option<SocketAddr>,
     /// Directory of the file tier; none: no file tier.
     pub(crate) tier_path: Option<PathBuf>,
-    /// Bytes that the file tier may take.
+    /// Bytes that one tenant may hold in the file tier.
     pub(crate) tier_limit: ByteSize,
     /// Users besides root whose programs get `/dev/userfaultfd`.
     pub(crate) uffd_users: Vec<User>,

@@ -25,33 +25,6 @@ const DEFAULT_TIER_LIMIT: ByteSize = ByteSize(16 << 30);
 /// From SIGTERM to SIGKILL: what service managers and orchestrators give, too.
 const DEFAULT_STOP_GRACE: Duration = Duration::from_secs(10);
 
-/// What the daemon logs.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
-pub(crate) enum LogLevel {
-    /// Only what failed.
-    Error,
-    /// And what the administrator should look at.
-    Warn,
-    /// And what happens to tenants.
-    #[default]
-    Info,
-    /// And why.
-    Debug,
-}
-
-impl LogLevel {
-    const ALL: [(&'static str, Self); 4] = [
-        ("error", Self::Error),
-        ("warn", Self::Warn),
-        ("info", Self::Info),
-        ("debug", Self::Debug),
-    ];
-
-    fn name(self) -> &'static str {
-        Self::ALL.iter().find(|(_, level)| *level == self).expect("all are listed").0
-    }
-}
-
 /// A user of this machine.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct User {
@@ -91,14 +64,12 @@ pub(crate) struct Config {
     pub(crate) metrics: Option<SocketAddr>,
     /// Directory of the file tier; none: no file tier.
     pub(crate) tier_path: Option<PathBuf>,
-    /// Bytes that the file tier may take.
+    /// Bytes that one tenant may hold in the file tier.
     pub(crate) tier_limit: ByteSize,
     /// Users besides root whose programs get `/dev/userfaultfd`.
     pub(crate) uffd_users: Vec<User>,
     /// `libstrata.so`; none: the one installed with this stratad.
     pub(crate) preload: Option<PathBuf>,
-    /// What is logged.
-    pub(crate) log: LogLevel,
     /// From SIGTERM to SIGKILL in `strata stop`.
     pub(crate) stop_grace: Duration,
     /// Programs managed without `strata run`, first match wins.
@@ -178,7 +149,6 @@ impl Config {
             tier_limit: DEFAULT_TIER_LIMIT,
             uffd_users: Vec::new(),
             preload: None,
-            log: LogLevel::default(),
             stop_grace: DEFAULT_STOP_GRACE,
             manage: Vec::new(),
         }
@@ -247,7 +217,6 @@ impl Config {
             Some(library) => writeln!(out, "preload = {}", path(library))?,
             None => writeln!(out, "# preload: the libstrata.so installed with stratad")?,
         }
-        writeln!(out, "log = {}", quoted(self.log.name()))?;
         writeln!(out, "stop_grace = \"{}ms\"", self.stop_grace.as_millis())?;
         for rule in &self.manage {
             writeln!(out, "\n[[manage]]\nname = {}", quoted(&rule.name))?;

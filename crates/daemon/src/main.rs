@@ -19,6 +19,7 @@ use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use anyhow::Context;
 use clap::{Parser, Subcommand};
 
 use crate::config::{Config, DEFAULT_FILE, Machine};
@@ -88,6 +89,12 @@ fn config_check(file: Option<&std::path::Path>) -> anyhow::Result<ExitCode> {
 }
 
 fn serve(arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    if arguments.private.is_some() {
+        // Before anything is opened. A private daemon outlives the command that
+        // started it and must not hold what that one had open. (A service
+        // manager may have handed over descriptors on purpose.)
+        strata_sys::close_inherited_fds().context("cannot close the caller's descriptors")?;
+    }
     let config = match &arguments.private {
         Some(directory) => {
             let mut config = Config::defaults(&Machine::this()?);

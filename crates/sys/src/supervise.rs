@@ -165,6 +165,29 @@ pub fn close_fd(fd: RawFd) {
     unsafe { libc::close(fd) };
 }
 
+/// Closes every descriptor but the standard three: what the caller had open and
+/// did not mark close-on-exec is none of a daemon's business, and a lock or a
+/// pipe's end that it kept would outlive whoever needs to see it closed.
+///
+/// Only for the beginning of `main`, while the process is single-threaded
+/// (asserted) and nothing of its own is open: an object that owns one of the
+/// descriptors would later close a stranger's.
+pub fn close_inherited_fds() -> io::Result<()> {
+    let threads = std::fs::read_dir("/proc/self/task")?.count();
+    assert_eq!(threads, 1, "descriptors are closed before there is anyone to use them");
+    // SAFETY: integers. No object of this process owns a descriptor from 3 on:
+    // by the contract above `main` has just begun, the runtime keeps none open
+    // between calls, the listing just read is closed again, and no other thread
+    // can be using one.
+    let code = unsafe {
+        libc::syscall(libc::SYS_close_range, FIRST_INHERITED, libc::c_uint::MAX, 0 as libc::c_uint)
+    };
+    if code == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// The first descriptor behind standard input, output and error.
+const FIRST_INHERITED: libc::c_uint = 3;
+
 /// Takes over a descriptor that a record names. None if it is not open.
 #[must_use]
 pub fn adopt_fd(fd: RawFd) -> Option<OwnedFd> {

@@ -55,13 +55,13 @@ mod tests {
 
     #[test]
     fn what_was_meant() {
-        let known = ["socket_dir", "default_dram", "metrics", "tier_path", "tier_limit", "log"];
+        let known = ["socket_dir", "default_dram", "metrics", "tier_path", "tier_limit", "preload"];
         for (typed, meant) in [
             ("metrcis", "metrics"),
             ("Socket-Dir", "socket_dir"),
             ("defaultdram", "default_dram"),
             ("tier_limt", "tier_limit"),
-            ("log_level", "log"),
+            ("preloaded", "preload"),
         ] {
             assert_eq!(nearest(typed, &known), meant, "{typed}");
         }

@@ -13,10 +13,10 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use super::nearest::nearest;
-use super::{Config, LogLevel, Machine, Problem, Problems, Rule, User};
+use super::{Config, Machine, Problem, Problems, Rule, User};
 
 /// All keys of the file.
-pub(super) const KEYS: [&str; 10] = [
+pub(super) const KEYS: [&str; 9] = [
     "socket_dir",
     "default_dram",
     "metrics",
@@ -24,7 +24,6 @@ pub(super) const KEYS: [&str; 10] = [
     "tier_limit",
     "uffd_users",
     "preload",
-    "log",
     "stop_grace",
     "manage",
 ];
@@ -129,9 +128,6 @@ impl Reader<'_> {
         self.limit_needs_a_tier(table, table);
         config.uffd_users = self.users(table, "uffd_users");
         config.preload = self.get(table, "preload", library);
-        if let Some(level) = self.get(table, "log", log_level) {
-            config.log = level;
-        }
         if let Some(grace) = self.get(table, "stop_grace", duration) {
             config.stop_grace = grace;
         }
@@ -283,15 +279,6 @@ fn address(value: &DeValue<'_>) -> Result<SocketAddr, Refusal> {
     const WANTED: &str = "an address and a port: \"127.0.0.1:9464\"";
     let text = text(value, WANTED)?;
     text.parse().map_err(|_| (format!("{text:?} is not an address"), format!("write {WANTED}")))
-}
-
-fn log_level(value: &DeValue<'_>) -> Result<LogLevel, Refusal> {
-    const WANTED: &str = "\"error\", \"warn\", \"info\" or \"debug\"";
-    let text = text(value, WANTED)?;
-    let level = LogLevel::ALL.iter().find(|(name, _)| *name == text);
-    level
-        .map(|(_, level)| *level)
-        .ok_or_else(|| (format!("{text:?} is not a log level"), format!("write {WANTED}")))
 }
 
 fn absolute(value: &DeValue<'_>) -> Result<PathBuf, Refusal> {

@@ -125,9 +125,17 @@ impl Tenants {
                 None
             }
         };
-        let tier = self.tier.as_ref().map(|(path, limit)| {
-            (path.clone(), wish.tier_limit.map_or(*limit, |own| own.min(*limit)))
-        });
+        let tier = match &self.tier {
+            Some((directory, limit)) => {
+                // A file of its own, nameless as soon as it is open. Random: a
+                // daemon killed in between leaves the name behind.
+                let number =
+                    random_token().map_err(|error| format!("no random numbers: {error}"))?;
+                let file = directory.join(format!("tier-{number:016x}"));
+                Some((file, wish.tier_limit.map_or(*limit, |own| own.min(*limit))))
+            }
+            None => None,
+        };
         let spec = TenantSpec {
             name: name.clone(),
             uid: wish.uid,

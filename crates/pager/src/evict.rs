@@ -54,6 +54,8 @@ pub(crate) enum Stayed {
 #[derive(Debug, Default)]
 pub(crate) struct BatchReport {
     pub(crate) evicted: usize,
+    /// Their addresses.
+    pub(crate) left: Vec<u64>,
     pub(crate) stayed: Vec<(PageId, u64, Stayed)>,
     /// The store refused a page.
     pub(crate) store_error: Option<String>,
@@ -214,12 +216,14 @@ impl Evictor {
             return;
         }
         let mut stored = Vec::with_capacity(moved.len());
+        // Staging pays when there is room for it.
+        let how = if tenant.headroom_pages() > 0 { Put::Staged } else { Put::Lz4 };
         for page in self.buffer[..bytes].chunks_exact(PAGE_SIZE) {
             let page = page.try_into().expect("chunks of a page");
             let put = if report.store_error.is_some() {
                 None
             } else {
-                match tenant.store.put(page, Put::Staged) {
+                match tenant.store.put(page, how) {
                     Ok(handle) => Some(handle),
                     Err(error) => {
                         report.store_error = Some(error.to_string());
@@ -263,6 +267,7 @@ impl Evictor {
                     tenant.uncharge(Entry::Resident { shared: false });
                     tenant.counters.add(Counter::Evictions, 1);
                     report.evicted += 1;
+                    report.left.push(address);
                     if waits {
                         wanted.push(address);
                     }

@@ -16,9 +16,9 @@ use strata_units::{ByteSize, PAGE_SIZE, PAGES_PER_LEAF, PageId};
 
 use crate::counters::Counter;
 use crate::entry::Entry;
-use crate::evict::{Evictor, Stayed, level_of};
+use crate::evict::{BatchReport, Evictor, Stayed, level_of};
 use crate::release;
-use crate::scan::{Excluded, register_new, settle_shared};
+use crate::scan::{Excluded, register_new, settle_shared, take_charge};
 use crate::space::{Space, lock};
 use crate::tenant::{Order, Tenant};
 use crate::usage::{Usage, measure};
@@ -33,8 +33,11 @@ const STORE_PAGES_PER_ROUND: usize = 512;
 const RESCAN_EVERY: Duration = Duration::from_millis(250);
 /// ...and at once when so much memory has come that is not managed.
 const RESCAN_AT_BYTES: u64 = 1 << 20;
-/// How often inherited pages are looked at.
-const SETTLE_SHARED_EVERY: Duration = Duration::from_millis(250);
+/// How often inherited pages are looked at: a page that the parent evicts costs
+/// as much as before until its children evict it too. Never more than a part of
+/// the time.
+const SETTLE_SHARED_EVERY: Duration = Duration::from_millis(20);
+const SETTLE_SHARED_PART: u32 = 5;
 /// Leaves whose estimates are swept a round.
 const SWEEP_LEAVES: usize = 16;
 /// Records of arrivals that are kept for a keeper that is held up.
@@ -45,10 +48,6 @@ const PINNED_FOR: Duration = Duration::from_secs(3);
 /// time has nothing more to evict; its faults are served beyond the budget.
 const STUCK_AFTER: Duration = Duration::from_millis(100);
 const STUCK_BELOW_PAGES: usize = 256;
-/// Pages that a fork shares are copied by the kernel when they are written,
-/// which nobody can hold up: this much (or an eighth) of the budget is kept free
-/// for them while there are any.
-const COPY_RESERVE_BYTES: u64 = 8 << 20;
 /// Unused parts of slots and slabs are put up with up to this part of what is
 /// stored.
 const SLACK_PART: u64 = 8;
@@ -94,6 +93,7 @@ struct Keeper<'a> {
     scanned: Instant,
     unmanaged_at_scan: u64,
     settled_shared: Instant,
+    settle_shared_every: Duration,
     swept_leaf: usize,
     evicting: bool,
     resident_before: u64,
@@ -121,6 +121,7 @@ pub(crate) fn run(tenant: &Arc<Tenant>) {
         scanned: now,
         unmanaged_at_scan: 0,
         settled_shared: now,
+        settle_shared_every: SETTLE_SHARED_EVERY,
         swept_leaf: 0,
         evicting: false,
         resident_before: 0,
@@ -187,8 +188,6 @@ impl Keeper<'_> {
             return RESCAN_EVERY;
         }
         let budget = tenant.budget_bytes();
-        let shares = spaces.iter().any(|space| space.has_shared.load(Ordering::Acquire));
-        let budget = if shares { budget - COPY_RESERVE_BYTES.min(budget / 8) } else { budget };
         self.set_headroom(budget, usage);
         let seen = self.observe(budget, usage);
         let actions = budget::decide(&seen);
@@ -341,15 +340,17 @@ impl Keeper<'_> {
     }
 
     fn settle_shared(&mut self, spaces: &[Arc<Space>]) {
-        if self.settled_shared.elapsed() < SETTLE_SHARED_EVERY {
+        if self.settled_shared.elapsed() < self.settle_shared_every {
             return;
         }
+        let began = Instant::now();
         for space in spaces {
             if space.has_shared.load(Ordering::Acquire) {
                 settle_shared(space, self.tenant);
             }
         }
         self.settled_shared = Instant::now();
+        self.settle_shared_every = SETTLE_SHARED_EVERY.max(began.elapsed() * SETTLE_SHARED_PART);
     }
 
     /// Does some of what the policy asks for.
@@ -414,7 +415,40 @@ impl Keeper<'_> {
                 match self.evictor.evict(space, tenant, excluded, batch) {
                     Some(report) => {
                         evicted += report.evicted;
-                        self.take_report(space, report);
+                        let left = self.take_report(space, report);
+                        evicted += self.evict_relatives(space, &left, spaces);
+                    }
+                    None => self.give_back(batch),
+                }
+            }
+        }
+        evicted
+    }
+
+    /// A page that a fork shares costs as much as before until the last of the
+    /// family has lost it: those who inherited what `space` just lost follow.
+    fn evict_relatives(
+        &mut self,
+        space: &Arc<Space>,
+        left: &[u64],
+        spaces: &[Arc<Space>],
+    ) -> usize {
+        let mut evicted = 0;
+        for relative in spaces {
+            if relative.id == space.id || !relative.has_shared.load(Ordering::Acquire) {
+                continue;
+            }
+            let pages = take_charge(relative, self.tenant, left);
+            for batch in pages.chunks(BATCH_PAGES) {
+                let Some(agent) = relative.agent() else { continue };
+                let excluded = self.excluded.entry(relative.id.0).or_default();
+                if excluded.is_stale(agent.control.control()) {
+                    *excluded = Excluded::read(agent.control.control());
+                }
+                match self.evictor.evict(relative, self.tenant, excluded, batch) {
+                    Some(report) => {
+                        evicted += report.evicted;
+                        self.take_report(relative, report);
                     }
                     None => self.give_back(batch),
                 }
@@ -430,7 +464,9 @@ impl Keeper<'_> {
         }
     }
 
-    fn take_report(&mut self, space: &Arc<Space>, report: crate::evict::BatchReport) {
+    /// Sees to the pages that stayed. Returns the addresses of those that left.
+    fn take_report(&mut self, space: &Arc<Space>, report: BatchReport) -> Vec<u64> {
+        let mut left = report.left;
         let tenant = self.tenant;
         let now = tenant.counters.get(Counter::PolicyTime) as u32;
         let mut busy = Vec::new();
@@ -459,6 +495,7 @@ impl Keeper<'_> {
             });
             match again.flatten() {
                 Some(second) => {
+                    left.extend(second.left);
                     for (page, _, stayed) in second.stayed {
                         if stayed == Stayed::Cancelled {
                             self.replacement.refused(page, now);
@@ -470,6 +507,7 @@ impl Keeper<'_> {
                 None => self.give_back(&pages),
             }
         }
+        left
     }
 
     /// Raises the estimates of pages that stay out for long.

@@ -129,8 +129,11 @@ impl Tenant {
     fn recover_space(&self, id: SpaceId) -> io::Result<Arc<Space>> {
         let missing = |what| io::Error::new(io::ErrorKind::NotFound, format!("its {what} is gone"));
         let fd = |field| self.registry.space_fd(id, field).and_then(adopt_fd);
+        // Before the userfaultfd: were that closed for want of an event, the
+        // process would read zeroes.
+        let kick = EventFd::new()?;
         let uffd = Userfaultfd::adopt(fd(SpaceField::Uffd).ok_or(missing("userfaultfd"))?);
-        let space = Space::new(id, uffd, EventFd::new()?);
+        let space = Space::new(id, uffd, kick);
         // The agent's descriptors were recorded one by one, the control block
         // last: without it, the agent says hello again.
         if let (Some(control), Some(pidfd)) = (fd(SpaceField::Control), fd(SpaceField::Pidfd)) {

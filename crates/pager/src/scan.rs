@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 
 use strata_sys::{Mapping, Range, Registration, page_presence, read_mapping_flags, read_maps};
 use strata_units::wire::Control;
-use strata_units::{PAGE_SIZE, SpaceId};
+use strata_units::{PAGE_SIZE, PageId, SpaceId};
 
 use crate::entry::Entry;
 use crate::handler;
@@ -233,6 +233,22 @@ pub(crate) fn adjust_child(space: &Space, tenant: &Tenant, agent: &Agent) -> io:
         }
     }
     Ok(())
+}
+
+/// Charges inherited pages at `addresses` to `space`; returns them.
+pub(crate) fn take_charge(space: &Space, tenant: &Tenant, addresses: &[u64]) -> Vec<PageId> {
+    let gate = lock(&space.gate);
+    let shared = Entry::Resident { shared: true };
+    let mut taken = Vec::new();
+    for &address in addresses {
+        if let Some(page) = gate.page(address)
+            && tenant.map.replace(page, shared, Entry::Resident { shared: false })
+        {
+            tenant.charge_resident(page);
+            taken.push(page);
+        }
+    }
+    taken
 }
 
 /// Looks which inherited pages to charge here: those that are this process's

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use strata_pager::Tenant;
-use strata_sys::{Signal, close_fd, open_fds, wait_for_signal};
+use strata_sys::{Signal, close_fd, is_living_userfaultfd, open_fds, wait_for_signal};
 
 use crate::commands::Commands;
 use crate::control::{ControlServer, Limits};
@@ -67,12 +67,14 @@ fn start(inheritance: &Inheritance) -> anyhow::Result<()> {
     }
 }
 
-/// Closes what a dead worker opened and no record names.
+/// Closes what a dead worker opened and no record names. A userfaultfd whose
+/// process lives stays open: were it the last one, missing pages would read as
+/// zero.
 fn close_litter(inheritance: &Inheritance) -> anyhow::Result<()> {
     let mut known: HashSet<_> = inheritance.own_fds.iter().copied().collect();
     known.extend(inheritance.registry.claimed_fds());
     for fd in open_fds()? {
-        if !known.contains(&fd) {
+        if !known.contains(&fd) && !is_living_userfaultfd(fd) {
             close_fd(fd);
         }
     }

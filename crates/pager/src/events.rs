@@ -28,6 +28,9 @@ use crate::tenant::Tenant;
 const MOVER_SPINS: u32 = 300;
 /// Sleep on a busy agent, between looks at whether the process still lives.
 const MOVER_WAIT: Duration = Duration::from_millis(5);
+/// After so many sleeps the messages are left for later: the process is stopped,
+/// or its agent hostile, and the gate is not for it to hold.
+const MOVER_WAITS: u32 = 10;
 
 /// A fault as the kernel told it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -57,6 +60,11 @@ impl Space {
                     if spins < MOVER_SPINS {
                         std::hint::spin_loop();
                         continue;
+                    }
+                    if spins > MOVER_SPINS + MOVER_WAITS {
+                        control.reader_busy.store(0, Ordering::SeqCst);
+                        futex_wake(&control.reader_busy);
+                        return;
                     }
                     futex_wait(&control.mover_busy, 1, MOVER_WAIT);
                     if !self.uffd.is_alive() {

@@ -29,6 +29,10 @@ pub(crate) const WAKE_AT_PAGES: i64 = 512;
 const PAGES_PER_ROUND: usize = 2 * BATCH_PAGES;
 /// Pages settled, repacked or demoted between two looks.
 const STORE_PAGES_PER_ROUND: usize = 512;
+/// Pages packed densely in a round that evicts.
+const REPACK_BESIDE_EVICTION: usize = 16;
+/// Moved to the file tier, at least, in a round over the budget.
+const DEMOTE_WHEN_OVER_BYTES: u64 = 256 << 10;
 /// Memory maps are read again at least this often under pressure...
 const RESCAN_EVERY: Duration = Duration::from_millis(250);
 /// ...and at once when so much memory has come that is not managed.
@@ -366,10 +370,18 @@ impl Keeper<'_> {
             evicted_pages = self.evict(evict, spaces);
             freed_pages += evicted_pages;
         }
-        let repack = (actions.repack_pages as usize).min(STORE_PAGES_PER_ROUND / 2);
+        // Dense packing costs more than an eviction: a little of it beside
+        // evictions, unless nothing else brings the tenant under its budget.
+        let over = tenant.headroom_pages() <= 0;
+        let most =
+            if over || evict == 0 { STORE_PAGES_PER_ROUND / 2 } else { REPACK_BESIDE_EVICTION };
+        let repack = (actions.repack_pages as usize).min(most);
         tenant.store.repack(repack);
-        if actions.demote_bytes > 0 {
-            let pages = (actions.demote_bytes / 1024) as usize + 1;
+        // What dense packing was guessed to bring may not come.
+        let least = if over && tenant.record.tier.is_some() { DEMOTE_WHEN_OVER_BYTES } else { 0 };
+        let demote_bytes = actions.demote_bytes.max(least);
+        if demote_bytes > 0 {
+            let pages = (demote_bytes / 1024) as usize + 1;
             freed_pages += tenant.store.demote(pages.min(STORE_PAGES_PER_ROUND / 2));
         }
         // Slots that pages left behind become memory again.

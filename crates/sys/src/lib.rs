@@ -31,9 +31,9 @@ pub use sched::{current_cpu, pin_current_thread, set_thread_name};
 pub use shared_memory::{SharedMemory, punch_hole};
 pub use socket::{SeqPacket, SeqPacketListener};
 pub use supervise::{
-    Signal, WorkerExit, adopt_fd, block_signals, close_fd, close_inherited_fds, kill_process,
-    lock_memory, open_fds, raise_descriptor_limit, spawn_sharing_files, wait_for_signal,
-    wait_worker,
+    Signal, WorkerExit, adopt_fd, block_signals, close_fd, close_inherited_fds,
+    is_living_userfaultfd, kill_process, lock_memory, open_fds, raise_descriptor_limit,
+    spawn_sharing_files, wait_for_signal, wait_worker,
 };
 pub use uffd::{
     Event, FEATURES_REQUIRED, Fill, Range, Registration, UffdError, Userfaultfd, open_device,

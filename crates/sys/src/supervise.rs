@@ -159,6 +159,20 @@ pub fn open_fds() -> io::Result<Vec<RawFd>> {
     Ok(fds)
 }
 
+/// Whether `fd` is a userfaultfd of an address space that still exists.
+#[must_use]
+pub fn is_living_userfaultfd(fd: RawFd) -> bool {
+    let link = std::fs::read_link(format!("/proc/self/fd/{fd}"));
+    let is_one = link.is_ok_and(|name| name.as_os_str() == "anon_inode:[userfaultfd]");
+    if !is_one {
+        return false;
+    }
+    // Asked through a copy, which is closed again; without one, assume life.
+    // SAFETY: F_DUPFD_CLOEXEC takes integers and returns a new descriptor.
+    let copy = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 0) };
+    copy < 0 || crate::Userfaultfd::adopt(own(copy)).is_alive()
+}
+
 /// Closes a descriptor that a dead worker left behind and that no record names.
 pub fn close_fd(fd: RawFd) {
     // SAFETY: the caller found it unclaimed while no other thread runs.

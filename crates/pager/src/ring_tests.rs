@@ -378,6 +378,12 @@ impl World {
             let one = Range { start: address(page), end: address(page + 1) };
             assert_eq!(gate.is_registered(one), self.registered[page as usize], "page {page}");
         }
+        // A slot that named a page which left it would give that page old bytes.
+        for (slot, &at) in gate.slots.iter().enumerate().filter(|&(_, &at)| at != 0) {
+            let entry = gate.page(at).map(|id| self.tenant.map.get(id));
+            let expected = Entry::Leaving { slot: slot as u16, wanted: false };
+            assert_eq!(entry, Some(expected), "slot {slot} names {at:#x}");
+        }
         let mut owned: Vec<_> = self.tenant.map.leaves();
         owned.sort_by_key(|&(_, _, piece)| piece);
         let known: Vec<_> =
@@ -497,6 +503,8 @@ fn a_forked_child_owns_its_own_references_whole_or_begun_again() {
     {
         let (parent_gate, child_gate) = (lock(&world.space.gate), lock(&child.gate));
         assert!(parent_gate.directory.keys().eq(child_gate.directory.keys()));
+        let owned = tenant.map.leaves().into_iter().filter(|&(_, owner, _)| owner == child.id);
+        assert_eq!(owned.count(), child_gate.directory.len(), "nothing of the first attempt");
         assert_eq!(parent_gate.registered, child_gate.registered);
         for page in 0..PAGES {
             let entry = |gate: &crate::space::Gate| {

@@ -98,11 +98,10 @@ impl Space {
         faults: &mut Vec<FaultMessage>,
     ) {
         let (ring, at) = tenant.registry.ring(self.id);
-        let mut count = 0;
-        let mut changed = false;
-        while count < RING_MESSAGES {
-            let Some(event) = Userfaultfd::message(ring, at, count) else { break };
-            count += 1;
+        for slot in 0..RING_MESSAGES {
+            // A worker that died over the ring left its first slots empty.
+            let Some(event) = Userfaultfd::message(ring, at, slot) else { continue };
+            let mut changed = false;
             match event {
                 Event::Fault { address, tid } => faults.push(FaultMessage { address, tid }),
                 Event::Fork { fd } => {
@@ -125,12 +124,15 @@ impl Space {
                     eprintln!("stratad: {}: unknown userfaultfd event {number}", self.id);
                 }
             }
-        }
-        if changed && let Some(agent) = self.agent() {
-            agent.control.control().epoch.fetch_add(1, Ordering::SeqCst);
-        }
-        if count > 0 {
-            Userfaultfd::clear_messages(ring, at, count);
+            // Before the slot is emptied: a worker that dies in between must not
+            // leave the agent a batch that still holds.
+            if changed && let Some(agent) = self.agent() {
+                agent.control.control().epoch.fetch_add(1, Ordering::SeqCst);
+            }
+            // At once: done again after the messages that follow it, an unmap
+            // would drop what a remap brought since.
+            let slot_at = at + Userfaultfd::ring_bytes(slot) as u64;
+            Userfaultfd::clear_messages(ring, slot_at, 1);
         }
     }
 

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use strata_store::Source;
+use strata_store::{GetError, Source};
 use strata_sys::{Fill, Range, pin_current_thread, poll_readable, set_thread_name, thread_cpu};
 use strata_units::{Handle, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageId, TenantId};
 
@@ -28,6 +28,9 @@ const RETRY_AFTER: Duration = Duration::from_micros(500);
 /// No fault waits longer than this for DRAM: a tenant over its budget is better
 /// than one that hangs.
 const LONGEST_WAIT: Duration = Duration::from_millis(200);
+/// A read error of the tier file is tried again so often before the page is
+/// given up for lost.
+const READ_RETRIES: u32 = 3;
 /// Longest sleep without messages.
 const IDLE: Duration = Duration::from_secs(1);
 /// A first-touch fill never maps more than this at once: 2 MiB, one leaf.
@@ -316,7 +319,14 @@ impl Space {
         buffer: &mut PageBuffer,
         began: Instant,
     ) -> Served {
-        let source = match tenant.store.get(handle, &mut buffer.0) {
+        let mut got = tenant.store.get(handle, &mut buffer.0);
+        for _ in 0..READ_RETRIES {
+            if !matches!(got, Err(GetError::Io { .. })) {
+                break;
+            }
+            got = tenant.store.get(handle, &mut buffer.0);
+        }
+        let source = match got {
             Ok(source) => source,
             Err(error) => {
                 tenant.lost_page(self, page, address, &error.to_string());

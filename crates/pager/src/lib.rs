@@ -24,6 +24,15 @@ mod space;
 mod tenant;
 mod usage;
 
+#[cfg(test)]
+mod map_tests;
+#[cfg(test)]
+mod ring_tests;
+#[cfg(test)]
+mod serve_tests;
+#[cfg(test)]
+mod testing;
+
 pub use counters::{Counter, Counters};
 pub use registry::{Registry, TenantRecord};
 pub use space::Space;

@@ -154,36 +154,37 @@ impl Registry {
         serde_json::from_slice(&bytes).ok()
     }
 
-    /// Makes a tenant known. None: all slots are taken.
+    /// Makes a tenant known. None: all slots are taken, or its paths are longer
+    /// than a slot.
     pub(crate) fn add_tenant(&self, record: &TenantRecord, budget_bytes: u64) -> Option<TenantId> {
+        let bytes = Self::record_bytes(record)?;
         let id = (0..TENANTS).map(TenantId).find(|&id| {
             self.memory.atomic_u32(Self::tenant_at(id) + T_LIVE).load(Ordering::Acquire) == FREE
         })?;
         let at = Self::tenant_at(id);
         self.memory.write(at, &vec![0; TENANT_BYTES as usize]);
         self.memory.atomic_u64(at + T_BUDGET).store(budget_bytes, Ordering::Relaxed);
-        self.write_record(id, record);
+        self.memory.write(at + T_RECORD + 4, &bytes);
+        self.memory.atomic_u32(at + T_RECORD).store(bytes.len() as u32, Ordering::Release);
         self.memory.atomic_u32(at + T_LIVE).store(LIVE, Ordering::Release);
         Some(id)
     }
 
-    fn write_record(&self, id: TenantId, record: &TenantRecord) {
+    /// The record as it is kept; the command line, which is for display, is cut
+    /// to what there is room for.
+    fn record_bytes(record: &TenantRecord) -> Option<Vec<u8>> {
         let mut record = record.clone();
         let room = (TENANT_BYTES - T_RECORD - 4) as usize;
-        let bytes = loop {
+        loop {
             let bytes = serde_json::to_vec(&record).expect("plain strings and numbers");
             if bytes.len() <= room {
-                break bytes;
+                return Some(bytes);
             }
-            // Only the command line can be this long, and it is for display.
-            record.command.truncate(record.command.len().saturating_sub(1));
-            if record.command.is_empty() {
-                record.command = vec!["…".into()];
+            // One word that is too long still shows that there is a command.
+            if record.command.pop()?.len() > 3 && record.command.is_empty() {
+                record.command.push("…".into());
             }
-        };
-        let at = Self::tenant_at(id) + T_RECORD;
-        self.memory.write(at + 4, &bytes);
-        self.memory.atomic_u32(at).store(bytes.len() as u32, Ordering::Release);
+        }
     }
 
     pub(crate) fn remove_tenant(&self, id: TenantId) {

@@ -9,6 +9,7 @@
 mod control_block;
 mod event;
 mod futex;
+mod own_memory;
 pub mod peer;
 mod poll;
 pub mod probe;
@@ -22,6 +23,7 @@ mod uffd;
 pub use control_block::ControlBlock;
 pub use event::EventFd;
 pub use futex::{futex_wait, futex_wake};
+pub use own_memory::OwnMemory;
 pub use poll::{Polled, poll_readable};
 pub use process::{
     Mapping, MappingFlags, Pidfd, Presence, ReadOutcome, anonymous_rss, available_bytes,

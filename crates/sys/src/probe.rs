@@ -76,7 +76,7 @@ pub fn userfaultfd_features(way: Way, wanted: u64) -> io::Result<u64> {
     Ok(api.features)
 }
 
-fn open_userfaultfd(way: Way) -> io::Result<OwnedFd> {
+pub(crate) fn open_userfaultfd(way: Way) -> io::Result<OwnedFd> {
     let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
     let fd = match way {
         Way::Device => {

@@ -65,6 +65,8 @@ pub(crate) struct BatchReport {
 pub(crate) struct Evictor {
     buffer: Vec<u8>,
     page: Box<PageBuffer>,
+    /// The keeper was evicting in its last round, too.
+    pub(crate) in_a_hurry: bool,
 }
 
 /// How one page of a batch ended at the agent.
@@ -116,7 +118,11 @@ impl Agent {
 
 impl Evictor {
     pub(crate) fn new() -> Self {
-        Self { buffer: vec![0; BATCH_PAGES * PAGE_SIZE], page: PageBuffer::zeroed() }
+        Self {
+            buffer: vec![0; BATCH_PAGES * PAGE_SIZE],
+            page: PageBuffer::zeroed(),
+            in_a_hurry: false,
+        }
     }
 
     /// Evicts some of `pages` (all of one space). None: the space's agent is
@@ -216,8 +222,10 @@ impl Evictor {
             return;
         }
         let mut stored = Vec::with_capacity(moved.len());
-        // Staging pays when there is room for it.
-        let how = if tenant.headroom_pages() > 0 { Put::Staged } else { Put::Lz4 };
+        // Staged pages are there sooner for a thread that waits, and are packed
+        // when there is time. While eviction goes on without a pause there is
+        // none, and keeping a page twice only costs.
+        let how = if self.in_a_hurry { Put::Lz4 } else { Put::Staged };
         for page in self.buffer[..bytes].chunks_exact(PAGE_SIZE) {
             let page = page.try_into().expect("chunks of a page");
             let put = if report.store_error.is_some() {

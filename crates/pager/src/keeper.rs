@@ -29,8 +29,10 @@ pub(crate) const WAKE_AT_PAGES: i64 = 512;
 const PAGES_PER_ROUND: usize = 2 * BATCH_PAGES;
 /// Pages settled, repacked or demoted between two looks.
 const STORE_PAGES_PER_ROUND: usize = 512;
-/// Pages packed densely in a round that evicts.
-const REPACK_BESIDE_EVICTION: usize = 16;
+/// Pages packed densely in a round while the tenant evicts...
+const REPACK_BESIDE_EVICTION: usize = 4;
+/// ...which it does until so long after the last eviction.
+const REPACK_AFTER: Duration = Duration::from_millis(100);
 /// Moved to the file tier, at least, in a round over the budget.
 const DEMOTE_WHEN_OVER_BYTES: u64 = 256 << 10;
 /// Memory maps are read again at least this often under pressure...
@@ -100,6 +102,7 @@ struct Keeper<'a> {
     settle_shared_every: Duration,
     swept_leaf: usize,
     evicting: bool,
+    evicted_last: Instant,
     resident_before: u64,
     spaces_at_scan: usize,
     over: Option<Over>,
@@ -128,6 +131,7 @@ pub(crate) fn run(tenant: &Arc<Tenant>) {
         settle_shared_every: SETTLE_SHARED_EVERY,
         swept_leaf: 0,
         evicting: false,
+        evicted_last: now,
         resident_before: 0,
         spaces_at_scan: 0,
         over: None,
@@ -211,6 +215,7 @@ impl Keeper<'_> {
                 }
             }
         }
+        self.evictor.in_a_hurry = self.evicting;
         let progress = self.act(&actions, &spaces);
         self.evicting = actions.evict_pages > 0;
         self.sweep();
@@ -370,11 +375,15 @@ impl Keeper<'_> {
             evicted_pages = self.evict(evict, spaces);
             freed_pages += evicted_pages;
         }
-        // Dense packing costs more than an eviction: a little of it beside
-        // evictions, unless nothing else brings the tenant under its budget.
+        // Dense packing costs more than an eviction and makes the next fault
+        // slower: a little of it while pages come and go, unless nothing else
+        // brings the tenant under its budget.
         let over = tenant.headroom_pages() <= 0;
-        let most =
-            if over || evict == 0 { STORE_PAGES_PER_ROUND / 2 } else { REPACK_BESIDE_EVICTION };
+        if evicted_pages > 0 {
+            self.evicted_last = Instant::now();
+        }
+        let idle = self.evicted_last.elapsed() >= REPACK_AFTER;
+        let most = if over || idle { STORE_PAGES_PER_ROUND / 2 } else { REPACK_BESIDE_EVICTION };
         let repack = (actions.repack_pages as usize).min(most);
         tenant.store.repack(repack);
         // What dense packing was guessed to bring may not come.

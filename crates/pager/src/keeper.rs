@@ -44,6 +44,10 @@ const RESCAN_AT_BYTES: u64 = 1 << 20;
 /// the time.
 const SETTLE_SHARED_EVERY: Duration = Duration::from_millis(20);
 const SETTLE_SHARED_PART: u32 = 5;
+/// After so many rounds in which nothing came in the keeper looks no more often
+/// than this: what is new and not registered grows by some MiB in the meantime.
+const QUIET_ROUNDS: u32 = 50;
+const QUIET_LOOK: Duration = Duration::from_millis(4);
 /// Leaves whose estimates are swept a round.
 const SWEEP_LEAVES: usize = 16;
 /// Records of arrivals that are kept for a keeper that is held up.
@@ -105,6 +109,8 @@ struct Keeper<'a> {
     evicted_last: Instant,
     resident_before: u64,
     spaces_at_scan: usize,
+    time_before: u64,
+    quiet_rounds: u32,
     over: Option<Over>,
 }
 
@@ -134,6 +140,8 @@ pub(crate) fn run(tenant: &Arc<Tenant>) {
         evicted_last: now,
         resident_before: 0,
         spaces_at_scan: 0,
+        time_before: 0,
+        quiet_rounds: 0,
         over: None,
     };
     let mut next_look = Duration::ZERO;
@@ -199,6 +207,7 @@ impl Keeper<'_> {
         self.set_headroom(budget, usage);
         let seen = self.observe(budget, usage);
         let actions = budget::decide(&seen);
+        let shares = spaces.iter().any(|space| space.has_shared.load(Ordering::Acquire));
         let was_managed = tenant.under_pressure.load(Ordering::Relaxed);
         if actions.register && !spaces.is_empty() {
             tenant.under_pressure.store(true, Ordering::Relaxed);
@@ -222,7 +231,15 @@ impl Keeper<'_> {
         // Before the first scan nothing is known to be evictable.
         let exhausted = was_managed && self.is_stuck(&progress);
         self.say_exhausted(exhausted, &actions, usage, budget);
-        if progress.more { Duration::ZERO } else { Duration::from_micros(actions.next_look_us) }
+        if progress.more {
+            return Duration::ZERO;
+        }
+        let time = tenant.counters.get(Counter::PolicyTime);
+        let quiet = time == self.time_before && was_managed && !shares;
+        self.quiet_rounds = if quiet { self.quiet_rounds + 1 } else { 0 };
+        self.time_before = time;
+        let least = if self.quiet_rounds >= QUIET_ROUNDS { QUIET_LOOK } else { Duration::ZERO };
+        Duration::from_micros(actions.next_look_us).max(least)
     }
 
     /// Whether the tenant has been over its budget for a while and hardly

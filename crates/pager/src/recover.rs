@@ -77,7 +77,11 @@ impl Tenant {
         for space_id in registry.spaces_of(id) {
             if !registry.space_is_live(space_id) {
                 // A fork half taken over: its message is still in the parent's
-                // ring and makes it anew.
+                // ring and makes it anew. Or half a handshake: its agent asks
+                // again.
+                if registry.space_field(space_id, SpaceField::Parent).load(Ordering::Relaxed) == 0 {
+                    registry.remove_space(space_id);
+                }
                 continue;
             }
             match tenant.recover_space(space_id) {

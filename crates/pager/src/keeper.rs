@@ -89,6 +89,8 @@ impl Tenant {
 struct Progress {
     /// Pages that left the address spaces.
     evicted_pages: usize,
+    /// By how much the store became smaller.
+    shrank_bytes: u64,
     /// There is more to do at once.
     more: bool,
 }
@@ -251,7 +253,8 @@ impl Keeper<'_> {
         }
         let over =
             self.over.get_or_insert(Over { since: Instant::now(), evicted_pages: 0, stuck: false });
-        over.evicted_pages += progress.evicted_pages;
+        let shrank_pages = (progress.shrank_bytes / PAGE) as usize;
+        over.evicted_pages += progress.evicted_pages + shrank_pages;
         if over.since.elapsed() >= STUCK_AFTER {
             over.stuck |= over.evicted_pages < STUCK_BELOW_PAGES;
             over.since = Instant::now();
@@ -400,7 +403,14 @@ impl Keeper<'_> {
             self.evicted_last = Instant::now();
         }
         let idle = self.evicted_last.elapsed() >= REPACK_AFTER;
-        let most = if over || idle { STORE_PAGES_PER_ROUND / 2 } else { REPACK_BESIDE_EVICTION };
+        // Where what is stored takes most of the budget, there is no other way.
+        let stored = before.dram_bytes.saturating_sub(before.staged_bytes);
+        let crowded = stored > tenant.budget_bytes() / 2;
+        let most = if over || idle || crowded {
+            STORE_PAGES_PER_ROUND / 2
+        } else {
+            REPACK_BESIDE_EVICTION
+        };
         let repack = (actions.repack_pages as usize).min(most);
         tenant.store.repack(repack);
         // What dense packing was guessed to bring may not come.
@@ -418,7 +428,11 @@ impl Keeper<'_> {
             tenant.store.compact(COMPACT_BYTES_PER_ROUND);
         }
         let shrank = tenant.store.stats().dram_bytes < before.dram_bytes;
-        Progress { evicted_pages, more: freed_pages > 0 || (shrank && repack > 0) }
+        Progress {
+            evicted_pages,
+            shrank_bytes: before.dram_bytes.saturating_sub(tenant.store.stats().dram_bytes),
+            more: freed_pages > 0 || (shrank && repack > 0),
+        }
     }
 
     fn evict(&mut self, want: usize, spaces: &[Arc<Space>]) -> usize {

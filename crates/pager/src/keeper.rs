@@ -427,11 +427,11 @@ impl Keeper<'_> {
         if cost > payload + payload / SLACK_PART + COMPACT_BYTES_PER_ROUND {
             tenant.store.compact(COMPACT_BYTES_PER_ROUND);
         }
-        let shrank = tenant.store.stats().dram_bytes < before.dram_bytes;
+        let shrank_bytes = before.dram_bytes.saturating_sub(tenant.store.stats().dram_bytes);
         Progress {
             evicted_pages,
-            shrank_bytes: before.dram_bytes.saturating_sub(tenant.store.stats().dram_bytes),
-            more: freed_pages > 0 || (shrank && repack > 0),
+            shrank_bytes,
+            more: freed_pages > 0 || (shrank_bytes > 0 && repack > 0),
         }
     }
 
@@ -566,11 +566,11 @@ impl Keeper<'_> {
     fn sweep(&mut self) {
         let tenant = self.tenant;
         let now = tenant.counters.get(Counter::PolicyTime) as u32;
-        let leaves = tenant.map.leaf_range(self.swept_leaf, SWEEP_LEAVES);
-        self.swept_leaf = match leaves.last() {
-            Some(_) => self.swept_leaf + SWEEP_LEAVES,
-            None => 0,
+        let Some(leaves) = tenant.map.leaf_range(self.swept_leaf, SWEEP_LEAVES) else {
+            self.swept_leaf = 0;
+            return;
         };
+        self.swept_leaf += SWEEP_LEAVES;
         for leaf in leaves {
             for index in 0..PAGES_PER_LEAF {
                 let page = PageId::new(leaf, index);

@@ -121,13 +121,16 @@ impl PageMap {
             .collect()
     }
 
-    /// Up to `count` leaves in use from number `from` on; empty past the last.
-    pub(crate) fn leaf_range(&self, from: usize, count: usize) -> Vec<LeafIndex> {
+    /// The leaves in use among `count` from number `from` on, perhaps none of
+    /// them. None: no leaf has been in use from there on.
+    pub(crate) fn leaf_range(&self, from: usize, count: usize) -> Option<Vec<LeafIndex>> {
         let next = self.free.lock().unwrap_or_else(PoisonError::into_inner).next as usize;
-        (from..(from + count).min(next))
-            .map(|leaf| LeafIndex(leaf as u32))
-            .filter(|&leaf| self.owner(leaf).is_some())
-            .collect()
+        (from < next).then(|| {
+            (from..(from + count).min(next))
+                .map(|leaf| LeafIndex(leaf as u32))
+                .filter(|&leaf| self.owner(leaf).is_some())
+                .collect()
+        })
     }
 
     /// The space and piece of a leaf; none while it is free.

@@ -149,20 +149,25 @@ impl Stage {
 
     /// What has been spent so far.
     pub(crate) fn counters(&self) -> Counters {
+        let mut counters = self.times();
+        if let Some((strata, tenant)) = &self.strata {
+            counters.faults = strata.stats(tenant).map_or(0, |stats| stats.faults_total);
+        }
+        counters
+    }
+
+    /// The same, without asking a daemon: faults are the kernel's.
+    pub(crate) fn times(&self) -> Counters {
         let server = process::times(self.server.pid()).unwrap_or_default();
         let daemon_cpu_ns = self.strata.as_ref().map_or(0, |(strata, _)| {
             strata.pids().into_iter().filter_map(process::times).map(|times| times.cpu_ns).sum()
         });
-        let faults = match &self.strata {
-            Some((strata, tenant)) => strata.stats(tenant).map_or(0, |stats| stats.faults_total),
-            None => server.major_faults,
-        };
         Counters {
             server_cpu_ns: server.cpu_ns,
             daemon_cpu_ns,
             client_cpu_ns: process::times(std::process::id()).unwrap_or_default().cpu_ns,
             machine_cpu_ns: process::machine_busy_ns(),
-            faults,
+            faults: server.major_faults,
         }
     }
 }

@@ -13,7 +13,7 @@ use crate::{
     redis::server::Wrapping,
     stage::Setup,
     strata::Strata,
-    trial::{self, Plan, TrialResult},
+    trial::{self, Plan, TrialResult, Window},
 };
 use anyhow::{Context, Result, bail};
 use std::{
@@ -38,26 +38,6 @@ impl Bench {
             Err(_) => progress.finish(&format!("{what}: failed")),
         }
         result
-    }
-
-    /// Runs `one` and `other` in turn, swapping who goes first.
-    fn pairs<T>(
-        &self,
-        mut one: impl FnMut() -> Result<T>,
-        mut other: impl FnMut() -> Result<T>,
-    ) -> Result<Vec<(T, T)>> {
-        (0..self.repetitions)
-            .map(|repetition| {
-                interrupt::check()?;
-                if repetition % 2 == 0 {
-                    let first = one()?;
-                    Ok((first, other()?))
-                } else {
-                    let second = other()?;
-                    Ok((one()?, second))
-                }
-            })
-            .collect()
     }
 }
 
@@ -103,15 +83,53 @@ fn keep(
     Ok(())
 }
 
-/// A program that fits its budget: what does Strata cost it?
+/// A program that fits its budget: what does Strata cost it? Two servers stand
+/// side by side and are driven in turn, a short window each; every repetition
+/// starts new ones, for what one process has by chance (addresses, huge pages).
 pub(super) fn fits(bench: &Bench, results: &mut PartResults) -> Result<()> {
+    let windows = if bench.quick { 4 } else { 24 };
     let mut plan = bench.plan.clone();
     plan.workload.pattern = Pattern::Uniform;
-    let pairs = bench.pairs(
-        || bench.trial(Setup::Strata { dram_bytes: PLENTY_BYTES }, "fits: Strata", &plan),
-        || bench.trial(Setup::DramOnly, "fits: native", &plan),
-    )?;
-    keep(results, "fits, uniform", ["Strata", "native"], &pairs)
+    plan.workload.warmup = Duration::from_millis(300);
+    plan.workload.duration = Duration::from_millis(1500);
+    let setups = [Setup::Strata { dram_bytes: PLENTY_BYTES }, Setup::DramOnly];
+    let figures: [(&str, &str, fn(&Window) -> f64); 3] = [
+        ("throughput", "ops/s", |window| window.run.operations_per_second),
+        ("server CPU", "µs/op", |window| window.server_cpu_us_per_op),
+        ("p99", "µs", |window| window.run.p99_us),
+    ];
+    let mut pairs = Vec::new();
+    for repetition in 0..bench.repetitions {
+        interrupt::check()?;
+        let what = format!("fits: servers {} of {}", repetition + 1, bench.repetitions);
+        let progress = Progress::start(&what);
+        // Who was started first may have the better place in memory.
+        let order = if repetition % 2 == 0 { setups } else { [setups[1], setups[0]] };
+        let found = trial::windows(&bench.janitor, order, &plan, windows, &progress);
+        progress.finish(&what);
+        for mut pair in found? {
+            if repetition % 2 != 0 {
+                pair.reverse();
+            }
+            pairs.push(pair);
+        }
+    }
+    for (figure, unit, of) in figures {
+        let side = |place: usize, name: &str| Side {
+            name: name.to_owned(),
+            samples: pairs.iter().map(|pair| of(&pair[place])).collect(),
+        };
+        results.series.push(Series {
+            name: format!("fits, uniform, {figure}"),
+            unit: unit.to_owned(),
+            left: side(0, "Strata"),
+            right: Some(side(1, "native")),
+        });
+    }
+    for pair in &pairs {
+        results.raw.push(serde_json::to_value(pair)?);
+    }
+    Ok(())
 }
 
 /// Strata with the DRAM that zram was measured to use, in the same repetition.

@@ -25,7 +25,7 @@
 #include <unistd.h>
 
 #define BYTES (96 * MIB)
-#define MAGIC 0x5354524154410001ull
+#define MAGIC 0x5354524154410002ull
 #define BATCH 256
 #define TRANSFER (2 * BATCH * PAGE)
 #define NEW_USERFAULTFD _IO(0xAA, 0x00)

@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use strata_policy::gap;
 use strata_sys::{Event, EventFd, Range, Userfaultfd, adopt_fd, futex_wait, futex_wake};
+use strata_units::wire::{Control, READER_BUSY};
 use strata_units::{LeafIndex, PAGE_SHIFT, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
 
 use crate::entry::Entry;
@@ -39,6 +40,13 @@ pub(crate) struct FaultMessage {
     pub(crate) tid: u32,
 }
 
+/// Lets the agent move pages again.
+pub(crate) fn done_reading(control: &Control) {
+    if control.reader_busy.swap(0, Ordering::SeqCst) != READER_BUSY {
+        futex_wake(&control.reader_busy);
+    }
+}
+
 impl Space {
     /// Takes all waiting messages, acts on events, and appends faults to
     /// `faults`.
@@ -53,7 +61,7 @@ impl Space {
         loop {
             if let Some(agent) = &agent {
                 let control = agent.control.control();
-                control.reader_busy.store(1, Ordering::SeqCst);
+                control.reader_busy.store(READER_BUSY, Ordering::SeqCst);
                 let mut spins = 0;
                 while control.mover_busy.load(Ordering::SeqCst) != 0 && !self.is_gone() {
                     spins += 1;
@@ -62,8 +70,7 @@ impl Space {
                         continue;
                     }
                     if spins > MOVER_SPINS + MOVER_WAITS {
-                        control.reader_busy.store(0, Ordering::SeqCst);
-                        futex_wake(&control.reader_busy);
+                        done_reading(control);
                         return;
                     }
                     futex_wait(&control.mover_busy, 1, MOVER_WAIT);
@@ -77,11 +84,9 @@ impl Space {
             } else {
                 self.uffd.read_messages(ring, at, RING_MESSAGES).unwrap_or(0)
             };
-            self.act_on_ring(tenant, gate, faults);
+            self.act_on_ring(tenant, gate, count, faults);
             if let Some(agent) = &agent {
-                let control = agent.control.control();
-                control.reader_busy.store(0, Ordering::SeqCst);
-                futex_wake(&control.reader_busy);
+                done_reading(agent.control.control());
             }
             if count < RING_MESSAGES {
                 return;
@@ -89,16 +94,17 @@ impl Space {
         }
     }
 
-    /// Acts on whatever stands in the ring, then empties it. Also where a new
-    /// worker begins.
+    /// Acts on what stands in the first `count` slots of the ring, then empties
+    /// them. Also where a new worker begins, with all of it.
     pub(crate) fn act_on_ring(
         &self,
         tenant: &Arc<Tenant>,
         gate: &mut Gate,
+        count: usize,
         faults: &mut Vec<FaultMessage>,
     ) {
         let (ring, at) = tenant.registry.ring(self.id);
-        for slot in 0..RING_MESSAGES {
+        for slot in 0..count {
             // A worker that died over the ring left its first slots empty.
             let Some(event) = Userfaultfd::message(ring, at, slot) else { continue };
             let mut changed = false;

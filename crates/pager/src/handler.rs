@@ -13,7 +13,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use strata_store::{GetError, Source};
-use strata_sys::{Fill, Range, pin_current_thread, poll_readable, set_thread_name, thread_cpu};
+use strata_sys::{Fill, Poller, Range, pin_current_thread, set_thread_name, thread_cpu};
 use strata_units::{Handle, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageId, TenantId};
 
 use crate::counters::Counter;
@@ -31,6 +31,8 @@ const LONGEST_WAIT: Duration = Duration::from_millis(200);
 /// A read error of the tier file is tried again so often before the page is
 /// given up for lost.
 const READ_RETRIES: u32 = 3;
+/// Pause before a descriptor that the kernel refused is asked for again.
+const NO_DESCRIPTOR: Duration = Duration::from_millis(20);
 /// Longest sleep without messages.
 const IDLE: Duration = Duration::from_secs(1);
 /// A first-touch fill never maps more than this at once: 2 MiB, one leaf.
@@ -114,13 +116,16 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
     let mut deferred: Vec<FaultMessage> = Vec::new();
     let mut waiting_since: Option<Instant> = None;
     let mut follow = Follow { looked: Instant::now(), cpu: None };
+    let Some(poller) = poller(space, tenant) else { return };
     while !space.is_gone() {
         let timeout = if deferred.is_empty() { IDLE } else { RETRY_AFTER };
-        let ready = poll_readable([space.uffd.as_fd(), space.kick.as_fd()], Some(timeout));
+        let kicked = match poller.wait(timeout) {
+            Ok([_, kicked]) => kicked,
+            // Nothing that a wait on open descriptors can say; look at both.
+            Err(_) => true,
+        };
         let began = Instant::now();
-        if let Ok([_, kick]) = ready
-            && kick.readable
-        {
+        if kicked {
             space.kick.clear();
             let handed = std::mem::take(&mut *lock(&space.kicked));
             faults.extend(handed.into_iter().map(|address| FaultMessage { address, tid: 0 }));
@@ -165,6 +170,24 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
             }
         }
     }
+}
+
+/// Waits for the descriptor that this takes, as the space's faults do. None:
+/// the space is gone.
+fn poller(space: &Space, tenant: &Tenant) -> Option<Poller<2>> {
+    let mut said = false;
+    while !space.is_gone() {
+        match Poller::new([space.uffd.as_fd(), space.kick.as_fd()]) {
+            Ok(poller) => return Some(poller),
+            Err(error) if !said => {
+                said = true;
+                tenant.log(&format!("{}: its faults cannot be waited for: {error}", space.id));
+            }
+            Err(_) => {}
+        }
+        std::thread::sleep(NO_DESCRIPTOR);
+    }
+    None
 }
 
 fn one_page(address: u64) -> Range {

@@ -25,8 +25,9 @@ use strata_units::{PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId, TenantId};
 
 use crate::counters::Counter;
 use crate::entry::Entry;
+use crate::events::done_reading;
 use crate::page_map::PageMap;
-use crate::registry::{Registry, SpaceAddress, SpaceField, TenantRecord};
+use crate::registry::{RING_MESSAGES, Registry, SpaceAddress, SpaceField, TenantRecord};
 use crate::space::{Agent, AgentRanges, Space, lock};
 use crate::tenant::{Tenant, store_config};
 
@@ -104,7 +105,7 @@ impl Tenant {
             let mut faults = Vec::new();
             let mut gate = lock(&space.gate);
             // Faults among them are dropped: their threads are woken below.
-            space.act_on_ring(&tenant, &mut gate, &mut faults);
+            space.act_on_ring(&tenant, &mut gate, RING_MESSAGES, &mut faults);
         }
         // What the events did to sums that were not counted yet.
         tenant.resident_pages.store(0, Ordering::Relaxed);
@@ -114,8 +115,7 @@ impl Tenant {
         }
         for space in spaces {
             if let Some(agent) = space.agent() {
-                agent.control.control().reader_busy.store(0, Ordering::SeqCst);
-                strata_sys::futex_wake(&agent.control.control().reader_busy);
+                done_reading(agent.control.control());
             }
             let all = Range { start: PAGE_SIZE as u64, end: (1 << 47) - PAGE_SIZE as u64 };
             let registered = !lock(&space.gate).directory.is_empty();

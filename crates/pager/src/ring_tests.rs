@@ -16,7 +16,7 @@ use strata_units::wire::TRANSFER_PAGES;
 use strata_units::{PAGE_SIZE, PAGES_PER_LEAF, PageBuffer};
 
 use crate::entry::Entry;
-use crate::registry::SpaceField;
+use crate::registry::{RING_MESSAGES, SpaceField};
 use crate::space::{Space, lock};
 use crate::tenant::Tenant;
 use crate::testing::{self, HEADROOM_PAGES, Message};
@@ -218,7 +218,12 @@ impl World {
         for _ in 0..times {
             testing::fill_ring(&self.tenant, &self.space, messages);
             let mut faults = Vec::new();
-            self.space.act_on_ring(&self.tenant, &mut lock(&self.space.gate), &mut faults);
+            self.space.act_on_ring(
+                &self.tenant,
+                &mut lock(&self.space.gate),
+                RING_MESSAGES,
+                &mut faults,
+            );
             assert!(faults.is_empty());
         }
     }
@@ -456,7 +461,7 @@ fn messages_acted_on_before_a_death_are_not_acted_on_again() {
     testing::fill_ring(&world.tenant, &world.space, &messages);
     let act = || {
         let mut gate = lock(&world.space.gate);
-        world.space.act_on_ring(&world.tenant, &mut gate, &mut Vec::new());
+        world.space.act_on_ring(&world.tenant, &mut gate, RING_MESSAGES, &mut Vec::new());
     };
     let died = std::panic::catch_unwind(std::panic::AssertUnwindSafe(act));
     assert!(died.is_err(), "the trap did not close");

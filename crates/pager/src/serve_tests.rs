@@ -17,7 +17,9 @@ use std::time::{Duration, Instant};
 use strata_sys::{
     ControlBlock, OwnMemory, Range, Registration, SeqPacket, Userfaultfd, futex_wait, futex_wake,
 };
-use strata_units::wire::{BATCH_PAGES, Command, Control, RESULT_CANCELLED, TRANSFER_PAGES};
+use strata_units::wire::{
+    BATCH_PAGES, Command, Control, READER_AWAITED, READER_BUSY, RESULT_CANCELLED, TRANSFER_PAGES,
+};
 use strata_units::{PAGE_SIZE, PageBuffer, PageId};
 
 use crate::counters::Counter;
@@ -95,7 +97,15 @@ impl Agent {
             }
             control.mover_busy.store(0, Ordering::SeqCst);
             futex_wake(&control.mover_busy);
-            futex_wait(&control.reader_busy, 1, LOOK);
+            let awaited = control.reader_busy.compare_exchange(
+                READER_BUSY,
+                READER_AWAITED,
+                Ordering::SeqCst,
+                Ordering::SeqCst,
+            );
+            if awaited != Err(0) {
+                futex_wait(&control.reader_busy, READER_AWAITED, LOOK);
+            }
         }
         let now = control.epoch.load(Ordering::SeqCst);
         let result = if now == control.batch_epoch.load(Ordering::Relaxed) {

@@ -7,7 +7,8 @@ use core::time::Duration;
 
 use strata_units::PAGE_SIZE;
 use strata_units::wire::{
-    BATCH_PAGES, Command, Control, Entry, RESULT_CANCELLED, RESULT_PENDING, TRANSFER_PAGES,
+    BATCH_PAGES, Command, Control, Entry, READER_AWAITED, READER_BUSY, RESULT_CANCELLED,
+    RESULT_PENDING, TRANSFER_PAGES,
 };
 
 use crate::kernel::{self, Fd};
@@ -106,13 +107,23 @@ fn move_one(
 fn enter(control: &Control, daemon_gone: &impl Fn() -> bool) -> bool {
     loop {
         control.mover_busy.store(1, Ordering::SeqCst);
-        let reader = control.reader_busy.load(Ordering::SeqCst);
-        if reader == 0 {
+        if control.reader_busy.load(Ordering::SeqCst) == 0 {
             return true;
         }
         control.mover_busy.store(0, Ordering::SeqCst);
         kernel::futex_wake(&control.mover_busy);
-        if !kernel::futex_wait(&control.reader_busy, reader, LIVENESS) && daemon_gone() {
+        let awaited = control.reader_busy.compare_exchange(
+            READER_BUSY,
+            READER_AWAITED,
+            Ordering::SeqCst,
+            Ordering::SeqCst,
+        );
+        // It has just finished.
+        if awaited == Err(0) {
+            continue;
+        }
+        let timely = kernel::futex_wait(&control.reader_busy, READER_AWAITED, LIVENESS);
+        if !timely && daemon_gone() {
             return false;
         }
     }

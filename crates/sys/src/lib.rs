@@ -24,7 +24,7 @@ pub use control_block::ControlBlock;
 pub use event::EventFd;
 pub use futex::{futex_wait, futex_wake};
 pub use own_memory::OwnMemory;
-pub use poll::{Polled, poll_readable};
+pub use poll::{Polled, Poller, poll_readable};
 pub use process::{
     Mapping, MappingFlags, Pidfd, Presence, ReadOutcome, anonymous_rss, available_bytes,
     page_presence, read_mapping_flags, read_maps, read_process, thread_cpu, total_bytes,

@@ -1,8 +1,10 @@
 //! Waiting for descriptors.
 
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
+
+use crate::uffd::own;
 
 /// What one descriptor is ready for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -21,10 +23,7 @@ pub fn poll_readable<const N: usize>(
 ) -> io::Result<[Polled; N]> {
     let mut list =
         fds.map(|fd| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 });
-    let spec = timeout.map(|timeout| libc::timespec {
-        tv_sec: timeout.as_secs() as libc::time_t,
-        tv_nsec: libc::c_long::from(timeout.subsec_nanos() as i32),
-    });
+    let spec = timeout.map(timespec);
     let spec_pointer = spec.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
     // SAFETY: `list` holds N pollfds, `spec_pointer` is null or points to
     // `spec`, which outlives the call.
@@ -42,4 +41,100 @@ pub fn poll_readable<const N: usize>(
         readable: entry.revents & libc::POLLIN != 0,
         hangup: entry.revents & (libc::POLLHUP | libc::POLLERR | libc::POLLNVAL) != 0,
     }))
+}
+
+fn timespec(timeout: Duration) -> libc::timespec {
+    libc::timespec {
+        tv_sec: timeout.as_secs() as libc::time_t,
+        tv_nsec: libc::c_long::from(timeout.subsec_nanos() as i32),
+    }
+}
+
+/// `N` descriptors that are waited for again and again: the kernel keeps the
+/// list, so that a wait costs less than [`poll_readable`].
+#[derive(Debug)]
+pub struct Poller<const N: usize> {
+    epoll: OwnedFd,
+}
+
+impl<const N: usize> Poller<N> {
+    /// Waits for `fds`, which must stay open as long as this.
+    pub fn new(fds: [BorrowedFd<'_>; N]) -> io::Result<Self> {
+        // SAFETY: takes a flag and returns a new descriptor.
+        let fd = unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let epoll = own(fd);
+        for (index, fd) in fds.iter().enumerate() {
+            let mut event = libc::epoll_event { events: libc::EPOLLIN as u32, u64: index as u64 };
+            // SAFETY: the kernel copies `event` during the call.
+            let code = unsafe {
+                libc::epoll_ctl(
+                    epoll.as_raw_fd(),
+                    libc::EPOLL_CTL_ADD,
+                    fd.as_raw_fd(),
+                    &raw mut event,
+                )
+            };
+            if code < 0 {
+                return Err(io::Error::last_os_error());
+            }
+        }
+        Ok(Self { epoll })
+    }
+
+    /// Which of the descriptors are readable (or hung up), after at most
+    /// `timeout`. A signal ends the wait with none.
+    pub fn wait(&self, timeout: Duration) -> io::Result<[bool; N]> {
+        let mut events = [libc::epoll_event { events: 0, u64: 0 }; N];
+        let spec = timespec(timeout);
+        // SAFETY: `events` has room for N, `spec` outlives the call, there is
+        // no signal mask.
+        let count = unsafe {
+            libc::syscall(
+                libc::SYS_epoll_pwait2,
+                self.epoll.as_raw_fd(),
+                events.as_mut_ptr(),
+                N as libc::c_int,
+                &raw const spec,
+                std::ptr::null::<libc::sigset_t>(),
+                0usize,
+            )
+        };
+        let mut ready = [false; N];
+        if count < 0 {
+            let error = io::Error::last_os_error();
+            if error.kind() == io::ErrorKind::Interrupted {
+                return Ok(ready);
+            }
+            return Err(error);
+        }
+        for event in &events[..count as usize] {
+            ready[event.u64 as usize] = true;
+        }
+        Ok(ready)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use super::*;
+    use crate::EventFd;
+
+    #[test]
+    fn a_poller_says_which_descriptor_is_ready_and_says_it_until_it_is_taken() {
+        let (one, two) = (EventFd::new().expect("eventfd"), EventFd::new().expect("eventfd"));
+        let poller = Poller::new([one.as_fd(), two.as_fd()]).expect("epoll");
+        let short = Duration::from_micros(200);
+        assert_eq!(poller.wait(short).expect("wait"), [false, false]);
+        two.ring();
+        assert_eq!(poller.wait(short).expect("wait"), [false, true]);
+        assert_eq!(poller.wait(short).expect("wait"), [false, true]);
+        two.clear();
+        one.ring();
+        assert_eq!(poller.wait(short).expect("wait"), [true, false]);
+    }
 }

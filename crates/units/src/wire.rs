@@ -12,7 +12,7 @@
 use core::sync::atomic::{AtomicI32, AtomicU32, AtomicU64};
 
 /// First word of [`Hello`] and [`Control`]: "STRATA" and the layout's version.
-pub const MAGIC: u64 = 0x5354_5241_5441_0001;
+pub const MAGIC: u64 = 0x5354_5241_5441_0002;
 
 /// Most pages of one batch.
 pub const BATCH_PAGES: usize = 256;
@@ -169,6 +169,11 @@ pub struct ThreadSlot {
     pub reserved: AtomicU32,
 }
 
+/// [`Control::reader_busy`]: the daemon is taking messages.
+pub const READER_BUSY: u32 = 1;
+/// The same, and the agent sleeps until it is done.
+pub const READER_AWAITED: u32 = 2;
+
 /// The control block, at offset 0 of the control memfd.
 ///
 /// *Commands.* The daemon fills `entries`, `count`, `first_slot`, `batch_epoch`,
@@ -182,13 +187,15 @@ pub struct ThreadSlot {
 /// steal from it. (While such a message is unread the kernel refuses `MOVE`.)
 /// So, Dekker's way, all sequentially consistent:
 /// - agent, for each page: `mover_busy = 1`; if `reader_busy != 0`, set
-///   `mover_busy = 0`, wake it, wait on `reader_busy` as a futex, and try again;
+///   `mover_busy = 0`, wake it, change `reader_busy` from [`READER_BUSY`] to
+///   [`READER_AWAITED`], wait on it as a futex, and try again;
 ///   if `epoch != batch_epoch` or `thread_seq != batch_thread_seq`, the result
 ///   is [`RESULT_CANCELLED`]; else `MOVE`; then `mover_busy = 0` and wake it if
 ///   `reader_busy` is set;
-/// - daemon, for each read: `reader_busy = 1`; wait while `mover_busy != 0`;
-///   read; if there was an unmap, remap, remove or fork, `epoch += 1`; then
-///   `reader_busy = 0` and wake it.
+/// - daemon, for each read: `reader_busy = READER_BUSY`; wait while
+///   `mover_busy != 0`; read; if there was an unmap, remap, remove or fork,
+///   `epoch += 1`; then `reader_busy = 0`, and wake it if it was awaited: a
+///   system call less in every fault.
 ///
 /// *Threads.* A new thread fills its slot, adds 1 to `thread_seq`, waits while
 /// `mover_busy != 0`, then touches its own control block (which brings it back
@@ -214,7 +221,8 @@ pub struct Control {
     pub done_seq: AtomicU32,
     /// Changes of the address space that the daemon has read.
     pub epoch: AtomicU32,
-    /// The daemon is taking messages; futex.
+    /// The daemon is taking messages: 0, [`READER_BUSY`] or
+    /// [`READER_AWAITED`]; futex.
     pub reader_busy: AtomicU32,
     /// The agent is inside a `MOVE`; futex.
     pub mover_busy: AtomicU32,

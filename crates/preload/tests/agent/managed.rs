@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 
 use strata_units::PAGE_SIZE;
 use strata_units::wire::{
-    Command, HelloKind, RESULT_CANCELLED, RESULT_PENDING, TRANSFER_PAGES, Verdict,
+    Command, HelloKind, READER_AWAITED, RESULT_CANCELLED, RESULT_PENDING, TRANSFER_PAGES, Verdict,
 };
 
 use crate::daemon::Daemon;
@@ -143,7 +143,7 @@ fn a_batch_ends_where_the_daemon_knows_more() {
     std::thread::sleep(std::time::Duration::from_millis(50));
     assert_eq!(control.mover_busy.load(Ordering::SeqCst), 0);
     control.epoch.fetch_add(1, Ordering::SeqCst);
-    control.reader_busy.store(0, Ordering::SeqCst);
+    assert_eq!(control.reader_busy.swap(0, Ordering::SeqCst), READER_AWAITED);
     raw::futex_wake(&control.reader_busy);
     assert_eq!(space.done(pages.len()), vec![RESULT_CANCELLED; pages.len()]);
 

@@ -186,7 +186,10 @@ pub struct Stats {
     pub unmanaged_bytes: u64,
     /// Original size of what is stored.
     pub stored_bytes: u64,
-    /// What the stored pages cost in DRAM.
+    /// Original size of resident pages whose stored copies are kept: evicting
+    /// one that was not written since costs no compression.
+    pub kept_bytes: u64,
+    /// What the stored pages and kept copies cost in DRAM.
     pub compressed_bytes: u64,
     /// What they cost in the file tier.
     pub file_bytes: u64,
@@ -210,6 +213,9 @@ pub struct Stats {
     pub zero_faults_total: u64,
     /// Pages evicted.
     pub evictions_total: u64,
+    /// Part of them that the store had already, from the last time that the
+    /// page was there: no compression.
+    pub evictions_unchanged_total: u64,
     /// Evictions that the kernel refused (page pinned, locked or shared).
     pub evictions_refused_total: u64,
     /// Stored pages that failed their checksum or could not be read back.

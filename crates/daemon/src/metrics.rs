@@ -31,12 +31,13 @@ macro_rules! metrics {
 
 /// Every number in [`Stats`] but the user id, which is a label, and the
 /// latencies, which have a quantile. Names that end in `_total` are counters.
-const METRICS: [Metric; 21] = metrics! {
+const METRICS: [Metric; 23] = metrics! {
     budget_bytes: "DRAM budget of the tenant.",
     resident_bytes: "Managed pages in DRAM, staged ones included.",
     staged_bytes: "Part of resident_bytes that is out of the address space, kept raw.",
     unmanaged_bytes: "Anonymous memory in DRAM that Strata may not or does not yet manage.",
     stored_bytes: "Original size of the stored pages.",
+    kept_bytes: "Original size of resident pages whose stored copies are kept.",
     compressed_bytes: "DRAM that the stored pages cost.",
     file_bytes: "Bytes that the stored pages cost in the file tier.",
     metadata_bytes: "Strata's own memory for the tenant.",
@@ -49,6 +50,7 @@ const METRICS: [Metric; 21] = metrics! {
     file_faults_total: "Faults that read the file tier.",
     zero_faults_total: "Faults that were first touches.",
     evictions_total: "Pages evicted.",
+    evictions_unchanged_total: "Evictions of pages that the store had already.",
     evictions_refused_total: "Evictions that the kernel refused.",
     lost_pages_total: "Stored pages that could not be read back intact.",
     worker_restarts_total: "Times that the worker was replaced under the tenant.",
@@ -223,6 +225,7 @@ mod tests {
             staged_bytes: 13,
             unmanaged_bytes: 14,
             stored_bytes: 15,
+            kept_bytes: 41,
             compressed_bytes: 16,
             file_bytes: 17,
             metadata_bytes: 18,
@@ -235,6 +238,7 @@ mod tests {
             file_faults_total: 25,
             zero_faults_total: 26,
             evictions_total: 27,
+            evictions_unchanged_total: 42,
             evictions_refused_total: 28,
             lost_pages_total: 29,
             fault_latency_us: Latency { p50: 30.5, p99: 31.5, p999: 32.5 },

@@ -23,6 +23,8 @@ pub enum Counter {
     ZeroFaults,
     /// Pages evicted.
     Evictions,
+    /// Of them, pages that the store had already, from the last time.
+    EvictionsUnchanged,
     /// Evictions that the kernel refused.
     EvictionsRefused,
     /// Pages whose stored copy could not be read back.

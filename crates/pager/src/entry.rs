@@ -1,7 +1,7 @@
 //! One page's state, and how it is written into the page map's 8 bytes.
 //!
 //! ```text
-//! Untouched ─fault→ Resident ─MOVE→ Leaving ─read→ Stored ─fault→ Arriving → Resident
+//! Untouched ─fault→ Resident ─MOVE→ Leaving ─read→ Stored ─fault→ Arriving → Resident or Kept
 //! any ─unmap / discard→ Untouched (the handle is released exactly once)
 //! ```
 //! Who may write which change: see ARCHITECTURE.md, "Inside the pager".
@@ -24,6 +24,10 @@ pub(crate) enum Entry {
         /// too: charged there.
         shared: bool,
     },
+    /// In the address space as above, and the store still has it as it was when
+    /// it came back. Whether it has been written since nobody knows: the next
+    /// eviction compares, and finds an unchanged page stored already.
+    Kept(Handle),
     /// On its way out: in place still, or in this slot of the transfer range.
     Leaving {
         /// Slot of the transfer range.
@@ -57,6 +61,7 @@ impl Entry {
             Self::Arriving(handle) => 4 | (handle.0 << PAYLOAD_SHIFT),
             Self::Lost => 5,
             Self::Discarded => 6,
+            Self::Kept(handle) => 7 | (handle.0 << PAYLOAD_SHIFT),
         }
     }
 
@@ -71,6 +76,7 @@ impl Entry {
             3 => Self::Stored(Handle(payload)),
             4 => Self::Arriving(Handle(payload)),
             6 if word == 6 => Self::Discarded,
+            7 => Self::Kept(Handle(payload)),
             _ => Self::Lost,
         }
     }
@@ -80,10 +86,15 @@ impl Entry {
         matches!(self, Self::Untouched | Self::Discarded)
     }
 
+    /// Whether the page is in the address space, for all that is known.
+    pub(crate) const fn is_resident(self) -> bool {
+        matches!(self, Self::Resident { .. } | Self::Kept(_))
+    }
+
     /// The reference to the store that this entry owns.
     pub(crate) const fn handle(self) -> Option<Handle> {
         match self {
-            Self::Stored(handle) | Self::Arriving(handle) => Some(handle),
+            Self::Stored(handle) | Self::Arriving(handle) | Self::Kept(handle) => Some(handle),
             _ => None,
         }
     }
@@ -92,7 +103,8 @@ impl Entry {
     /// the handle, if any.
     pub(crate) const fn inherited(self) -> Self {
         match self {
-            Self::Resident { .. } => Self::Resident { shared: true },
+            // One copy in the store is enough for both; the parent has it.
+            Self::Resident { .. } | Self::Kept(_) => Self::Resident { shared: true },
             // Each address space owns its own: the child's transfer range holds
             // a copy of the slot if the page had been moved already.
             Self::Leaving { slot, .. } => Self::Leaving { slot, wanted: false },
@@ -117,6 +129,7 @@ mod tests {
             Entry::Stored(Handle(0)),
             Entry::Stored(handle),
             Entry::Arriving(handle),
+            Entry::Kept(handle),
             Entry::Lost,
             Entry::Discarded,
         ]
@@ -131,16 +144,17 @@ mod tests {
 
     #[test]
     fn an_unknown_word_never_reads_as_zero_or_resident() {
-        for tag in 5..16u64 {
+        for tag in [5, 6, 8, 9, 10, 11, 12, 13, 14, 15u64] {
             assert_eq!(Entry::decode(tag | 0xABCD_0000), Entry::Lost);
         }
         assert_eq!(Entry::decode(0xABCD_0000), Entry::Lost);
     }
 
     #[test]
-    fn a_child_owns_a_handle_exactly_where_its_parent_does() {
+    fn a_child_owns_a_handle_exactly_where_its_parent_is_not_resident() {
         for entry in all() {
-            assert_eq!(entry.inherited().handle(), entry.handle(), "{entry:?}");
+            let expected = if entry.is_resident() { None } else { entry.handle() };
+            assert_eq!(entry.inherited().handle(), expected, "{entry:?}");
         }
     }
 }

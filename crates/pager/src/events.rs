@@ -38,6 +38,8 @@ const MOVER_WAITS: u32 = 10;
 pub(crate) struct FaultMessage {
     pub(crate) address: u64,
     pub(crate) tid: u32,
+    /// The thread is about to write.
+    pub(crate) to_write: bool,
 }
 
 /// Lets the agent move pages again.
@@ -109,7 +111,9 @@ impl Space {
             let Some(event) = Userfaultfd::message(ring, at, slot) else { continue };
             let mut changed = false;
             match event {
-                Event::Fault { address, tid } => faults.push(FaultMessage { address, tid }),
+                Event::Fault { address, tid, to_write } => {
+                    faults.push(FaultMessage { address, tid, to_write });
+                }
                 Event::Fork { fd } => {
                     changed = true;
                     self.forked(tenant, gate, fd);
@@ -201,7 +205,7 @@ impl Space {
                 // doing it again repairs that.
                 tenant.map.set(target, entry);
                 tenant.map.set(page, Entry::Untouched);
-                if matches!(entry, Entry::Resident { .. }) {
+                if entry.is_resident() {
                     tenant.noticed_resident(target);
                 }
             }
@@ -299,6 +303,8 @@ impl Space {
                     Entry::Stored(handle) | Entry::Arriving(handle) => {
                         tenant.store.retain(handle);
                     }
+                    // Not what a child inherits.
+                    Entry::Kept(_) => {}
                     Entry::Lost | Entry::Discarded => {}
                 }
                 let age = tenant.map.age(from).load(Ordering::Relaxed);

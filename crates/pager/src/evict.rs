@@ -67,6 +67,10 @@ pub(crate) struct Evictor {
     page: Box<PageBuffer>,
     /// The keeper was evicting in its last round, too.
     pub(crate) in_a_hurry: bool,
+    /// Stored copies of the pages of the batch under way, by slot. An unchanged
+    /// page finds its own when it is put. In ordinary memory: a worker that dies leaves
+    /// them to nobody, and recovery frees them.
+    kept: Vec<Option<Handle>>,
 }
 
 /// How one page of a batch ended at the agent.
@@ -122,12 +126,28 @@ impl Evictor {
             buffer: vec![0; BATCH_PAGES * PAGE_SIZE],
             page: PageBuffer::zeroed(),
             in_a_hurry: false,
+            kept: Vec::with_capacity(BATCH_PAGES),
         }
     }
 
     /// Evicts some of `pages` (all of one space). None: the space's agent is
     /// not there or still busy, nothing was done.
     pub(crate) fn evict(
+        &mut self,
+        space: &Arc<Space>,
+        tenant: &Tenant,
+        excluded: &Excluded,
+        pages: &[PageId],
+    ) -> Option<BatchReport> {
+        let report = self.evict_batch(space, tenant, excluded, pages);
+        // Only now: by then the store has found what it had already.
+        for handle in self.kept.drain(..).flatten() {
+            tenant.store.release(handle);
+        }
+        report
+    }
+
+    fn evict_batch(
         &mut self,
         space: &Arc<Space>,
         tenant: &Tenant,
@@ -143,7 +163,7 @@ impl Evictor {
         }
         let control = agent.control.control();
         let mut report = BatchReport::default();
-        let count = compose(space, tenant, control, excluded, pages, &mut report);
+        let count = compose(space, tenant, control, excluded, pages, &mut self.kept, &mut report);
         if count == 0 {
             return Some(report);
         }
@@ -274,6 +294,9 @@ impl Evictor {
                     tenant.map.set(page, Entry::Stored(handle));
                     tenant.uncharge(Entry::Resident { shared: false });
                     tenant.counters.add(Counter::Evictions, 1);
+                    if self.kept.get(slot) == Some(&Some(handle)) {
+                        tenant.counters.add(Counter::EvictionsUnchanged, 1);
+                    }
                     report.evicted += 1;
                     report.left.push(address);
                     if waits {
@@ -453,6 +476,7 @@ fn compose(
     control: &Control,
     excluded: &Excluded,
     pages: &[PageId],
+    kept: &mut Vec<Option<Handle>>,
     report: &mut BatchReport,
 ) -> usize {
     let mut gate = lock(&space.gate);
@@ -465,7 +489,10 @@ fn compose(
             continue;
         }
         let address = crate::events::address_of(piece, page.index());
-        let Entry::Resident { shared } = tenant.map.get(page) else { continue };
+        let resident = tenant.map.get(page);
+        if !resident.is_resident() {
+            continue;
+        }
         // Memory that is not registered must never be moved: its program would
         // read zeroes there, not wait.
         let one = Range { start: address, end: address + PAGE };
@@ -476,7 +503,7 @@ fn compose(
             report.stayed.push((page, address, Stayed::Pinned));
             continue;
         }
-        if shared {
+        if resident == (Entry::Resident { shared: true }) {
             // Leaving pages are charged here.
             tenant.resident_pages.fetch_add(1, Ordering::Relaxed);
         }
@@ -485,6 +512,11 @@ fn compose(
         entry.result.store(RESULT_PENDING, Ordering::Relaxed);
         gate.slots[count] = address;
         tenant.map.set(page, Entry::Leaving { slot: count as u16, wanted: false });
+        let copy = resident.handle();
+        if copy.is_some() {
+            tenant.kept_pages.fetch_sub(1, Ordering::Relaxed);
+        }
+        kept.push(copy);
         count += 1;
     }
     count

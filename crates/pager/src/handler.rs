@@ -52,7 +52,13 @@ enum Claim {
     /// Nothing more to do.
     Done,
     /// Put this stored page in place.
-    Fill(PageId, u64, Handle),
+    Fill {
+        page: PageId,
+        address: u64,
+        handle: Handle,
+        /// The thread that waits is about to write to it.
+        to_write: bool,
+    },
     /// It is on its way out; the keeper hands it back when it has arrived.
     Wait,
     /// No DRAM left: later.
@@ -66,6 +72,19 @@ enum Claim {
 enum Served {
     Done,
     Defer,
+}
+
+/// What came of bringing a stored page back.
+#[derive(PartialEq, Eq, Debug)]
+enum Filled {
+    /// It is in place, and its thread goes on.
+    Arrived(Source),
+    /// It was in place already.
+    WasThere,
+    /// It cannot be read.
+    Lost,
+    /// Nothing was put in place.
+    Not(Served),
 }
 
 /// Which CPU this handler should wake on.
@@ -128,7 +147,11 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
         if kicked {
             space.kick.clear();
             let handed = std::mem::take(&mut *lock(&space.kicked));
-            faults.extend(handed.into_iter().map(|address| FaultMessage { address, tid: 0 }));
+            faults.extend(handed.into_iter().map(|address| FaultMessage {
+                address,
+                tid: 0,
+                to_write: false,
+            }));
         }
         let waits_long = match (deferred.is_empty(), waiting_since) {
             (true, _) => {
@@ -148,7 +171,7 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
             faults.sort_unstable_by_key(|fault| fault.address);
             faults.dedup_by_key(|fault| fault.address);
             for fault in faults.drain(..) {
-                let claim = space.claim(tenant, &mut gate, fault.address, waits_long);
+                let claim = space.claim(tenant, &mut gate, &fault, waits_long);
                 claims.push((fault, claim));
             }
         }
@@ -196,7 +219,14 @@ fn one_page(address: u64) -> Range {
 
 impl Space {
     /// Decides what one fault gets. The caller holds the gate.
-    fn claim(&self, tenant: &Tenant, gate: &mut Gate, address: u64, waits_long: bool) -> Claim {
+    fn claim(
+        &self,
+        tenant: &Tenant,
+        gate: &mut Gate,
+        fault: &FaultMessage,
+        waits_long: bool,
+    ) -> Claim {
+        let address = fault.address;
         if let Some(agent) = self.agent()
             && (agent.ranges.transfer.contains(address) || agent.ranges.own.contains(address))
         {
@@ -210,7 +240,7 @@ impl Space {
             // same page came first: then it is there, and this only wakes. At
             // once, under the gate: later the page could have been evicted, and
             // a zero page would stand where a stored one belongs.
-            Entry::Resident { .. } => self.zero_here(address),
+            Entry::Resident { .. } | Entry::Kept(_) => self.zero_here(address),
             Entry::Leaving { slot, .. } => {
                 tenant.map.set(page, Entry::Leaving { slot, wanted: true });
                 Claim::Wait
@@ -225,7 +255,7 @@ impl Space {
             }
             Entry::Stored(handle) | Entry::Arriving(handle) => {
                 tenant.map.set(page, Entry::Arriving(handle));
-                Claim::Fill(page, address, handle)
+                Claim::Fill { page, address, handle, to_write: fault.to_write }
             }
         }
     }
@@ -266,8 +296,30 @@ impl Space {
                 Served::Done
             }
             Claim::Zero(range, first) => self.serve_zero(tenant, range, first),
-            Claim::Fill(page, address, handle) => {
-                self.serve_stored(tenant, page, address, handle, buffer, began)
+            Claim::Fill { page, address, handle, to_write } => {
+                let served = self.serve_stored(tenant, page, address, handle, buffer);
+                match served {
+                    Filled::Arrived(source) => {
+                        // A copy in the file costs no DRAM; a page of one value
+                        // costs nothing at all.
+                        let keep = !to_write && source != Source::Fill && tenant.keeps_copies();
+                        tenant.arrived(page, handle, keep);
+                        tenant.counters.record_latency(began.elapsed());
+                        match source {
+                            Source::Staged => tenant.counters.add(Counter::SoftFaults, 1),
+                            Source::File => tenant.counters.add(Counter::FileFaults, 1),
+                            Source::Fill | Source::Compressed => 0,
+                        };
+                        Served::Done
+                    }
+                    Filled::WasThere => {
+                        tenant.arrived(page, handle, false);
+                        self.uffd.wake(one_page(address));
+                        Served::Done
+                    }
+                    Filled::Lost => Served::Done,
+                    Filled::Not(served) => served,
+                }
             }
         }
     }
@@ -309,27 +361,9 @@ impl Space {
                 }
                 Served::Done
             }
-            // Another message filled it. Its entry says so already, or it is
-            // just being discarded.
-            Fill::Present => {
-                self.uffd.wake(one_page(range.start));
-                Served::Done
-            }
-            Fill::Changing => Served::Defer,
-            Fill::NoMemory => {
-                tenant.wake_keeper();
-                Served::Defer
-            }
-            // The thread that waits there touched what is no longer mapped:
-            // woken, it learns so from the kernel.
-            Fill::Unmapped => {
-                self.uffd.wake(one_page(range.start));
-                Served::Done
-            }
-            Fill::Gone => {
-                self.gone.store(true, Ordering::Release);
-                Served::Done
-            }
+            // Also when another message filled it: its entry says so already,
+            // or it is just being discarded.
+            other => self.not_filled(tenant, range, other),
         }
     }
 
@@ -340,8 +374,7 @@ impl Space {
         address: u64,
         handle: Handle,
         buffer: &mut PageBuffer,
-        began: Instant,
-    ) -> Served {
+    ) -> Filled {
         let mut got = tenant.store.get(handle, &mut buffer.0);
         for _ in 0..READ_RETRIES {
             if !matches!(got, Err(GetError::Io { .. })) {
@@ -355,43 +388,38 @@ impl Space {
                 tenant.lost_page(self, page, address, &error.to_string());
                 self.uffd.poison(address);
                 self.uffd.wake(one_page(address));
-                return Served::Done;
+                return Filled::Lost;
             }
         };
         match self.uffd.copy(address, buffer) {
-            Fill::Done { .. } => {
-                tenant.arrived(page, handle);
-                tenant.counters.record_latency(began.elapsed());
-                match source {
-                    Source::Staged => {
-                        tenant.counters.add(Counter::SoftFaults, 1);
-                    }
-                    Source::File => {
-                        tenant.counters.add(Counter::FileFaults, 1);
-                    }
-                    Source::Fill | Source::Compressed => {}
+            Fill::Done { .. } => Filled::Arrived(source),
+            Fill::Present => Filled::WasThere,
+            other => {
+                if matches!(other, Fill::Unmapped | Fill::Gone) {
+                    // The message that says so is on its way and releases the
+                    // handle.
+                    tenant.map.set(page, Entry::Stored(handle));
                 }
-                Served::Done
+                Filled::Not(self.not_filled(tenant, one_page(address), other))
             }
-            Fill::Present => {
-                tenant.arrived(page, handle);
-                self.uffd.wake(one_page(address));
-                Served::Done
-            }
+        }
+    }
+
+    /// What a fill that put nothing in place means for its fault.
+    fn not_filled(&self, tenant: &Tenant, range: Range, outcome: Fill) -> Served {
+        match outcome {
             Fill::Changing => Served::Defer,
             Fill::NoMemory => {
                 tenant.wake_keeper();
                 Served::Defer
             }
-            Fill::Unmapped => {
-                // The message that says so is on its way and releases the
-                // handle.
-                tenant.map.set(page, Entry::Stored(handle));
-                self.uffd.wake(one_page(address));
+            // The thread that waits there touched what is no longer mapped:
+            // woken, it learns so from the kernel.
+            Fill::Done { .. } | Fill::Present | Fill::Unmapped => {
+                self.uffd.wake(one_page(range.start));
                 Served::Done
             }
             Fill::Gone => {
-                tenant.map.set(page, Entry::Stored(handle));
                 self.gone.store(true, Ordering::Release);
                 Served::Done
             }

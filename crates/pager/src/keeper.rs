@@ -2,7 +2,7 @@
 //! the policy what to do about it, and does some of it; then it looks again.
 //! Evicting runs ahead of demand: faults are served from what it keeps free.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -64,12 +64,16 @@ const SLACK_PART: u64 = 8;
 /// Store memory given back a round by moving objects together.
 const COMPACT_BYTES_PER_ROUND: u64 = 1 << 20;
 
+/// Stale entries that the list of kept copies may have beyond as many as good
+/// ones.
+const KEPT_SLACK: u64 = 4096;
+
 const PAGE: u64 = PAGE_SIZE as u64;
 
 impl Pages for Tenant {
     fn standing(&self, page: PageId) -> Standing {
         match self.map.get(page) {
-            Entry::Resident { .. } => Standing::Evictable(level_of(self, page)),
+            entry if entry.is_resident() => Standing::Evictable(level_of(self, page)),
             // On its way out and perhaps back: it is announced when it is.
             _ => Standing::Gone,
         }
@@ -79,8 +83,8 @@ impl Pages for Tenant {
 impl Tenant {
     pub(crate) fn census(&self) -> Census {
         let resident = self.resident_pages.load(Ordering::Relaxed).max(0) as usize;
-        let stored = self.store.stats().stored_pages as usize;
-        Census { managed: resident + stored, resident }
+        let stored = self.store.stats().stored_pages.saturating_sub(self.kept_pages());
+        Census { managed: resident + stored as usize, resident }
     }
 }
 
@@ -100,6 +104,9 @@ struct Keeper<'a> {
     replacement: Replacement,
     evictor: Evictor,
     excluded: BTreeMap<u32, Excluded>,
+    /// Resident pages with a stored copy, the oldest first; some have left or
+    /// lost it since.
+    kept: VecDeque<PageId>,
     /// Pages that the kernel refused, and when to try again.
     pinned: Vec<(Instant, PageId)>,
     scanned: Instant,
@@ -132,6 +139,7 @@ pub(crate) fn run(tenant: &Arc<Tenant>) {
         replacement: Replacement::new(),
         evictor: Evictor::new(),
         excluded: BTreeMap::new(),
+        kept: VecDeque::new(),
         pinned: Vec::new(),
         scanned: now,
         unmanaged_at_scan: 0,
@@ -183,6 +191,13 @@ fn packed(store: &StoreStats) -> (Packed, Packed) {
     (fast, Packed { original_bytes: rest, cost_bytes: cost - fast_cost })
 }
 
+/// What a stored page costs in DRAM on average, staged ones apart.
+fn stored_page_cost(store: &StoreStats) -> u64 {
+    let staged_pages = store.staged_bytes / PAGE;
+    let cost = store.dram_bytes.saturating_sub(store.staged_bytes);
+    cost / store.objects.saturating_sub(staged_pages).max(1)
+}
+
 fn wait_for_orders(tenant: &Tenant, patience: Duration) -> Vec<Order> {
     let inbox = lock(&tenant.inbox);
     let (mut inbox, _) = tenant
@@ -199,7 +214,8 @@ impl Keeper<'_> {
         let tenant = self.tenant;
         self.take_arrivals();
         let spaces = self.living_spaces();
-        let usage = measure(tenant, self.replacement.memory_bytes() as u64);
+        let own = self.replacement.memory_bytes() + self.kept.capacity() * size_of::<PageId>();
+        let usage = measure(tenant, own as u64);
         *lock(&tenant.usage) = usage;
         if tenant.is_released() {
             tenant.may_exceed.store(true, Ordering::Relaxed);
@@ -269,6 +285,12 @@ impl Keeper<'_> {
         let lost = arrivals.len() >= MOST_ARRIVALS;
         for page in arrivals {
             self.replacement.arrived(page, now);
+            if matches!(self.tenant.map.get(page), Entry::Kept(_)) {
+                self.kept.push_back(page);
+            }
+        }
+        if self.kept.len() as u64 > 2 * self.tenant.kept_pages() + KEPT_SLACK {
+            self.tidy_kept();
         }
         let due = Instant::now();
         let mut still = Vec::new();
@@ -285,6 +307,47 @@ impl Keeper<'_> {
         }
     }
 
+    /// Forgets entries of pages that left or lost their copies.
+    fn tidy_kept(&mut self) {
+        let tenant = self.tenant;
+        let mut seen = HashSet::new();
+        // The newest entry of a page counts.
+        let mut tidy: VecDeque<PageId> = VecDeque::new();
+        for page in self.kept.drain(..).rev() {
+            if matches!(tenant.map.get(page), Entry::Kept(_)) && seen.insert(page) {
+                tidy.push_front(page);
+            }
+        }
+        self.kept = tidy;
+    }
+
+    /// Drops the oldest kept copies until about `bytes` are free.
+    fn drop_kept(&mut self, bytes: u64) {
+        let cost = stored_page_cost(&self.tenant.store.stats());
+        let mut pages = bytes.div_ceil(cost.max(1)).min(STORE_PAGES_PER_ROUND as u64);
+        while pages > 0 {
+            let Some(page) = self.kept.pop_front() else {
+                // Copies that no entry names: made before a worker's death.
+                if self.tenant.kept_pages() > 0 {
+                    self.collect_kept();
+                }
+                return;
+            };
+            pages -= u64::from(self.tenant.drop_kept(page));
+        }
+    }
+
+    /// Makes the list of kept copies anew from the page map.
+    fn collect_kept(&mut self) {
+        let tenant = self.tenant;
+        let kept = tenant.map.leaves().into_iter().flat_map(|(leaf, _, _)| {
+            (0..PAGES_PER_LEAF)
+                .map(move |index| PageId::new(leaf, index))
+                .filter(|&page| matches!(tenant.map.get(page), Entry::Kept(_)))
+        });
+        self.kept = kept.collect();
+    }
+
     /// Fills the queues from the page map: records were lost.
     fn rebuild(&mut self) {
         let tenant = self.tenant;
@@ -292,7 +355,7 @@ impl Keeper<'_> {
         let resident = tenant.map.leaves().into_iter().flat_map(|(leaf, _, _)| {
             (0..PAGES_PER_LEAF)
                 .map(move |index| PageId::new(leaf, index))
-                .filter(|&page| matches!(tenant.map.get(page), Entry::Resident { .. }))
+                .filter(|&page| tenant.map.get(page).is_resident())
                 .map(|page| (page, level_of(tenant, page)))
         });
         self.replacement.rebuild(resident, now);
@@ -336,7 +399,8 @@ impl Keeper<'_> {
             staged_bytes: store.staged_bytes,
             fast,
             dense,
-            kept_cost_bytes: 0,
+            lands_dense: false,
+            kept_cost_bytes: tenant.kept_pages() * stored_page_cost(&store),
             metadata_bytes: usage.metadata_bytes,
             unmanaged_bytes: usage.anonymous_bytes - in_space,
             growth_bytes,
@@ -386,6 +450,10 @@ impl Keeper<'_> {
     fn act(&mut self, actions: &Actions, spaces: &[Arc<Space>]) -> Progress {
         let tenant = self.tenant;
         let before = tenant.store.stats();
+        tenant.keep_copies.store(actions.keep_copies, Ordering::Relaxed);
+        if actions.drop_kept_bytes > 0 {
+            self.drop_kept(actions.drop_kept_bytes);
+        }
         tenant.store.reap();
         let settle = (actions.settle_pages as usize).min(STORE_PAGES_PER_ROUND);
         let mut freed_pages = tenant.store.settle(settle);

@@ -109,6 +109,7 @@ impl Tenant {
         }
         // What the events did to sums that were not counted yet.
         tenant.resident_pages.store(0, Ordering::Relaxed);
+        tenant.kept_pages.store(0, Ordering::Relaxed);
         lock(&tenant.arrivals).clear();
         for space in &spaces {
             tenant.settle_after_death(space);
@@ -173,6 +174,10 @@ impl Tenant {
             for (address, page) in crate::space::ids_in(leaf, part) {
                 match self.map.get(page) {
                     Entry::Resident { shared: false } => self.charge_resident(page),
+                    Entry::Kept(_) => {
+                        self.kept_pages.fetch_add(1, Ordering::Relaxed);
+                        self.charge_resident(page);
+                    }
                     Entry::Resident { shared: true } => {
                         space.has_shared.store(true, Ordering::Release);
                     }
@@ -191,7 +196,7 @@ impl Tenant {
                             let _ = page_presence(pid, one, |_, presence| there = presence.present);
                         }
                         if there {
-                            self.arrived(page, handle);
+                            self.arrived(page, handle, false);
                         } else {
                             self.map.set(page, Entry::Stored(handle));
                         }

@@ -28,7 +28,8 @@ const EVERYTHING: Range = Range { start: 0, end: 1 << 52 };
 
 /// Carries it out on the keeper's thread.
 pub(crate) fn release(tenant: &Arc<Tenant>, evictor: &mut Evictor) -> Result<(), ReleaseRefused> {
-    let needed_bytes = tenant.store.stats().stored_pages * PAGE_SIZE as u64;
+    let stored_pages = tenant.store.stats().stored_pages.saturating_sub(tenant.kept_pages());
+    let needed_bytes = stored_pages * PAGE_SIZE as u64;
     let available = available_bytes().unwrap_or(0);
     if needed_bytes + MARGIN_BYTES > available && needed_bytes > 0 {
         return Err(ReleaseRefused::NoRoom { needed_bytes, available_bytes: available });

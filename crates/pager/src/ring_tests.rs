@@ -13,7 +13,7 @@ use proptest::prelude::*;
 use strata_store::Put;
 use strata_sys::Range;
 use strata_units::wire::TRANSFER_PAGES;
-use strata_units::{PAGE_SIZE, PAGES_PER_LEAF, PageBuffer};
+use strata_units::{Handle, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer};
 
 use crate::entry::Entry;
 use crate::registry::{RING_MESSAGES, SpaceField};
@@ -59,6 +59,10 @@ enum Step {
     },
     /// Stored or Arriving → Resident.
     Fault {
+        page: u64,
+    },
+    /// The stored copy of a resident page goes.
+    DropKept {
         page: u64,
     },
     /// `madvise`, `munmap`: the messages, and how often they are acted on.
@@ -110,6 +114,7 @@ fn step() -> impl Strategy<Value = Step> {
         3 => Just(Step::Settle),
         2 => near().prop_map(|page| Step::Claim { page }),
         3 => near().prop_map(|page| Step::Fault { page }),
+        1 => near().prop_map(|page| Step::DropKept { page }),
         1 => (start(), count(), times.clone())
             .prop_map(|(from, count, times)| Step::Remove { from, count, times }),
         1 => (start(), count(), times.clone())
@@ -135,6 +140,8 @@ struct World {
     model: BTreeMap<u64, Place>,
     /// Content of each transfer slot that holds a page.
     transfer: BTreeMap<usize, u8>,
+    /// Stored copies of pages that are leaving.
+    kept: Vec<Handle>,
     registered: Vec<bool>,
 }
 
@@ -171,7 +178,8 @@ impl World {
                 };
                 assert!(content == testing::page(*known).0, "content of page {page}");
                 let known = *known;
-                self.tenant.arrived(id, handle);
+                // Some keep their copies, whether they are written then or not.
+                self.tenant.arrived(id, handle, !page.is_multiple_of(3));
                 self.model.insert(page, Place::Resident(known));
             }
             _ => {}
@@ -186,6 +194,10 @@ impl World {
             return;
         };
         gate.slots[slot] = address(page);
+        if let Entry::Kept(handle) = self.tenant.map.get(id) {
+            self.tenant.kept_pages.fetch_sub(1, Ordering::Relaxed);
+            self.kept.push(handle);
+        }
         self.tenant.map.set(id, Entry::Leaving { slot: slot as u16, wanted: false });
         self.transfer.insert(slot, content);
         self.model.insert(page, Place::Leaving(content));
@@ -205,6 +217,9 @@ impl World {
                 }
                 _ => self.tenant.store.release(put),
             }
+        }
+        for handle in self.kept.drain(..) {
+            self.tenant.store.release(handle);
         }
         for place in self.model.values_mut() {
             if let Place::Leaving(content) = *place {
@@ -303,6 +318,13 @@ impl World {
                 }
             }
             Step::Fault { page } => self.fault(page),
+            Step::DropKept { page } => {
+                let id = lock(&self.space.gate).page(address(page));
+                if let Some(id) = id {
+                    let had_one = matches!(self.tenant.map.get(id), Entry::Kept(_));
+                    assert_eq!(self.tenant.drop_kept(id), had_one);
+                }
+            }
             Step::Remove { from, count, times } => {
                 let count = count.min(PAGES - from);
                 let message = Message::Remove { start: address(from), end: address(from + count) };
@@ -354,7 +376,8 @@ impl World {
     fn check(&self) {
         let gate = lock(&self.space.gate);
         let mut charged = 0;
-        let mut handles = 0;
+        let mut handles = self.kept.len() as u64;
+        let mut kept = 0;
         for page in 0..PAGES {
             let id = gate.page(address(page));
             let entry = id.map_or(Entry::Untouched, |id| self.tenant.map.get(id));
@@ -363,6 +386,12 @@ impl World {
                 (Entry::Untouched, None) | (Entry::Discarded, Some(Place::Discarded)) => true,
                 (Entry::Resident { shared: false }, Some(Place::Resident(_))) => {
                     charged += 1;
+                    true
+                }
+                (Entry::Kept(_), Some(Place::Resident(_))) => {
+                    charged += 1;
+                    handles += 1;
+                    kept += 1;
                     true
                 }
                 (Entry::Leaving { slot, .. }, Some(Place::Leaving(content))) => {
@@ -395,6 +424,7 @@ impl World {
             gate.directory.iter().map(|(&piece, &leaf)| (leaf, self.space.id, piece)).collect();
         assert_eq!(owned, known, "leaves and directory");
         assert_eq!(self.tenant.store.stats().stored_pages, handles, "references");
+        assert_eq!(self.tenant.kept_pages(), kept, "kept copies");
         let resident = self.tenant.resident_pages.load(Ordering::Relaxed);
         assert_eq!(resident, charged, "resident pages");
         assert_eq!(self.tenant.headroom_pages(), HEADROOM_PAGES - charged, "headroom");
@@ -407,7 +437,14 @@ fn world() -> Option<World> {
     let space = testing::space(&tenant, uffd);
     lock(&space.gate).add_registered(Range { start: BASE, end: address(PAGES) });
     let registered = vec![true; PAGES as usize];
-    Some(World { tenant, space, model: BTreeMap::new(), transfer: BTreeMap::new(), registered })
+    Some(World {
+        tenant,
+        space,
+        model: BTreeMap::new(),
+        transfer: BTreeMap::new(),
+        kept: Vec::new(),
+        registered,
+    })
 }
 
 fn nothing_is_left(tenant: &Tenant, space: &Space) {
@@ -416,6 +453,7 @@ fn nothing_is_left(tenant: &Tenant, space: &Space) {
     let stats = tenant.store.stats();
     assert_eq!((stats.objects, stats.stored_pages), (0, 0), "{stats:?}");
     assert_eq!(tenant.resident_pages.load(Ordering::Relaxed), 0);
+    assert_eq!(tenant.kept_pages(), 0);
     assert_eq!(tenant.headroom_pages(), HEADROOM_PAGES);
     assert_eq!(tenant.map.leaf_count(), 0);
 }
@@ -450,7 +488,7 @@ fn messages_acted_on_before_a_death_are_not_acted_on_again() {
     let trap = 5;
     world.take(Step::Write { page: trap, content: 1 });
     let id = lock(&world.space.gate).page(address(trap)).expect("a leaf");
-    world.tenant.map.set(id, Entry::Stored(strata_units::Handle(12345)));
+    world.tenant.map.set(id, Entry::Stored(Handle(12345)));
     world.tenant.uncharge(Entry::Resident { shared: false });
     let (source, target) = (address(1), address(600));
     let messages = [

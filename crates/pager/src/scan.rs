@@ -274,10 +274,8 @@ pub(crate) fn settle_shared(space: &Space, tenant: &Tenant) {
                 let gate = lock(&parent.gate);
                 let holds = |address| {
                     gate.page(address).is_some_and(|page| {
-                        matches!(
-                            tenant.map.get(page),
-                            Entry::Resident { .. } | Entry::Leaving { .. }
-                        )
+                        let entry = tenant.map.get(page);
+                        entry.is_resident() || matches!(entry, Entry::Leaving { .. })
                     })
                 };
                 present.iter().map(|&(address, _)| holds(address)).collect()

@@ -99,6 +99,10 @@ pub struct Tenant {
     /// Counters since the tenant's start.
     pub counters: Counters,
     pub(crate) spaces: RwLock<BTreeMap<SpaceId, Arc<Space>>>,
+    /// Resident pages whose stored copies are kept.
+    pub(crate) kept_pages: AtomicI64,
+    /// More of them may be.
+    pub(crate) keep_copies: AtomicBool,
     /// Managed pages in DRAM, those on their way out included.
     pub(crate) resident_pages: AtomicI64,
     /// Pages that may still come in before the budget is full.
@@ -166,6 +170,8 @@ impl Tenant {
             store,
             counters: Counters::new(Arc::clone(registry), id),
             spaces: RwLock::default(),
+            kept_pages: AtomicI64::new(0),
+            keep_copies: AtomicBool::new(false),
             resident_pages: AtomicI64::new(0),
             headroom_pages: AtomicI64::new(0),
             may_exceed: AtomicBool::new(false),
@@ -551,13 +557,30 @@ impl Tenant {
         self.count_in(page);
     }
 
-    /// A stored page is in place again: its entry owns the handle no more.
-    pub(crate) fn arrived(&self, page: PageId, handle: Handle) {
+    /// Whether a page that comes back should keep its stored copy.
+    pub(crate) fn keeps_copies(&self) -> bool {
+        self.keep_copies.load(Ordering::Relaxed)
+    }
+
+    /// Resident pages with a stored copy.
+    #[must_use]
+    pub fn kept_pages(&self) -> u64 {
+        self.kept_pages.load(Ordering::Relaxed).max(0) as u64
+    }
+
+    /// A stored page is in place again: its entry owns the handle no more,
+    /// unless it keeps its copy.
+    pub(crate) fn arrived(&self, page: PageId, handle: Handle, keep: bool) {
         let cell = self.map.age(page);
         let (age, _) = gap::arrived(cell.load(Ordering::Relaxed), self.policy_now());
         cell.store(age, Ordering::Relaxed);
-        self.map.set(page, Entry::Resident { shared: false });
-        self.store.release(handle);
+        if keep {
+            self.kept_pages.fetch_add(1, Ordering::Relaxed);
+            self.map.set(page, Entry::Kept(handle));
+        } else {
+            self.map.set(page, Entry::Resident { shared: false });
+            self.store.release(handle);
+        }
         self.count_in(page);
     }
 
@@ -574,11 +597,32 @@ impl Tenant {
                 self.headroom_pages.fetch_add(1, Ordering::Relaxed);
             }
             Entry::Stored(handle) | Entry::Arriving(handle) => self.store.release(handle),
+            Entry::Kept(handle) => {
+                self.resident_pages.fetch_sub(1, Ordering::Relaxed);
+                self.headroom_pages.fetch_add(1, Ordering::Relaxed);
+                self.kept_pages.fetch_sub(1, Ordering::Relaxed);
+                self.store.release(handle);
+            }
             Entry::Resident { shared: true }
             | Entry::Untouched
             | Entry::Discarded
             | Entry::Lost => {}
         }
+    }
+
+    /// Lets go of the stored copy of a resident page; whether there was one.
+    pub(crate) fn drop_kept(&self, page: PageId) -> bool {
+        let Some((space, _)) = self.map.owner(page.leaf()) else { return false };
+        let Some(space) = self.space(space) else { return false };
+        // An event that moves or discards the page reads its entry and writes it
+        // under the gate.
+        let gate = lock(&space.gate);
+        let Entry::Kept(handle) = self.map.get(page) else { return false };
+        self.map.set(page, Entry::Resident { shared: false });
+        drop(gate);
+        self.kept_pages.fetch_sub(1, Ordering::Relaxed);
+        self.store.release(handle);
+        true
     }
 
     /// A stored page could not be read back.

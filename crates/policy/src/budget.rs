@@ -82,10 +82,13 @@ pub struct Observation {
     pub evictable_bytes: u64,
     /// Part of `resident_bytes` that is out of the address space, kept raw.
     pub staged_bytes: u64,
-    /// Stored fast (lz4), kept copies included.
+    /// Stored with lz4, kept copies included.
     pub fast: Packed,
     /// Stored densely (zstd), kept copies included.
     pub dense: Packed,
+    /// What is put into the store is packed densely at once: dense packing has
+    /// become as cheap as lz4 (a dictionary fits this tenant's pages).
+    pub lands_dense: bool,
     /// Part of what is stored that belongs to pages which are resident again.
     pub kept_cost_bytes: u64,
     /// The pager's and the store's own memory for this tenant.
@@ -123,6 +126,8 @@ pub struct Actions {
     pub settle_pages: u64,
     /// Kept copies to drop, the oldest first: what they cost.
     pub drop_kept_bytes: u64,
+    /// Pages that are read back keep their stored copies.
+    pub keep_copies: bool,
     /// Fast-packed pages to pack densely, the oldest first.
     pub repack_pages: u64,
     /// Stored bytes to move to the file tier, the oldest first.
@@ -169,17 +174,21 @@ pub fn decide(seen: &Observation) -> Actions {
     let fast_page = seen.fast.page_cost((PAGE_BYTES << RATIO_SHIFT) / GUESSED_FAST_RATIO);
     let dense_guess = fast_page * GUESSED_DENSE_GAIN.1 / GUESSED_DENSE_GAIN.0;
     let dense_page = seen.dense.page_cost(dense_guess).min(fast_page);
+    let landing_page = if seen.lands_dense { dense_page } else { fast_page };
     // Below a 64th of a page, moving it costs more than it brings.
     let settle_gain =
-        if PAGE_BYTES - fast_page < PAGE_BYTES / 64 { 0 } else { PAGE_BYTES - fast_page };
+        if PAGE_BYTES - landing_page < PAGE_BYTES / 64 { 0 } else { PAGE_BYTES - landing_page };
     // Below a 16th of what is stored, packing it again does.
     let worth_it = (fast_page - dense_page) * 16 >= fast_page;
     let repack_gain = if worth_it { fast_page - dense_page } else { 0 };
 
-    // Kept copies are a luxury: what exceeds its share goes, and under pressure
-    // all of them before any page does.
+    // Kept copies are a luxury: what exceeds its share goes first. The share
+    // itself stays while pages come and go (that is when it spares
+    // compressions), but not beyond the budget.
     let kept = seen.kept_cost_bytes.min(seen.fast.cost_bytes + seen.dense.cost_bytes);
-    actions.drop_kept_bytes = kept.min(need.max(kept.saturating_sub(budget / KEPT_PART)));
+    let share = budget / KEPT_PART;
+    actions.drop_kept_bytes = kept.min(over.max(kept.saturating_sub(share)));
+    actions.keep_copies = kept < share && over == 0;
     need = need.saturating_sub(actions.drop_kept_bytes);
 
     // Staged pages have left already; packing them brings memory soonest.

@@ -129,6 +129,7 @@ proptest! {
             staged_bytes: staged,
             fast,
             dense,
+            lands_dense: evicting,
             kept_cost_bytes: fast.cost_bytes / 2,
             metadata_bytes: metadata,
             unmanaged_bytes: unmanaged,
@@ -212,7 +213,8 @@ fn stored_to_the_brim(fast_ratio: f64, room: Option<u64>) -> Loop {
 fn far_from_the_budget_nothing_happens() {
     let tenant = Loop { mapped: 1000, fast_ratio: 2.0, dense_ratio: 3.0, ..Loop::default() };
     let actions = decide(&Loop { budget_bytes: 1 << 30, ..tenant }.observe());
-    assert_eq!(actions, Actions { next_look_us: actions.next_look_us, ..Actions::default() });
+    let nothing = Actions { keep_copies: true, ..Actions::default() };
+    assert_eq!(actions, Actions { next_look_us: actions.next_look_us, ..nothing });
     // 0.9 GiB at 4 GB/s are 240 ms.
     assert!((200_000..250_000).contains(&actions.next_look_us), "{}", actions.next_look_us);
 }
@@ -278,4 +280,45 @@ fn growth_waits_only_while_something_can_be_freed() {
     let pinned = Loop { mapped: 0, pinned: over.mapped, ..over };
     let actions = decide(&pinned.observe());
     assert!(!actions.hold_growth && actions.cannot_by_bytes > 20 * MIB, "{actions:?}");
+}
+
+#[test]
+fn kept_copies_have_a_share_that_pressure_alone_does_not_take() {
+    let budget = 320 * MIB;
+    let seen = |kept_mib: u64, over_mib: u64| Observation {
+        budget_bytes: budget,
+        resident_bytes: budget - 40 * MIB + over_mib * MIB,
+        evictable_bytes: 200 * MIB,
+        fast: Packed { original_bytes: 120 * MIB, cost_bytes: 40 * MIB },
+        kept_cost_bytes: kept_mib * MIB,
+        evicting: true,
+        ..Observation::default()
+    };
+    // A 32nd of the budget: below it they stay and more are kept, also while
+    // pages are being evicted.
+    let below = decide(&seen(4, 0));
+    assert!(below.evict_pages > 0 && below.keep_copies && below.drop_kept_bytes == 0, "{below:?}");
+    // What is more goes, and no new ones are kept meanwhile.
+    let above = decide(&seen(14, 0));
+    assert!(!above.keep_copies && above.drop_kept_bytes == 4 * MIB, "{above:?}");
+    // Over the budget all of them may go.
+    let over = decide(&seen(4, 30));
+    assert!(!over.keep_copies && over.drop_kept_bytes == 4 * MIB, "{over:?}");
+}
+
+#[test]
+fn a_page_that_lands_dense_frees_more() {
+    let seen = |lands_dense| Observation {
+        budget_bytes: 100 * MIB,
+        resident_bytes: 80 * MIB,
+        evictable_bytes: 80 * MIB,
+        fast: Packed { original_bytes: 20 * MIB, cost_bytes: 10 * MIB },
+        dense: Packed { original_bytes: 80 * MIB, cost_bytes: 10 * MIB },
+        lands_dense,
+        evicting: true,
+        ..Observation::default()
+    };
+    let (fast, dense) = (decide(&seen(false)).evict_pages, decide(&seen(true)).evict_pages);
+    // Half a page each against seven eighths.
+    assert!(dense > 0 && (1.7..1.8).contains(&(fast as f64 / dense as f64)), "{fast}, {dense}");
 }

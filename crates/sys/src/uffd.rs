@@ -72,6 +72,8 @@ const _: () = assert!(UFFDIO_COPY == 0xC028_AA03);
 const _: () = assert!(UFFDIO_ZEROPAGE == 0xC020_AA04);
 const _: () = assert!(UFFDIO_POISON == 0xC020_AA08);
 
+/// In a fault message: the access was a write.
+const UFFD_PAGEFAULT_FLAG_WRITE: u64 = 1;
 const UFFD_API_VERSION: u64 = 0xAA;
 const REGISTER_MODE_MISSING: u64 = 1;
 
@@ -172,6 +174,8 @@ pub enum Event {
         address: u64,
         /// The waiting thread.
         tid: u32,
+        /// It is about to write.
+        to_write: bool,
     },
     /// The process forked; the child's memory has this userfaultfd.
     Fork {
@@ -204,9 +208,11 @@ impl Event {
         };
         Some(match bytes[0] {
             0 => return None,
-            0x12 => {
-                Self::Fault { address: word(16) & !(PAGE_SIZE as u64 - 1), tid: word(24) as u32 }
-            }
+            0x12 => Self::Fault {
+                address: word(16) & !(PAGE_SIZE as u64 - 1),
+                tid: word(24) as u32,
+                to_write: word(8) & UFFD_PAGEFAULT_FLAG_WRITE != 0,
+            },
             0x13 => Self::Fork { fd: word(8) as u32 as RawFd },
             0x14 => Self::Remap { from: word(8), to: word(16), len: word(24) },
             0x15 => Self::Remove(Range { start: word(8), end: word(16) }),

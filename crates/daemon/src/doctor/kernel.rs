@@ -117,11 +117,7 @@ const FEATURES: [Offer; 6] = [
         bits: feature::POISON,
         lost: "telling a reader that its page is lost, instead of giving it wrong bytes",
     },
-    Offer {
-        name: "write-protect",
-        bits: feature::WRITE_PROTECT,
-        lost: "kept copies of clean pages, and snapshots",
-    },
+    Offer { name: "write-protect", bits: feature::WRITE_PROTECT, lost: "snapshots" },
     Offer {
         name: "minor faults",
         bits: feature::MINOR_SHMEM,

@@ -42,11 +42,11 @@ impl Bench {
 }
 
 /// Name, unit, and how it is read off a result.
-type Figure = (&'static str, &'static str, fn(&TrialResult) -> f64);
+type Figure<T> = (&'static str, &'static str, fn(&T) -> f64);
 
 /// The figures that every pair of Redis trials gives.
 fn redis_series(name: &str, sides: [&str; 2], pairs: &[(TrialResult, TrialResult)]) -> Vec<Series> {
-    let figures: [Figure; 4] = [
+    let figures: [Figure<TrialResult>; 4] = [
         ("throughput", "ops/s", |result| result.run.operations_per_second),
         ("server CPU", "µs/op", |result| result.server_cpu_us_per_op),
         ("p99", "µs", |result| result.run.p99_us),
@@ -93,7 +93,7 @@ pub(super) fn fits(bench: &Bench, results: &mut PartResults) -> Result<()> {
     plan.workload.warmup = Duration::from_millis(300);
     plan.workload.duration = Duration::from_millis(1500);
     let setups = [Setup::Strata { dram_bytes: PLENTY_BYTES }, Setup::DramOnly];
-    let figures: [(&str, &str, fn(&Window) -> f64); 3] = [
+    let figures: [Figure<Window>; 3] = [
         ("throughput", "ops/s", |window| window.run.operations_per_second),
         ("server CPU", "µs/op", |window| window.server_cpu_us_per_op),
         ("p99", "µs", |window| window.run.p99_us),

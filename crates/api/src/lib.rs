@@ -211,6 +211,9 @@ pub struct Stats {
     pub file_faults_total: u64,
     /// Part of them that were first touches.
     pub zero_faults_total: u64,
+    /// Pages brought back before they were asked for, for readers that go
+    /// through memory in order; not counted as faults.
+    pub prefetched_pages_total: u64,
     /// Pages evicted.
     pub evictions_total: u64,
     /// Part of them that the store had already, from the last time that the

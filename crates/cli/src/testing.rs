@@ -52,6 +52,7 @@ pub(crate) fn stats(name: &str) -> strata_api::Stats {
         soft_faults_total: 5000,
         file_faults_total: 0,
         zero_faults_total: 400_000,
+        prefetched_pages_total: 0,
         evictions_total: 260_000,
         evictions_unchanged_total: 0,
         evictions_refused_total: 12,

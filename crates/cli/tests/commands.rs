@@ -142,6 +142,7 @@ fn stats(name: &str) -> Stats {
         soft_faults_total: 0,
         file_faults_total: 0,
         zero_faults_total: 0,
+        prefetched_pages_total: 0,
         evictions_total: 0,
         evictions_unchanged_total: 0,
         evictions_refused_total: 0,

@@ -31,7 +31,7 @@ macro_rules! metrics {
 
 /// Every number in [`Stats`] but the user id, which is a label, and the
 /// latencies, which have a quantile. Names that end in `_total` are counters.
-const METRICS: [Metric; 23] = metrics! {
+const METRICS: [Metric; 24] = metrics! {
     budget_bytes: "DRAM budget of the tenant.",
     resident_bytes: "Managed pages in DRAM, staged ones included.",
     staged_bytes: "Part of resident_bytes that is out of the address space, kept raw.",
@@ -49,6 +49,7 @@ const METRICS: [Metric; 23] = metrics! {
     soft_faults_total: "Faults that needed no decompression.",
     file_faults_total: "Faults that read the file tier.",
     zero_faults_total: "Faults that were first touches.",
+    prefetched_pages_total: "Pages brought back before they were asked for.",
     evictions_total: "Pages evicted.",
     evictions_unchanged_total: "Evictions of pages that the store had already.",
     evictions_refused_total: "Evictions that the kernel refused.",
@@ -237,6 +238,7 @@ mod tests {
             soft_faults_total: 24,
             file_faults_total: 25,
             zero_faults_total: 26,
+            prefetched_pages_total: 43,
             evictions_total: 27,
             evictions_unchanged_total: 42,
             evictions_refused_total: 28,

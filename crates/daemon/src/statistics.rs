@@ -46,6 +46,7 @@ pub(crate) fn of(tenant: &Tenant) -> Stats {
         soft_faults_total: count(Counter::SoftFaults),
         file_faults_total: count(Counter::FileFaults),
         zero_faults_total: count(Counter::ZeroFaults),
+        prefetched_pages_total: count(Counter::PagesAhead),
         evictions_total: count(Counter::Evictions),
         evictions_unchanged_total: count(Counter::EvictionsUnchanged),
         evictions_refused_total: count(Counter::EvictionsRefused),

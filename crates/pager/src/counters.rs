@@ -21,6 +21,8 @@ pub enum Counter {
     FileFaults,
     /// Of them, first touches.
     ZeroFaults,
+    /// Stored pages brought back before they were asked for.
+    PagesAhead,
     /// Pages evicted.
     Evictions,
     /// Of them, pages that the store had already, from the last time.

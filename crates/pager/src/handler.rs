@@ -7,6 +7,7 @@
 //! the keeper leaves arriving pages alone, and this thread is the only one that
 //! takes messages.
 
+use std::collections::VecDeque;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -20,6 +21,7 @@ use crate::counters::Counter;
 use crate::entry::Entry;
 use crate::events::FaultMessage;
 use crate::space::{Gate, Space, lock};
+use crate::streams::Streams;
 use crate::tenant::Tenant;
 
 /// How long a fault that found no DRAM left, or an address space that was
@@ -39,6 +41,13 @@ const IDLE: Duration = Duration::from_secs(1);
 const MOST_ZERO_PAGES: u64 = PAGES_PER_LEAF as u64;
 /// A first-touch fill takes at most this part of what is free in the budget.
 const ZERO_SHARE: i64 = 16;
+/// Pages brought ahead between two looks for threads that wait.
+const AHEAD_AT_A_TIME: usize = 8;
+/// Ranges that wait to be brought ahead.
+const MOST_AHEAD: usize = 64;
+/// Pages that must be free in the budget for it: as many as the keeper is woken
+/// at.
+const AHEAD_HEADROOM: i64 = crate::keeper::WAKE_AT_PAGES;
 /// How often to look where the faulting thread runs.
 const FOLLOW_EVERY: Duration = Duration::from_millis(4);
 /// Most faults that wait for DRAM here; further ones fault again.
@@ -134,10 +143,17 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
     let mut claims: Vec<(FaultMessage, Claim)> = Vec::with_capacity(64);
     let mut deferred: Vec<FaultMessage> = Vec::new();
     let mut waiting_since: Option<Instant> = None;
+    let mut ahead = Ahead { streams: Streams::default(), ranges: VecDeque::new() };
     let mut follow = Follow { looked: Instant::now(), cpu: None };
     let Some(poller) = poller(space, tenant) else { return };
     while !space.is_gone() {
-        let timeout = if deferred.is_empty() { IDLE } else { RETRY_AFTER };
+        let timeout = if !ahead.ranges.is_empty() {
+            Duration::ZERO
+        } else if !deferred.is_empty() {
+            RETRY_AFTER
+        } else {
+            IDLE
+        };
         let kicked = match poller.wait(timeout) {
             Ok([_, kicked]) => kicked,
             // Nothing that a wait on open descriptors can say; look at both.
@@ -178,6 +194,9 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
         for (fault, claim) in claims.drain(..) {
             if fault.tid != 0 {
                 follow.beside(space, fault.tid, began);
+                if matches!(claim, Claim::Fill { .. }) {
+                    ahead.follow(fault.address);
+                }
             }
             let counts = !matches!(claim, Claim::Wait | Claim::Defer);
             match space.serve(tenant, claim, &mut page, began) {
@@ -190,6 +209,52 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
                 // Woken, its thread faults again, and the kernel's queue is
                 // where it waits.
                 Served::Defer => space.uffd.wake(one_page(fault.address)),
+            }
+        }
+        ahead.bring(space, tenant, &mut page);
+    }
+}
+
+/// Pages that come before they are asked for.
+struct Ahead {
+    streams: Streams,
+    /// What is still to come, at most [`MOST_AHEAD`].
+    ranges: VecDeque<Range>,
+}
+
+impl Ahead {
+    /// A thread asked for the stored page at `address`.
+    fn follow(&mut self, address: u64) {
+        let pages = self.streams.follow(address);
+        if pages > 0 && self.ranges.len() < MOST_AHEAD {
+            let start = address + PAGE_SIZE as u64;
+            self.ranges.push_back(Range { start, end: start + pages * PAGE_SIZE as u64 });
+        }
+    }
+
+    /// Brings some of it; threads that wait come first again after that.
+    fn bring(&mut self, space: &Space, tenant: &Tenant, buffer: &mut PageBuffer) {
+        for _ in 0..AHEAD_AT_A_TIME {
+            let Some(range) = self.ranges.front_mut() else { return };
+            // What is brought must not make others wait.
+            if range.is_empty() || tenant.headroom_pages() < AHEAD_HEADROOM {
+                self.ranges.pop_front();
+                continue;
+            }
+            let address = range.start;
+            range.start += PAGE_SIZE as u64;
+            let claim = space.claim_ahead(tenant, &lock(&space.gate), address);
+            let Some(Claim::Fill { page, handle, .. }) = claim else { continue };
+            match space.serve_stored(tenant, page, address, handle, buffer) {
+                Filled::Arrived(source) => {
+                    let keep = source != Source::Fill && tenant.keeps_copies();
+                    tenant.arrived(page, handle, keep);
+                    tenant.counters.add(Counter::PagesAhead, 1);
+                }
+                Filled::WasThere => tenant.arrived(page, handle, false),
+                Filled::Lost => {}
+                // Not worth a second try.
+                Filled::Not(_) => tenant.map.set(page, Entry::Stored(handle)),
             }
         }
     }
@@ -258,6 +323,15 @@ impl Space {
                 Claim::Fill { page, address, handle, to_write: fault.to_write }
             }
         }
+    }
+
+    /// The stored page at `address`, to be brought although nobody asked. The
+    /// caller holds the gate.
+    fn claim_ahead(&self, tenant: &Tenant, gate: &Gate, address: u64) -> Option<Claim> {
+        let page = gate.page(address)?;
+        let Entry::Stored(handle) = tenant.map.get(page) else { return None };
+        tenant.map.set(page, Entry::Arriving(handle));
+        Some(Claim::Fill { page, address, handle, to_write: false })
     }
 
     /// How much to map at a first touch: one page, but twice as much each time

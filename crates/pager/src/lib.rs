@@ -21,6 +21,7 @@ mod registry;
 mod release;
 mod scan;
 mod space;
+mod streams;
 mod tenant;
 mod usage;
 

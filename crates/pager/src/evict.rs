@@ -245,7 +245,7 @@ impl Evictor {
         // Staged pages are there sooner for a thread that waits, and are packed
         // when there is time. While eviction goes on without a pause there is
         // none, and keeping a page twice only costs.
-        let how = if self.in_a_hurry { Put::Lz4 } else { Put::Staged };
+        let how = if self.in_a_hurry { Put::Fast } else { Put::Staged };
         for page in self.buffer[..bytes].chunks_exact(PAGE_SIZE) {
             let page = page.try_into().expect("chunks of a page");
             let put = if report.store_error.is_some() {

@@ -1,19 +1,25 @@
-//! Page in, fewer bytes out: lz4 and zstd behind two functions, with contexts
-//! and buffers kept per thread so that reading allocates nothing.
+//! Page in, fewer bytes out: lz4 and zstd, with or without a dictionary, with
+//! contexts and buffers kept per thread so that reading allocates nothing.
 
 use std::cell::RefCell;
 
 use strata_units::{PAGE_SIZE, PageBuffer};
-use zstd::bulk::{Compressor, Decompressor};
+use zstd::zstd_safe::{CCtx, CParameter, DCtx, get_dict_id_from_frame};
 
-use crate::location::{Codec, MAX_COMPRESSED};
+use crate::dictionary::{Dictionaries, Encoder};
+use crate::location::{Codec, MAX_COMPRESSED, SizeClass};
 
 /// A page of bytes.
 pub(crate) type Page = [u8; PAGE_SIZE];
 
-/// zstd's level for repacking: on 4 KiB pages of JSON records level 3 costs
-/// more and gains nothing.
-const ZSTD_LEVEL: i32 = 1;
+/// zstd's level: on 4 KiB pages of JSON records level 3 costs more and gains
+/// nothing, with a dictionary 4 %.
+pub(crate) const ZSTD_LEVEL: i32 = 1;
+/// A page that a dictionary packs into this is not tried with lz4 as well. Above
+/// it lz4 may do as well, and is unpacked sooner.
+const SURE_BYTES: usize = 1024;
+/// Enough of a frame to find its dictionary's id.
+pub(crate) const FRAME_HEADER_BYTES: usize = 18;
 
 /// Pages that a packed object can touch in the file tier.
 pub(crate) const CLUSTER_PAGES: usize = 2;
@@ -24,8 +30,10 @@ pub(crate) struct Scratch {
     pub(crate) packed: Page,
     /// The aligned range of the file tier that covers one object.
     pub(crate) cluster: Box<Cluster>,
-    decompressor: Option<Decompressor<'static>>,
-    compressor: Option<Compressor<'static>>,
+    /// Another try at the same page.
+    spare: Page,
+    decompressor: Option<DCtx<'static>>,
+    compressor: Option<CCtx<'static>>,
 }
 
 /// An aligned buffer for one read of the file tier.
@@ -37,6 +45,7 @@ thread_local! {
     static SCRATCH: RefCell<Scratch> = RefCell::new(Scratch {
         packed: [0; PAGE_SIZE],
         cluster: Box::new(Cluster([0; CLUSTER_PAGES * PAGE_SIZE])),
+        spare: [0; PAGE_SIZE],
         decompressor: None,
         compressor: None,
     });
@@ -52,64 +61,107 @@ impl Scratch {
     /// zstd page that the thread reads. Whether it is there.
     pub(crate) fn prepare(&mut self) -> bool {
         if self.decompressor.is_none() {
-            self.decompressor = Decompressor::new().ok();
+            self.decompressor = DCtx::try_create();
         }
         self.decompressor.is_some()
     }
 
     /// Turns `self.packed[..len]` back into a page. False when the bytes are
-    /// not what the codec writes; the caller checks the content in any case.
-    pub(crate) fn unpack(&mut self, codec: Codec, len: usize, out: &mut Page) -> bool {
-        let Self { packed, .. } = self;
+    /// not what the codec writes, or need a dictionary that is not there; the
+    /// caller checks the content in any case.
+    pub(crate) fn unpack(
+        &mut self,
+        codec: Codec,
+        len: usize,
+        dictionaries: &Dictionaries,
+        out: &mut Page,
+    ) -> bool {
+        let packed = &self.packed[..len];
         match codec {
             Codec::Staged | Codec::Raw => {
-                out.copy_from_slice(packed);
+                out.copy_from_slice(&self.packed);
                 len == PAGE_SIZE
             }
-            Codec::Lz4 => {
-                lz4::block::decompress_to_buffer(&packed[..len], Some(PAGE_SIZE as i32), out)
-                    .is_ok_and(|written| written == PAGE_SIZE)
-            }
+            Codec::Lz4 => lz4::block::decompress_to_buffer(packed, Some(PAGE_SIZE as i32), out)
+                .is_ok_and(|written| written == PAGE_SIZE),
             Codec::Zstd => {
                 if !self.prepare() {
                     return false;
                 }
-                self.decompressor.as_mut().is_some_and(|decompressor| {
-                    decompressor
-                        .decompress_to_buffer(&self.packed[..len], &mut out[..])
-                        .is_ok_and(|written| written == PAGE_SIZE)
-                })
+                let (packed, Some(context)) = (&self.packed[..len], &mut self.decompressor) else {
+                    return false;
+                };
+                let written = match dictionary_of(packed) {
+                    0 => context.decompress(&mut out[..], packed),
+                    id => match dictionaries.decoder(id) {
+                        Some(decoder) => {
+                            context.decompress_using_ddict(&mut out[..], packed, decoder)
+                        }
+                        None => return false,
+                    },
+                };
+                written == Ok(PAGE_SIZE)
             }
         }
     }
 
-    /// Compresses `page` into `self.packed`; the length, or none when it does
-    /// not come below [`MAX_COMPRESSED`]. `codec` is lz4 or zstd.
-    pub(crate) fn pack(&mut self, codec: Codec, page: &Page) -> Option<usize> {
+    /// Compresses `page` into `self.packed` the fast way: with the dictionary
+    /// where there is one and it does better than lz4 by a size class, else with
+    /// lz4. Codec and length; none when neither comes below [`MAX_COMPRESSED`].
+    pub(crate) fn pack_fast(
+        &mut self,
+        encoder: Option<&Encoder>,
+        page: &Page,
+    ) -> Option<(Codec, usize)> {
+        let dense = encoder.and_then(|encoder| self.pack_dense(Some(encoder), page));
+        let Some(dense) = dense else {
+            return Some((Codec::Lz4, pack_lz4(page, &mut self.packed)?));
+        };
+        if dense > SURE_BYTES
+            && let Some(fast) = pack_lz4(page, &mut self.spare)
+            && SizeClass::of(fast) <= SizeClass::of(dense)
+        {
+            self.packed[..fast].copy_from_slice(&self.spare[..fast]);
+            return Some((Codec::Lz4, fast));
+        }
+        Some((Codec::Zstd, dense))
+    }
+
+    /// Compresses `page` into `self.packed` with zstd, with the dictionary where
+    /// there is one; the length, or none when it does not come below
+    /// [`MAX_COMPRESSED`].
+    pub(crate) fn pack_dense(&mut self, encoder: Option<&Encoder>, page: &Page) -> Option<usize> {
+        if self.compressor.is_none() {
+            self.compressor = new_compressor();
+        }
+        let context = self.compressor.as_mut()?;
         let out = &mut self.packed[..MAX_COMPRESSED];
-        match codec {
-            Codec::Lz4 => {
-                let mode = Some(lz4::block::CompressionMode::FAST(1));
-                lz4::block::compress_to_buffer(page, mode, false, out).ok()
-            }
-            Codec::Zstd => {
-                if self.compressor.is_none() {
-                    self.compressor = new_compressor();
-                }
-                self.compressor.as_mut()?.compress_to_buffer(page, out).ok()
-            }
-            Codec::Staged | Codec::Raw => None,
+        match encoder {
+            Some(encoder) => context.compress_using_cdict(out, page, &encoder.prepared).ok(),
+            None => context.compress2(out, page).ok(),
         }
     }
 }
 
+fn pack_lz4(page: &Page, out: &mut Page) -> Option<usize> {
+    let mode = Some(lz4::block::CompressionMode::FAST(1));
+    lz4::block::compress_to_buffer(page, mode, false, &mut out[..MAX_COMPRESSED]).ok()
+}
+
+/// The dictionary that a frame needs, by the frame's beginning; 0: none.
+pub(crate) fn dictionary_of(frame: &[u8]) -> u32 {
+    get_dict_id_from_frame(frame).map_or(0, std::num::NonZeroU32::get)
+}
+
 /// The page's length is known and its content has a checksum of ours, so the
-/// frame carries neither.
-fn new_compressor() -> Option<Compressor<'static>> {
-    let mut compressor = Compressor::new(ZSTD_LEVEL).ok()?;
-    compressor.include_checksum(false).ok()?;
-    compressor.include_contentsize(false).ok()?;
-    Some(compressor)
+/// frame carries neither. (With a dictionary it carries the length, which costs
+/// one byte: zstd's call for prepared dictionaries asks for it.)
+fn new_compressor() -> Option<CCtx<'static>> {
+    let mut context = CCtx::try_create()?;
+    context.set_parameter(CParameter::CompressionLevel(ZSTD_LEVEL)).ok()?;
+    context.set_parameter(CParameter::ChecksumFlag(false)).ok()?;
+    context.set_parameter(CParameter::ContentSizeFlag(false)).ok()?;
+    Some(context)
 }
 
 /// The low half of the page's xxh3: both its checksum and its name for
@@ -136,7 +188,13 @@ pub(crate) fn fill(value: u32, out: &mut Page) {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use strata_sys::SharedMemory;
+
     use super::*;
+    use crate::dictionary::testing::{records, trained};
+    use crate::dictionary::{Candidate, REGION_BYTES, Region};
 
     fn text_page() -> Page {
         let mut page = [0; PAGE_SIZE];
@@ -146,19 +204,66 @@ mod tests {
         page
     }
 
+    /// One dictionary for the pages of [`text_page`]'s kind, or none.
+    fn dictionaries(count: u32) -> Dictionaries {
+        let memory = SharedMemory::create("strata-test", REGION_BYTES).expect("memory");
+        let dictionaries = Dictionaries::load(Region::new(Arc::new(memory), 0, 1));
+        for id in 1..=count {
+            dictionaries.adopt(Candidate::prepare(trained(id), id).expect("a dictionary"));
+        }
+        dictionaries
+    }
+
     #[test]
     fn both_codecs_give_the_page_back() {
         let page = text_page();
+        let none = dictionaries(0);
         for codec in [Codec::Lz4, Codec::Zstd] {
             with_scratch(|scratch| {
-                let len = scratch.pack(codec, &page).expect("text compresses");
+                let len = match codec {
+                    Codec::Zstd => scratch.pack_dense(None, &page).expect("text compresses"),
+                    _ => scratch.pack_fast(None, &page).expect("text compresses").1,
+                };
                 assert!(len < 2000, "{codec:?} {len}");
+                assert_eq!(dictionary_of(&scratch.packed[..len]), 0);
                 let mut out = [0; PAGE_SIZE];
-                assert!(scratch.unpack(codec, len, &mut out));
+                assert!(scratch.unpack(codec, len, &none, &mut out));
                 assert!(out == page);
-                assert!(!scratch.unpack(codec, len - 1, &mut out) || out != page);
+                assert!(!scratch.unpack(codec, len - 1, &none, &mut out) || out != page);
             });
         }
+    }
+
+    #[test]
+    fn a_frame_finds_its_dictionary_and_reads_without_growing_the_context() {
+        let three = dictionaries(3);
+        let encoder = three.current();
+        let mut page = [0; PAGE_SIZE];
+        page.copy_from_slice(&records(3, 1_000_000)[..PAGE_SIZE]);
+        with_scratch(|scratch| {
+            let plain = scratch.pack_dense(None, &page).expect("records compress");
+            let (codec, len) = scratch.pack_fast(encoder.as_deref(), &page).expect("as well");
+            assert!(codec == Codec::Zstd && len < plain, "{codec:?} {len} {plain}");
+            assert_eq!(dictionary_of(&scratch.packed[..FRAME_HEADER_BYTES]), 3);
+            let mut out = [0; PAGE_SIZE];
+            assert!(scratch.prepare());
+            let size = |scratch: &Scratch| scratch.decompressor.as_ref().map(DCtx::sizeof);
+            let before = size(scratch);
+            for _ in 0..100 {
+                assert!(scratch.unpack(codec, len, &three, &mut out) && out == page);
+            }
+            assert_eq!(size(scratch), before);
+            // Without its dictionary, or with one that is not its own.
+            assert!(!scratch.unpack(codec, len, &dictionaries(2), &mut out));
+            let at = (4..FRAME_HEADER_BYTES).find(|&at| {
+                scratch.packed[at] = scratch.packed[at].wrapping_sub(1);
+                let found = dictionary_of(&scratch.packed[..len]) == 2;
+                scratch.packed[at] = scratch.packed[at].wrapping_add(u8::from(!found));
+                found
+            });
+            assert!(at.is_some(), "the id is in the header");
+            assert!(!scratch.unpack(codec, len, &three, &mut out) || out != page);
+        });
     }
 
     #[test]
@@ -172,8 +277,11 @@ mod tests {
             chunk.copy_from_slice(&state.to_ne_bytes());
         }
         with_scratch(|scratch| {
-            assert_eq!(scratch.pack(Codec::Lz4, &page), None);
-            assert_eq!(scratch.pack(Codec::Zstd, &page), None);
+            let one = dictionaries(1).current();
+            for encoder in [None, one.as_deref()] {
+                assert_eq!(scratch.pack_fast(encoder, &page), None);
+                assert_eq!(scratch.pack_dense(encoder, &page), None);
+            }
         });
     }
 

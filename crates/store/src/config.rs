@@ -10,9 +10,10 @@ use std::path::PathBuf;
 pub enum Put {
     /// Raw for now; [`crate::Store::settle`] compresses it.
     Staged,
-    /// lz4, or raw if that gains too little.
-    Lz4,
-    /// zstd, or raw if that gains too little.
+    /// The fast way: lz4, or zstd with the store's dictionary once one pays
+    /// ([`crate::Store::train_dictionary`]); raw if that gains too little.
+    Fast,
+    /// zstd, with the dictionary if there is one; raw if that gains too little.
     Zstd,
 }
 
@@ -169,12 +170,60 @@ pub struct StoreStats {
     pub file_bytes: u64,
     /// Bytes of objects in the tier file as they are stored.
     pub file_payload_bytes: u64,
-    /// Strata's own memory: object table, dedup index, sets, allocators.
+    /// Dictionaries that pages can be unpacked with.
+    pub dictionaries: u32,
+    /// What they cost, prepared forms included.
+    pub dictionary_bytes: u64,
+    /// New pages are packed with a dictionary, not with lz4: what [`Put::Fast`]
+    /// and [`crate::Store::settle`] make does not count in `fast_*` any more,
+    /// but for pages that the dictionary does not help.
+    pub lands_dense: bool,
+    /// Strata's own memory: object table, dedup index, sets, allocators,
+    /// dictionaries.
     pub metadata_bytes: u64,
     /// Failed accesses to the tier file.
     pub tier_errors: u64,
     /// Objects found corrupt while they were being moved.
     pub corrupt_objects: u64,
+}
+
+/// What [`crate::Store::train_dictionary`] did; its display is a line for a log.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Training {
+    /// Nothing: another thread is at it.
+    Busy,
+    /// Nothing: the store has all the dictionaries that it may have.
+    NoRoom,
+    /// Nothing: there are not enough pages in DRAM.
+    TooFewPages {
+        /// Found.
+        pages: u32,
+    },
+    /// No dictionary came out.
+    NothingInCommon {
+        /// Trained from.
+        pages: u32,
+    },
+    /// A dictionary was trained and compared on pages that it had not seen. The
+    /// sums are of these pages, in bytes of slots.
+    Judged {
+        /// It paid: new pages are packed with it.
+        adopted: bool,
+        /// The dictionary's id in the store, if it was adopted.
+        dictionary: u32,
+        /// What it costs itself, if it was adopted: content and prepared forms.
+        dictionary_bytes: u64,
+        /// Pages it was trained from.
+        trained_pages: u32,
+        /// Pages it was judged by.
+        judged_pages: u32,
+        /// Packed with lz4.
+        lz4_bytes: u64,
+        /// With the dictionary in use, if there was one.
+        current_bytes: Option<u64>,
+        /// With the new one.
+        new_bytes: u64,
+    },
 }
 
 /// What [`crate::Store::compact`] did.

@@ -22,7 +22,7 @@ pub(crate) enum SetName {
     Free = 1,
     /// Raw, still to be compressed.
     Staged = 2,
-    /// lz4 or raw, not yet tried with zstd.
+    /// Not yet tried with zstd, or with the dictionary in use.
     Repackable = 3,
     /// In DRAM, compressed or found incompressible.
     Demotable = 4,

@@ -3,8 +3,8 @@
 //!
 //! [`Store`] holds the pages of one dedup domain. It knows nothing of
 //! processes, of userfaultfd or of time, and starts no thread: whoever owns it
-//! calls [`Store::settle`], [`Store::repack`], [`Store::demote`] and
-//! [`Store::compact`] from a background thread.
+//! calls [`Store::settle`], [`Store::repack`], [`Store::demote`],
+//! [`Store::compact`] and [`Store::train_dictionary`] from background threads.
 //!
 //! Promises:
 //! - [`Store::get`], [`Store::retain`] and [`Store::release`] take no lock,
@@ -24,7 +24,7 @@
 //! let mut page = [0u8; 4096];
 //! page[..5].copy_from_slice(b"hello");
 //! let handle = store.put(&page, Put::Staged)?;
-//! assert_eq!(store.put(&page, Put::Lz4)?, handle, "one object, two references");
+//! assert_eq!(store.put(&page, Put::Fast)?, handle, "one object, two references");
 //! store.release(handle);
 //! assert_eq!(store.settle(100), 1);
 //! let mut out = [1u8; 4096];
@@ -38,6 +38,7 @@ mod backing;
 mod codec;
 mod compact;
 mod config;
+mod dictionary;
 mod id_set;
 mod location;
 mod maintain;
@@ -48,11 +49,12 @@ mod slabs;
 mod space;
 mod store;
 mod table;
+mod train;
 
 pub use backing::{Backing, Faults, Faulty, FileBacking, MemoryBacking};
 pub use config::{
     BorrowedDescriptors, Compacted, Descriptors, FileConfig, GetError, Put, PutError, RecoverError,
-    Source, StoreConfig, StoreError, StoreStats,
+    Source, StoreConfig, StoreError, StoreStats, Training,
 };
 pub use recover::Recovery;
 pub use store::{Store, prepare_thread};

@@ -12,9 +12,10 @@ use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 
 use strata_units::PAGE_SIZE;
 
-use crate::codec::{Scratch, with_scratch};
+use crate::codec::{FRAME_HEADER_BYTES, Scratch, dictionary_of, with_scratch};
 use crate::compact::Sweep;
 use crate::config::GetError;
+use crate::dictionary::Encoder;
 use crate::id_set::IdSet;
 use crate::location::{Codec, Location, SizeClass, Tier, UNIT_BYTES, Word};
 use crate::segments::{CLUSTER_BYTES, SEGMENT_BYTES};
@@ -40,14 +41,15 @@ pub(crate) struct Maintenance {
 pub(crate) struct Stuck;
 
 impl Store {
-    /// Compresses the pages staged longest (lz4), at most `max` of them; how
-    /// many are not staged any more. 0: none is left, or no room is.
+    /// Compresses the pages staged longest as [`crate::Put::Fast`] does, at most
+    /// `max` of them; how many are not staged any more. 0: none is left, or no room is.
     pub fn settle(&self, max: usize) -> usize {
         let _turn = lock(&self.maintenance);
         self.reap();
+        let encoder = self.dictionaries.current();
         for done in 0..max {
             let Some(id) = self.take_oldest(&self.table.staged) else { return done };
-            let result = with_scratch(|scratch| self.settle_one(scratch, id));
+            let result = with_scratch(|scratch| self.settle_one(scratch, encoder.as_deref(), id));
             if result.is_err() {
                 self.table.staged.insert(id);
             }
@@ -59,15 +61,18 @@ impl Store {
         max
     }
 
-    /// Looks at the objects that have been lz4 or raw longest, at most `max` of
-    /// them, and packs with zstd those that get smaller by a size class. How
-    /// many it looked at; none is looked at twice. 0: none is left.
+    /// Looks at the objects that could be packed tighter, oldest first, at most
+    /// `max` of them, and packs with zstd those that get smaller by a size class:
+    /// what is lz4 or raw, and, with a dictionary, what was packed without it.
+    /// How many it looked at; none is looked at twice, but after a new dictionary
+    /// was adopted. 0: none is left.
     pub fn repack(&self, max: usize) -> usize {
         let _turn = lock(&self.maintenance);
         self.reap();
+        let encoder = self.dictionaries.current();
         for done in 0..max {
             let Some(id) = self.take_oldest(&self.table.repackable) else { return done };
-            with_scratch(|scratch| self.repack_one(scratch, id));
+            with_scratch(|scratch| self.repack_one(scratch, encoder.as_deref(), id));
             self.drop_reference(id);
         }
         max
@@ -129,7 +134,12 @@ impl Store {
         Word(self.table.word(id).load(Acquire)).location()
     }
 
-    fn settle_one(&self, scratch: &mut Scratch, id: u32) -> Result<(), Stuck> {
+    fn settle_one(
+        &self,
+        scratch: &mut Scratch,
+        encoder: Option<&Encoder>,
+        id: u32,
+    ) -> Result<(), Stuck> {
         let from = self.location(id);
         if from.codec != Codec::Staged {
             return Ok(());
@@ -139,10 +149,12 @@ impl Store {
             self.note_bad_object(&error);
             return Ok(());
         }
-        match scratch.pack(Codec::Lz4, &page) {
-            Some(len) => {
-                let to = self.write_slot(Codec::Lz4, &scratch.packed[..len], true);
-                self.replace(id, from, to.ok().flatten().ok_or(Stuck)?);
+        let to = match scratch.pack_fast(encoder, &page) {
+            Some((codec, len)) => {
+                let to = self.write_slot(codec, &scratch.packed[..len], true);
+                let to = to.ok().flatten().ok_or(Stuck)?;
+                self.replace(id, from, to);
+                to
             }
             None => {
                 // The same bytes under another name.
@@ -150,16 +162,25 @@ impl Store {
                 self.account(to);
                 self.swing(id, from, to);
                 self.discount(from);
+                to
             }
+        };
+        match encoder {
+            Some(_) => self.schedule.note_landing(to.class().slot_bytes()),
+            None => self.table.repackable.insert(id),
         }
-        self.table.repackable.insert(id);
         self.table.demotable.insert(id);
         Ok(())
     }
 
-    fn repack_one(&self, scratch: &mut Scratch, id: u32) {
+    fn repack_one(&self, scratch: &mut Scratch, encoder: Option<&Encoder>, id: u32) {
         let from = self.location(id);
-        if from.tier != Tier::Dram || !matches!(from.codec, Codec::Lz4 | Codec::Raw) {
+        let worth_a_try = match from.codec {
+            Codec::Staged => false,
+            Codec::Lz4 | Codec::Raw => true,
+            Codec::Zstd => encoder.is_some_and(|encoder| !self.is_packed_with(encoder, from)),
+        };
+        if from.tier != Tier::Dram || !worth_a_try {
             return;
         }
         let mut page = [0; PAGE_SIZE];
@@ -167,12 +188,19 @@ impl Store {
             self.note_bad_object(&error);
             return;
         }
-        if let Some(len) = scratch.pack(Codec::Zstd, &page)
+        if let Some(len) = scratch.pack_dense(encoder, &page)
             && SizeClass::of(len) < from.class()
             && let Ok(Some(to)) = self.write_slot(Codec::Zstd, &scratch.packed[..len], true)
         {
             self.replace(id, from, to);
         }
+    }
+
+    /// Whether a zstd object in DRAM was packed with this dictionary.
+    fn is_packed_with(&self, encoder: &Encoder, location: Location) -> bool {
+        let mut header = [0; FRAME_HEADER_BYTES];
+        let header = &mut header[..location.len.min(FRAME_HEADER_BYTES)];
+        self.data.read_at(location.offset(), header).is_ok() && dictionary_of(header) == encoder.id
     }
 
     /// Points the object at its complete new copy and frees the old one.

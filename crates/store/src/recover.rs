@@ -130,6 +130,8 @@ impl Recovery {
         let allocator = store.allocator.get_mut().expect("no thread of the store has panicked");
         let table = &store.table;
         let objects = store.counters.objects.load(Relaxed) as u32;
+        let has_dictionary = store.dictionaries.has_current();
+        store.schedule.resume(u64::from(objects), has_dictionary);
         allocator.index = IndexSize::for_objects(objects);
         let high = table.high();
         for id in 1..high {
@@ -145,7 +147,8 @@ impl Recovery {
                 table.staged.insert(id);
             } else if location.tier == Tier::Dram {
                 table.demotable.insert(id);
-                if location.codec != Codec::Zstd {
+                // Which dictionary a frame was packed with is looked at later.
+                if location.codec != Codec::Zstd || has_dictionary {
                     table.repackable.insert(id);
                 }
             }

@@ -239,9 +239,14 @@ impl Store {
             fast_payload_bytes: counters.fast_payload.load(Relaxed),
             file_bytes: counters.file_bytes.load(Relaxed),
             file_payload_bytes: counters.file_payload.load(Relaxed),
-            // The table's own file says what it costs, to the page.
+            dictionaries: self.dictionaries.count(),
+            dictionary_bytes: self.dictionaries.bytes(),
+            lands_dense: self.dictionaries.has_current(),
+            // The table's own file says what it costs, to the page; the
+            // dictionaries' content is in there.
             metadata_bytes: self.table.memory().allocated_bytes().unwrap_or(0)
                 + counters.bookkeeping_bytes.load(Relaxed)
+                + self.dictionaries.prepared_bytes()
                 + size_of::<Self>() as u64,
             tier_errors: counters.tier_errors.load(Relaxed),
             corrupt_objects: counters.corrupt_objects.load(Relaxed),

@@ -1,7 +1,8 @@
 //! The store itself: making one, putting pages in and getting them back.
 //!
 //! Counting and freeing are in `references`, what is occupied in `space`,
-//! background work in `maintain`, taking over from a dead worker in `recover`.
+//! background work in `maintain`, dictionaries in `train`, taking over from a
+//! dead worker in `recover`.
 
 use std::collections::HashMap;
 use std::io;
@@ -17,12 +18,14 @@ use crate::config::{
     BorrowedDescriptors, Descriptors, FileConfig, GetError, Put, PutError, Source, StoreConfig,
     StoreError,
 };
+use crate::dictionary::Dictionaries;
 use crate::location::{Codec, Location, TIER_SPAN_BYTES, Tier, UNIT_BYTES, Word};
 use crate::maintain::Maintenance;
 use crate::segments::{CLUSTER_BYTES, MIN_FILE_BYTES, Segments};
 use crate::slabs::Slabs;
 use crate::space::{Allocator, Counters};
 use crate::table::{IndexSize, Table};
+use crate::train::Schedule;
 
 /// Address space for a tenant's data in DRAM. Costs nothing; bounded so that a
 /// thousand tenants fit into a process.
@@ -54,6 +57,8 @@ pub struct Store {
     /// Most DRAM for data, staged pages apart; `u64::MAX`: no limit.
     pub(crate) compressed_limit: AtomicU64,
     pub(crate) counters: Counters,
+    pub(crate) dictionaries: Dictionaries,
+    pub(crate) schedule: Schedule,
     pub(crate) last_tier_error: Mutex<Option<String>>,
 }
 
@@ -107,6 +112,7 @@ impl Store {
         let span = data.capacity_bytes().min(DATA_SPAN_BYTES);
         let segments =
             file.as_ref().map(|file| Segments::new(file.capacity_bytes().min(TIER_SPAN_BYTES)));
+        let dictionaries = Dictionaries::load(table.dictionaries());
         Self {
             table,
             data,
@@ -121,6 +127,8 @@ impl Store {
             overflow: Mutex::default(),
             compressed_limit: AtomicU64::new(compressed_limit.unwrap_or(u64::MAX)),
             counters: Counters::default(),
+            dictionaries,
+            schedule: Schedule::default(),
             last_tier_error: Mutex::default(),
         }
     }
@@ -204,13 +212,14 @@ impl Store {
     /// Makes an object. `relieved`: room has been made, DRAM may grow.
     fn insert(&self, page: &Page, hash: u32, how: Put, relieved: bool) -> Result<u32, InsertError> {
         let growth = relieved || self.compressed_bytes() < self.compressed_limit.load(Relaxed);
+        let encoder = if how == Put::Staged { None } else { self.dictionaries.current() };
+        let encoder = encoder.as_deref();
         with_scratch(|scratch| {
-            let tried = match how {
+            let packed = match how {
                 Put::Staged => None,
-                Put::Lz4 => Some(Codec::Lz4),
-                Put::Zstd => Some(Codec::Zstd),
+                Put::Fast => scratch.pack_fast(encoder, page),
+                Put::Zstd => scratch.pack_dense(encoder, page).map(|len| (Codec::Zstd, len)),
             };
-            let packed = tried.and_then(|codec| Some((codec, scratch.pack(codec, page)?)));
             let (codec, len, bytes) = match packed {
                 Some((codec, len)) => (codec, len, &scratch.packed[..len]),
                 None if how == Put::Staged => (Codec::Staged, PAGE_SIZE, &page[..]),
@@ -244,13 +253,18 @@ impl Store {
                 Codec::Zstd => self.table.demotable.insert(id),
                 Codec::Lz4 | Codec::Raw => {
                     self.table.demotable.insert(id);
-                    if how == Put::Lz4 {
+                    // What a dictionary was tried on has been tried.
+                    if how == Put::Fast && encoder.is_none() {
                         self.table.repackable.insert(id);
                     }
                 }
             }
             drop(allocator);
             self.counters.objects.fetch_add(1, Relaxed);
+            self.schedule.count_put();
+            if encoder.is_some() {
+                self.schedule.note_landing(location.class().slot_bytes());
+            }
             debug_assert_eq!(location.len, len);
             Ok(id)
         })
@@ -318,7 +332,7 @@ impl Store {
                 Ok(()) => {
                     let whole = match location.codec {
                         Codec::Staged | Codec::Raw => true,
-                        codec => scratch.unpack(codec, location.len, out),
+                        codec => scratch.unpack(codec, location.len, &self.dictionaries, out),
                     };
                     if whole && codec::hash(out, self.table.seed()) == hash {
                         return Ok(source_of(location));

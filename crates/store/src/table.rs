@@ -1,7 +1,8 @@
 //! The object table: one 16-byte entry per object, the dedup index over them,
-//! and the sets of ids, all in one sparse memory file.
+//! the sets of ids and the dictionaries, all in one sparse memory file.
 //!
-//! Entries are the truth and survive the worker. The index and the sets are
+//! Entries are the truth and survive the worker, as do the dictionaries (see
+//! `dictionary`). The index and the sets are
 //! derived from them and wiped by recovery. The byte layout is described in
 //! docs/store-format.md.
 
@@ -13,12 +14,13 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use strata_sys::SharedMemory;
 
+use crate::dictionary::{REGION_BYTES, Region};
 use crate::id_set::{self, IdSet, SetName};
 
 /// Ids that a table can hold: 512 GiB of distinct pages. Id 0 is nobody.
 pub(crate) const MAX_OBJECTS: u64 = 1 << 27;
 
-const MAGIC: u64 = 0x5354_5241_5441_0b01;
+const MAGIC: u64 = 0x5354_5241_5441_0b02;
 const HEADER_BYTES: u64 = 4096;
 const HIGH_OFFSET: u64 = 8;
 const SEED_OFFSET: u64 = 16;
@@ -26,8 +28,9 @@ const ENTRY_BYTES: u64 = 16;
 const ENTRIES: u64 = HEADER_BYTES;
 const HEADS: u64 = ENTRIES + MAX_OBJECTS * ENTRY_BYTES;
 const SETS: u64 = HEADS + MAX_OBJECTS * 4;
+const DICTIONARIES: u64 = SETS + id_set::span_bytes(MAX_OBJECTS);
 /// Length of the memory file.
-const TABLE_BYTES: u64 = SETS + id_set::span_bytes(MAX_OBJECTS);
+const TABLE_BYTES: u64 = DICTIONARIES + REGION_BYTES;
 
 /// Buckets of an empty index: one page of them.
 const MIN_BUCKETS: u32 = 1024;
@@ -65,11 +68,11 @@ impl Table {
         if memory.len_bytes() != TABLE_BYTES || memory.atomic_u64(0).load(Acquire) != MAGIC {
             return Err(invalid("the memory file is not an object table of this version"));
         }
-        memory.punch(HEADS, TABLE_BYTES - HEADS)?;
+        memory.punch(HEADS, DICTIONARIES - HEADS)?;
         let high = memory.atomic_u64(HIGH_OFFSET).load(Acquire);
         // The end is raised before the new entry's page is touched, hence the
         // page of grace; without the check a damaged end could make recovery
-        // touch the whole span.
+        // touch the whole span. (Dictionaries are backed too: a little more grace.)
         let backed = memory.allocated_bytes()? / ENTRY_BYTES;
         if high == 0 || high > MAX_OBJECTS || high > backed + 4096 / ENTRY_BYTES {
             return Err(invalid("the object table's end is damaged"));
@@ -93,6 +96,11 @@ impl Table {
 
     pub(crate) fn memory(&self) -> &SharedMemory {
         &self.memory
+    }
+
+    /// Where the dictionaries are kept.
+    pub(crate) fn dictionaries(&self) -> Region {
+        Region::new(Arc::clone(&self.memory), DICTIONARIES, self.seed)
     }
 
     /// The seed of this store's hashes.
@@ -204,7 +212,7 @@ impl Table {
 
 /// A number that the tenant cannot know: the standard library's hash maps draw
 /// theirs from the operating system.
-fn random_seed() -> u64 {
+pub(crate) fn random_seed() -> u64 {
     RandomState::new().build_hasher().finish()
 }
 

@@ -42,7 +42,7 @@ fn metadata_per_object(store: &Store) -> f64 {
 
 #[test]
 fn an_object_costs_at_most_24_bytes_beside_its_data() {
-    for (name, how, objects) in [("lz4", Put::Lz4, OBJECTS), ("staged", Put::Staged, 104_000)] {
+    for (name, how, objects) in [("lz4", Put::Fast, OBJECTS), ("staged", Put::Staged, 104_000)] {
         let store = new_store();
         let mut worst: f64 = 0.0;
         let mut handles = Vec::new();
@@ -86,7 +86,7 @@ fn fragmentation_after_random_churn_is_bounded() {
     let mut put = |pages: &mut Vec<Handle>, random: &mut Random, most_noise: usize| {
         seed += 1;
         let noise = 64 + random.below(most_noise);
-        pages.push(store.put(&page(seed, noise), Put::Lz4).expect("put"));
+        pages.push(store.put(&page(seed, noise), Put::Fast).expect("put"));
     };
     // Sizes change their distribution, and most objects die at random.
     for round in 0..6 {

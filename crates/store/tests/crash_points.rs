@@ -148,7 +148,7 @@ fn every_moment_is_readable_and_recoverable() {
         // kept for later.
         for _ in 0..500 {
             seed += 1;
-            let how = if round % 2 == 0 { Put::Staged } else { Put::Lz4 };
+            let how = if round % 2 == 0 { Put::Staged } else { Put::Fast };
             let handle = store.put(&page(seed), how).expect("put");
             watch.map.lock().expect("map").push((handle, seed));
         }

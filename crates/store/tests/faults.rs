@@ -38,7 +38,7 @@ fn second_view(descriptor: BorrowedFd<'_>) -> SharedMemory {
 #[test]
 fn failed_demotion_leaves_pages_where_they_are() {
     let (store, faults) = store_with_file(None, 8 << 20);
-    let pages = put_all(&store, Put::Lz4, 300);
+    let pages = put_all(&store, Put::Fast, 300);
     for (fault, text) in [(&faults.write_error, "os error 5"), (&faults.no_space, "os error 28")] {
         let errors = store.stats().tier_errors;
         fault.store(1, Relaxed);
@@ -61,7 +61,7 @@ fn failed_demotion_leaves_pages_where_they_are() {
 #[test]
 fn demotion_that_fails_now_and_then_gets_there() {
     let (store, faults) = store_with_file(None, 16 << 20);
-    let pages = put_all(&store, Put::Lz4, 2000);
+    let pages = put_all(&store, Put::Fast, 2000);
     faults.no_space.store(3, Relaxed);
     let mut rounds = 0;
     while store.stats().payload_bytes > 0 {
@@ -98,7 +98,7 @@ fn failed_reads_are_errors_and_pass() {
 
 #[test]
 fn a_corrupt_page_is_never_sealed_again() {
-    for how in [Put::Staged, Put::Lz4, Put::Zstd] {
+    for how in [Put::Staged, Put::Fast, Put::Zstd] {
         let (store, _faults) = store_with_file(None, 8 << 20);
         let pages = put_all(&store, how, 3);
         // The first object lies at the start of the data.
@@ -128,7 +128,7 @@ fn full_means_full_until_something_goes() {
     let mut pages = Vec::new();
     let error = loop {
         let seed = pages.len() as u64 * 8 + 7;
-        match store.put(&page(seed), Put::Lz4) {
+        match store.put(&page(seed), Put::Fast) {
             Ok(handle) => pages.push((handle, seed)),
             Err(error) => break error,
         }
@@ -138,15 +138,15 @@ fn full_means_full_until_something_goes() {
     let stats = store.stats();
     assert!(stats.dram_bytes >= 1 << 20 && stats.dram_bytes < (1 << 20) + 8192, "{stats:?}");
     // What is stored already costs nothing more.
-    let again = store.put(&page(pages[0].1), Put::Lz4).expect("a duplicate");
+    let again = store.put(&page(pages[0].1), Put::Fast).expect("a duplicate");
     assert_eq!(again, pages[0].0);
-    store.put(&[9; 4096], Put::Lz4).expect("a filled page");
+    store.put(&[9; 4096], Put::Fast).expect("a filled page");
     let (handle, _) = pages.pop().expect("pages");
     store.release(handle);
-    let fits = store.put(&page(80_007), Put::Lz4).expect("the hole is used");
-    assert!(matches!(store.put(&page(80_015), Put::Lz4), Err(PutError::Full)));
+    let fits = store.put(&page(80_007), Put::Fast).expect("the hole is used");
+    assert!(matches!(store.put(&page(80_015), Put::Fast), Err(PutError::Full)));
     store.set_compressed_limit(Some(2 << 20));
-    store.put(&page(80_015), Put::Lz4).expect("the limit was raised");
+    store.put(&page(80_015), Put::Fast).expect("the limit was raised");
     pages.push((fits, 80_007));
     check_all(&store, &pages);
 }
@@ -155,7 +155,7 @@ fn full_means_full_until_something_goes() {
 fn a_put_over_the_limit_goes_through_to_the_file_until_that_is_full_too() {
     let (store, _faults) = store_with_file(Some(1 << 20), 4 << 20);
     let mut pages = Vec::new();
-    while let Ok(handle) = store.put(&page(pages.len() as u64 * 8 + 7), Put::Lz4) {
+    while let Ok(handle) = store.put(&page(pages.len() as u64 * 8 + 7), Put::Fast) {
         pages.push((handle, pages.len() as u64 * 8 + 7));
         assert!(pages.len() < 5000, "the limits do not bind");
     }
@@ -175,7 +175,7 @@ fn cleaning_the_file_makes_room_again() {
     for _ in 0..30 {
         while store.stats().file_payload_bytes + store.stats().payload_bytes < 2 << 20 {
             next += 8;
-            pages.push((store.put(&page(next + 1), Put::Lz4).expect("put"), next + 1));
+            pages.push((store.put(&page(next + 1), Put::Fast).expect("put"), next + 1));
         }
         for _ in 0..20 {
             store.demote(100);
@@ -206,7 +206,7 @@ fn the_tier_file_is_private_and_refused_with_the_reason() {
     let descriptor = store.descriptors().file.expect("a file");
     let file = std::fs::File::from(descriptor.try_clone_to_owned().expect("dup"));
     assert_eq!(file.metadata().expect("fstat").mode() & 0o7777, 0o600);
-    let pages = put_all(&store, Put::Lz4, 500);
+    let pages = put_all(&store, Put::Fast, 500);
     assert_eq!(store.demote(500), 500);
     check_all(&store, &pages);
     assert!(file.metadata().expect("fstat").blocks() * 512 <= store.stats().file_bytes);
@@ -234,7 +234,7 @@ fn recovery_survives_any_damage_to_the_table() {
         };
         let config = StoreConfig { compressed_limit: None, file: Some(file) };
         let store = Store::create(config).expect("a store");
-        let mut pages = put_all(&store, Put::Lz4, PAGES);
+        let mut pages = put_all(&store, Put::Fast, PAGES);
         store.demote(PAGES as usize / 2);
         let table = second_view(store.descriptors().table);
         // A few entries or most of them; sometimes copies of other entries.
@@ -287,7 +287,7 @@ fn recovery_survives_any_damage_to_the_table() {
 fn a_damaged_header_is_refused() {
     for (offset, value) in [(0, 1), (8, 0), (8, u64::MAX), (8, 1 << 26)] {
         let store = Store::create(StoreConfig::default()).expect("a store");
-        put_all(&store, Put::Lz4, 3);
+        put_all(&store, Put::Fast, 3);
         let table = second_view(store.descriptors().table);
         table.atomic_u64(offset).store(value, Relaxed);
         let dup = |descriptor: BorrowedFd<'_>| descriptor.try_clone_to_owned().expect("dup");

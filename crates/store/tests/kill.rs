@@ -194,7 +194,7 @@ fn mutate(store: &Store, map: &SharedMemory, mutator: usize) {
         let new = match random.below(8) {
             0..=3 => {
                 let seed = random.below(SEEDS) as u64;
-                let how = [Put::Staged, Put::Lz4, Put::Zstd][random.below(3)];
+                let how = [Put::Staged, Put::Fast, Put::Zstd][random.below(3)];
                 match store.put(&page(seed), how) {
                     Ok(handle) => seed << Handle::BITS | handle.0,
                     Err(_) => 0,

@@ -24,7 +24,7 @@ enum Step {
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
-    let how = prop_oneof![Just(Put::Staged), Just(Put::Lz4), Just(Put::Zstd)];
+    let how = prop_oneof![Just(Put::Staged), Just(Put::Fast), Just(Put::Zstd)];
     let step = prop_oneof![
         8 => (0u64..400, how).prop_map(|(seed, how)| Step::Put(seed, how)),
         4 => any::<usize>().prop_map(Step::Get),

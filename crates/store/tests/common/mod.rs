@@ -85,3 +85,19 @@ pub(crate) fn store_with_file(limit: Option<u64>, file_bytes: u64) -> (Store, Ar
         .expect("a store");
     (store, faults)
 }
+
+/// A page of sentences from a vocabulary that all pages of a `flavour` share: a
+/// dictionary makes it far smaller than lz4 does. Distinct by `seed`.
+pub(crate) fn sentences(flavour: u64, seed: u64) -> Page {
+    let mut random = Random::new(seed + 1);
+    let mut text = format!("{seed:016x} ");
+    while text.len() < 4096 {
+        let mut words = Random::new(flavour * 1000 + random.next() % 60 + 1);
+        for _ in 0..6 {
+            text += &format!("{:08x} ", words.next() as u32);
+        }
+    }
+    let mut page = [0; 4096];
+    page.copy_from_slice(&text.as_bytes()[..4096]);
+    page
+}

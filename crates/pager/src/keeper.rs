@@ -5,6 +5,7 @@
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use strata_policy::budget::{self, Actions, Observation, Packed};
@@ -121,6 +122,8 @@ struct Keeper<'a> {
     time_before: u64,
     quiet_rounds: u32,
     over: Option<Over>,
+    /// Trains a dictionary for the store.
+    trainer: Option<JoinHandle<()>>,
 }
 
 /// How it goes with a tenant that is over its budget.
@@ -153,6 +156,7 @@ pub(crate) fn run(tenant: &Arc<Tenant>) {
         time_before: 0,
         quiet_rounds: 0,
         over: None,
+        trainer: None,
     };
     let mut next_look = Duration::ZERO;
     loop {
@@ -399,7 +403,7 @@ impl Keeper<'_> {
             staged_bytes: store.staged_bytes,
             fast,
             dense,
-            lands_dense: false,
+            lands_dense: store.lands_dense,
             kept_cost_bytes: tenant.kept_pages() * stored_page_cost(&store),
             metadata_bytes: usage.metadata_bytes,
             unmanaged_bytes: usage.anonymous_bytes - in_space,
@@ -454,6 +458,9 @@ impl Keeper<'_> {
         if actions.drop_kept_bytes > 0 {
             self.drop_kept(actions.drop_kept_bytes);
         }
+        if tenant.store.wants_dictionary() {
+            self.train_dictionary();
+        }
         tenant.store.reap();
         let settle = (actions.settle_pages as usize).min(STORE_PAGES_PER_ROUND);
         let mut freed_pages = tenant.store.settle(settle);
@@ -501,6 +508,24 @@ impl Keeper<'_> {
             shrank_bytes,
             more: freed_pages > 0 || (shrank_bytes > 0 && repack > 0),
         }
+    }
+
+    /// Has a dictionary trained, if one pays, by a thread of its own: it takes a
+    /// tenth of a second, and the budget does not wait that long.
+    fn train_dictionary(&mut self) {
+        if self.trainer.as_ref().is_some_and(|trainer| !trainer.is_finished()) {
+            return;
+        }
+        let tenant = Arc::clone(self.tenant);
+        let started =
+            std::thread::Builder::new().name(format!("trainer-{}", tenant.id)).spawn(move || {
+                strata_sys::set_thread_name(&format!("trainer-{}", tenant.id));
+                strata_sys::yield_to_others();
+                let outcome = tenant.store.train_dictionary();
+                tenant.log(&outcome.to_string());
+            });
+        // Without it pages are packed as they were; the store asks again.
+        self.trainer = started.ok();
     }
 
     fn evict(&mut self, want: usize, spaces: &[Arc<Space>]) -> usize {

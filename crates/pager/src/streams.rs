@@ -4,7 +4,7 @@
 //!
 //! The window doubles with every fault that goes on where the last one ended,
 //! as the kernel's read-ahead does for files. A random reader never gets one:
-//! two of its faults in a row are neighbours by accident only.
+//! three of its faults in a row are neighbours by accident only.
 
 use strata_units::PAGE_SIZE;
 
@@ -12,6 +12,9 @@ const PAGE: u64 = PAGE_SIZE as u64;
 /// Readers that are told apart in one space: as many scan at once, each with
 /// faults between those of the others.
 const STREAMS: usize = 16;
+/// So many faults in a row are a reader in order: two are often one object that
+/// lies across the edge of a page.
+const FAULTS_IN_A_ROW: u32 = 3;
 /// Pages that are brought at once for a reader that has just been found...
 const FIRST_PAGES: u64 = 2;
 /// ...and at most: as much as a handler fetches in a quarter of a millisecond.
@@ -25,8 +28,10 @@ const SLACK_PAGES: u64 = 16;
 struct Stream {
     /// First address after what was brought for it.
     next: u64,
-    /// Pages brought last; 0: only one fault was seen.
+    /// Pages brought last; 0: none yet.
     window_pages: u64,
+    /// Faults in a row.
+    faults: u32,
     /// When it was seen last.
     seen: u64,
 }
@@ -50,14 +55,22 @@ impl Streams {
             stream.seen > 0 && behind && near.contains(&address)
         });
         if let Some(stream) = known {
-            stream.window_pages = (stream.window_pages * 2).clamp(FIRST_PAGES, MOST_PAGES);
+            stream.faults = stream.faults.saturating_add(1);
+            if stream.faults >= FAULTS_IN_A_ROW {
+                stream.window_pages = (stream.window_pages * 2).clamp(FIRST_PAGES, MOST_PAGES);
+            }
             stream.next = address.saturating_add((stream.window_pages + 1) * PAGE);
             stream.seen = faults;
             return stream.window_pages;
         }
         let oldest = self.streams.iter_mut().min_by_key(|stream| stream.seen);
         if let Some(oldest) = oldest {
-            *oldest = Stream { next: address.saturating_add(PAGE), window_pages: 0, seen: faults };
+            *oldest = Stream {
+                next: address.saturating_add(PAGE),
+                window_pages: 0,
+                faults: 1,
+                seen: faults,
+            };
         }
         0
     }
@@ -92,7 +105,7 @@ mod tests {
         let mut streams = Streams::default();
         let mut at: Vec<u64> = (1..=8u64).map(|reader| reader << 32).collect();
         let mut windows = 0;
-        for _ in 0..10 {
+        for _ in 0..12 {
             for reader in &mut at {
                 let window = streams.follow(*reader);
                 windows += window;
@@ -110,6 +123,15 @@ mod tests {
             at += (streams.follow(at) + 1) * PAGE;
         }
         assert_eq!(streams.follow(at + 5 * PAGE), MOST_PAGES);
+    }
+
+    #[test]
+    fn an_object_across_the_edge_of_a_page_is_no_reader() {
+        let mut streams = Streams::default();
+        for object in 0..1000u64 {
+            let at = (object * 7919 % 100_003) * 16 * PAGE;
+            assert_eq!(streams.follow(at) + streams.follow(at + PAGE), 0);
+        }
     }
 
     #[test]

@@ -24,6 +24,14 @@ pub fn pin_current_thread(cpu: u32) {
     }
 }
 
+/// Makes this thread give way to others (a niceness of 10): what it does can
+/// wait.
+pub fn yield_to_others() {
+    // SAFETY: takes three integers; 0 is the calling thread. A refusal leaves it
+    // as it was.
+    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 10) };
+}
+
 /// Names this thread for `ps` and `perf` (15 bytes count).
 pub fn set_thread_name(name: &str) {
     let mut bytes = [0u8; 16];

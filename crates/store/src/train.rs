@@ -335,3 +335,75 @@ impl fmt::Display for Training {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Puts `count` pages that cost so much each; whether a training came due.
+    fn put(schedule: &Schedule, count: u64, slot_bytes: u64) -> bool {
+        (0..count).fold(false, |due, _| {
+            schedule.count_put();
+            schedule.note_landing(slot_bytes);
+            due || schedule.is_due()
+        })
+    }
+
+    fn train(schedule: &Schedule, adopted: bool, expected_bytes: Option<u64>) {
+        let turn = schedule.begin().expect("nobody else");
+        assert!(schedule.begin().is_none() && !schedule.is_due(), "one at a time");
+        schedule.note_result(adopted, expected_bytes);
+        drop(turn);
+    }
+
+    #[test]
+    fn looks_get_rarer() {
+        let schedule = Schedule::default();
+        assert!(!put(&schedule, FIRST_OBJECTS - 1, 1000));
+        assert!(put(&schedule, 1, 1000));
+        let mut puts = FIRST_OBJECTS;
+        for _ in 0..3 {
+            train(&schedule, false, None);
+            assert!(!put(&schedule, puts * 3 - 1, 1000));
+            assert!(put(&schedule, 1, 1000));
+            puts *= 4;
+        }
+        train(&schedule, true, Some(1000));
+        assert!(!put(&schedule, puts * 7 - 1, 1000));
+        assert!(put(&schedule, 1, 1000));
+        for _ in 0..MAX_ATTEMPTS {
+            train(&schedule, false, None);
+            schedule.next_puts.store(0, Relaxed);
+        }
+        assert!(!schedule.is_due(), "attempts are bounded");
+    }
+
+    #[test]
+    fn pages_that_pack_worse_are_noticed_once() {
+        let schedule = Schedule::default();
+        put(&schedule, FIRST_OBJECTS, 2000);
+        train(&schedule, true, Some(500));
+        assert!(!put(&schedule, 8000, 600), "a fifth is no quarter");
+        assert!(put(&schedule, 1000, 2000));
+        // Nothing better was found: this is how these pages are.
+        put(&schedule, 3000, 2000);
+        train(&schedule, false, Some(700));
+        assert!(!put(&schedule, 20_000, 2000));
+        assert!(put(&schedule, 5000, 3000), "worse again");
+        // Not before enough pages have told.
+        train(&schedule, true, Some(500));
+        assert!(!put(&schedule, DRIFT_PUTS - 1, 3000));
+        assert!(put(&schedule, 1, 3000));
+    }
+
+    #[test]
+    fn a_recovered_store_that_has_a_dictionary_waits_for_the_next() {
+        let mut schedule = Schedule::default();
+        schedule.resume(5000, true);
+        assert!(!schedule.is_due());
+        assert!(put(&schedule, 7 * 5000, 1000));
+        let mut without = Schedule::default();
+        without.resume(5000, false);
+        assert!(without.is_due());
+    }
+}

@@ -10,13 +10,15 @@ use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, OnceLock};
 
-use common::{Page, Random, page};
-use strata_store::{Backing, MemoryBacking, Put, Store};
+use common::{Page, Random, page, sentences};
+use strata_store::{Backing, MemoryBacking, Put, Store, Training};
 use strata_sys::SharedMemory;
 use strata_units::Handle;
 
 const DATA_BYTES: u64 = 8 << 20;
 const FILE_BYTES: u64 = 4 << 20;
+/// The end of the table's memory file, where dictionaries lie.
+const REGION_BYTES: u64 = 16 * (32 << 10);
 /// Moments at which pages are read, and at which a copy is recovered (a multiple
 /// of the first).
 const READ_EVERY: u64 = 14;
@@ -53,14 +55,14 @@ impl Watch {
                 let mut out: Page = [0; 4096];
                 for &(handle, seed) in sample(moment) {
                     store.get(handle, &mut out).expect("a stored page");
-                    assert!(out == page(seed), "page {seed} is wrong while the store works");
+                    assert!(out == content(seed), "page {seed} is wrong while the store works");
                 }
                 if moment.is_multiple_of(RECOVER_EVERY) {
                     self.recoveries.fetch_add(1, SeqCst);
                     let copy = recover_copy(store, &map);
                     for &(handle, seed) in sample(moment / RECOVER_EVERY) {
                         copy.get(handle, &mut out).expect("a recovered page");
-                        assert!(out == page(seed), "page {seed} is wrong after recovery");
+                        assert!(out == content(seed), "page {seed} is wrong after recovery");
                     }
                 }
             });
@@ -70,12 +72,14 @@ impl Watch {
 
 /// A second store from a copy of the first one's memory, as it is now.
 fn recover_copy(store: &Store, map: &[(Handle, u64)]) -> Store {
-    let copy_of = |descriptor: BorrowedFd<'_>, most: u64| {
+    let copy_of = |descriptor: BorrowedFd<'_>, first: u64, last: u64| {
         let from =
             SharedMemory::from_fd(descriptor.try_clone_to_owned().expect("dup")).expect("memory");
         let to = SharedMemory::create("strata-copy", from.len_bytes()).expect("memory");
         let mut buffer = vec![0u8; 64 << 10];
-        for offset in (0..most).step_by(buffer.len()) {
+        let end = from.len_bytes();
+        let parts = (0..first).chain(end - last..end);
+        for offset in parts.step_by(buffer.len()) {
             from.read(offset, &mut buffer);
             if buffer.iter().any(|&byte| byte != 0) {
                 to.write(offset, &buffer);
@@ -84,9 +88,9 @@ fn recover_copy(store: &Store, map: &[(Handle, u64)]) -> Store {
         to.as_fd().try_clone_to_owned().expect("dup")
     };
     let descriptors = store.descriptors();
-    let table = copy_of(descriptors.table, 64 << 10);
-    let data = copy_of(descriptors.data, DATA_BYTES);
-    let file = copy_of(descriptors.file.expect("a file"), FILE_BYTES);
+    let table = copy_of(descriptors.table, 64 << 10, REGION_BYTES);
+    let data = copy_of(descriptors.data, DATA_BYTES, 0);
+    let file = copy_of(descriptors.file.expect("a file"), FILE_BYTES, 0);
     let attach = |descriptor| Box::new(MemoryBacking::attach(descriptor).expect("memory"));
     let mut recovery =
         Store::recover_on(table, None, attach(data), Some(attach(file))).expect("a store");
@@ -96,6 +100,11 @@ fn recover_copy(store: &Store, map: &[(Handle, u64)]) -> Store {
     let store = recovery.finish();
     assert_eq!(store.stats().stored_pages, map.len() as u64);
     store
+}
+
+/// Every kind of page, half of them such that a dictionary pays.
+fn content(seed: u64) -> Page {
+    if seed.is_multiple_of(2) { page(seed / 2) } else { sentences(1, seed) }
 }
 
 impl Backing for Watched {
@@ -149,10 +158,14 @@ fn every_moment_is_readable_and_recoverable() {
         for _ in 0..500 {
             seed += 1;
             let how = if round % 2 == 0 { Put::Staged } else { Put::Fast };
-            let handle = store.put(&page(seed), how).expect("put");
+            let handle = store.put(&content(seed), how).expect("put");
             watch.map.lock().expect("map").push((handle, seed));
         }
         store.settle(1000);
+        if round == 0 {
+            let training = store.train_dictionary();
+            assert!(matches!(training, Training::Judged { adopted: true, .. }), "{training}");
+        }
         for _ in 0..300 {
             let mut map = watch.map.lock().expect("map");
             let index = random.below(map.len());

@@ -16,7 +16,7 @@ use std::process::{Command, Stdio};
 use std::sync::atomic::Ordering::{AcqRel, Acquire};
 use std::time::Duration;
 
-use common::{Random, page};
+use common::{Page, Random, page, sentences};
 use strata_store::{Descriptors, FileConfig, Put, Store, StoreConfig};
 use strata_sys::SharedMemory;
 use strata_units::Handle;
@@ -35,9 +35,14 @@ fn config() -> StoreConfig {
     // Little enough DRAM that puts demote on their own, too, and a file small
     // enough to be cleaned.
     StoreConfig {
-        compressed_limit: Some(1 << 20),
+        compressed_limit: Some(2 << 20),
         file: Some(FileConfig { path, limit_bytes: 6 << 20 }),
     }
+}
+
+/// Every kind of page, half of them such that a dictionary pays.
+fn content(seed: u64) -> Page {
+    if seed.is_multiple_of(2) { page(seed / 2) } else { sentences(1, seed) }
 }
 
 /// Opens another process's descriptor.
@@ -75,7 +80,7 @@ fn recover(descriptors: Descriptors, map: &SharedMemory) -> Store {
             if let Err(error) = store.get(Handle(value & HANDLE_MASK), &mut out) {
                 panic!("slot {index}, page {seed}: {error:?}, {:?}", store.last_tier_error());
             }
-            assert!(out == page(seed), "slot {index} does not hold page {seed}");
+            assert!(out == content(seed), "slot {index} does not hold page {seed}");
         }
     }
     store
@@ -85,6 +90,7 @@ fn recover(descriptors: Descriptors, map: &SharedMemory) -> Store {
 fn a_killed_worker_loses_nothing() {
     let mut random = Random::new(0x5eed);
     let mut in_file = 0;
+    let mut dictionaries = 0;
     let mut held: Option<(Descriptors<File>, File)> = None;
     for round in 0..ROUNDS {
         let source = match &held {
@@ -137,10 +143,16 @@ fn a_killed_worker_loses_nothing() {
         let dram = store.stats().dram_bytes;
         assert_eq!(data.metadata().expect("fstat").blocks() * 512, dram, "round {round}");
         in_file += store.stats().file_payload_bytes;
+        dictionaries = store.stats().dictionaries;
+        if dictionaries == 0 {
+            // Workers train too, and rarely live long enough.
+            store.train_dictionary();
+        }
         println!("round {round}: {:?}", store.stats());
         held = Some((Descriptors { table, data, file: Some(file) }, map));
     }
     assert!(in_file > 0, "the tier file was part of it");
+    assert!(dictionaries > 0, "a dictionary was part of it");
 }
 
 /// Not a test: what the killed process does.
@@ -171,6 +183,11 @@ fn worker() {
             let (store, map) = (&store, &map);
             scope.spawn(move || mutate(store, map, mutator));
         }
+        scope.spawn(|| {
+            loop {
+                store.train_dictionary();
+            }
+        });
         let mut random = Random::new(u64::from(std::process::id()) + 77);
         loop {
             let max = random.below(200);
@@ -195,7 +212,7 @@ fn mutate(store: &Store, map: &SharedMemory, mutator: usize) {
             0..=3 => {
                 let seed = random.below(SEEDS) as u64;
                 let how = [Put::Staged, Put::Fast, Put::Zstd][random.below(3)];
-                match store.put(&page(seed), how) {
+                match store.put(&content(seed), how) {
                     Ok(handle) => seed << Handle::BITS | handle.0,
                     Err(_) => 0,
                 }
@@ -211,7 +228,7 @@ fn mutate(store: &Store, map: &SharedMemory, mutator: usize) {
                 let value = slot(map, index).load(Acquire);
                 if value != 0 {
                     store.get(Handle(value & HANDLE_MASK), &mut out).expect("a stored page");
-                    assert!(out == page(value >> Handle::BITS), "slot {index}");
+                    assert!(out == content(value >> Handle::BITS), "slot {index}");
                 }
                 continue;
             }

@@ -5,7 +5,7 @@ mod common;
 
 use std::collections::HashMap;
 
-use common::{Page, page, store_with_file};
+use common::{Page, page, sentences, store_with_file};
 use proptest::prelude::*;
 use strata_store::{Put, PutError, Store};
 use strata_units::Handle;
@@ -21,9 +21,10 @@ enum Step {
     Demote(usize),
     Compact(u64),
     Reap,
+    Train,
 }
 
-fn steps() -> impl Strategy<Value = Vec<Step>> {
+fn steps(trainings: u32) -> impl Strategy<Value = Vec<Step>> {
     let how = prop_oneof![Just(Put::Staged), Just(Put::Fast), Just(Put::Zstd)];
     let step = prop_oneof![
         8 => (0u64..400, how).prop_map(|(seed, how)| Step::Put(seed, how)),
@@ -35,8 +36,14 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         1 => (0usize..60).prop_map(Step::Demote),
         1 => (0u64..200_000).prop_map(Step::Compact),
         1 => Just(Step::Reap),
+        trainings => Just(Step::Train),
     ];
     prop::collection::vec(step, 1..400)
+}
+
+/// Every kind of page, half of them such that a dictionary pays.
+fn content(seed: u64) -> Page {
+    if seed.is_multiple_of(2) { page(seed / 2) } else { sentences(1, seed) }
 }
 
 /// What the model knows: every handle, its content's seed, its references.
@@ -63,18 +70,25 @@ impl Model {
 fn check(store: &Store, handle: Handle, seed: u64) {
     let mut out: Page = [0; 4096];
     store.get(handle, &mut out).expect("a stored page");
-    assert!(out == page(seed), "{handle:?} does not hold page {seed}");
+    assert!(out == content(seed), "{handle:?} does not hold page {seed}");
 }
 
-fn run(store: &Store, steps: Vec<Step>) {
+/// Pages enough for a dictionary to pay, and a training.
+fn population() -> Vec<Step> {
+    let puts = (0..300).map(|seed| Step::Put(10_001 + 2 * seed, Put::Fast));
+    puts.chain([Step::Train]).collect()
+}
+
+/// Whether a dictionary was adopted on the way.
+fn run(store: &Store, steps: Vec<Step>) -> bool {
     let mut model = Model::default();
     for step in steps {
         match step {
-            Step::Put(seed, how) => match store.put(&page(seed), how) {
+            Step::Put(seed, how) => match store.put(&content(seed), how) {
                 Ok(handle) => {
                     assert!(handle.0 < 1 << Handle::BITS && handle.0 != 0);
                     let entry = model.handles.entry(handle.0).or_insert((seed, 0));
-                    assert!(page(entry.0) == page(seed), "{handle:?} is two pages");
+                    assert!(content(entry.0) == content(seed), "{handle:?} is two pages");
                     entry.1 += 1;
                 }
                 Err(PutError::Full) => {}
@@ -110,6 +124,9 @@ fn run(store: &Store, steps: Vec<Step>) {
             Step::Reap => {
                 store.reap();
             }
+            Step::Train => {
+                store.train_dictionary();
+            }
         }
         assert_eq!(store.stats().stored_pages, model.references());
     }
@@ -129,18 +146,30 @@ fn run(store: &Store, steps: Vec<Step>) {
     assert_eq!((stats.stored_pages, stats.objects, stats.payload_bytes), (0, 0, 0));
     assert_eq!((stats.dram_bytes, stats.staged_bytes, stats.file_payload_bytes), (0, 0, 0));
     assert_eq!((stats.tier_errors, stats.corrupt_objects), (0, 0));
+    stats.dictionaries > 0
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
     #[test]
-    fn unlimited(steps in steps()) {
+    fn unlimited(steps in steps(0)) {
         run(&store_with_file(None, 64 << 20).0, steps);
     }
 
     #[test]
-    fn little_memory_and_a_small_file(steps in steps()) {
+    fn little_memory_and_a_small_file(steps in steps(0)) {
         run(&store_with_file(Some(100_000), 2 << 20).0, steps);
+    }
+}
+
+proptest! {
+    // Each training takes its tenth of a second.
+    #![proptest_config(ProptestConfig { cases: 16, ..ProptestConfig::default() })]
+
+    #[test]
+    fn with_dictionaries(steps in steps(1)) {
+        let steps = population().into_iter().chain(steps).collect();
+        assert!(run(&store_with_file(None, 64 << 20).0, steps));
     }
 }

@@ -13,12 +13,13 @@
 //! transfer range is emptied only after it. A page whose message says meanwhile
 //! that it was discarded has `slots[slot] = 0` and is dropped.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use strata_policy::{Level, gap};
-use strata_store::Put;
+use strata_store::{Fingerprint, Put};
 use strata_sys::{Fill, Range, ReadOutcome, futex_wait, futex_wake, page_presence, read_process};
 use strata_units::wire::{BATCH_PAGES, Command, Control, RESULT_CANCELLED, RESULT_PENDING};
 use strata_units::{Handle, PAGE_SIZE, PageBuffer, PageId, SpaceId};
@@ -67,10 +68,12 @@ pub(crate) struct Evictor {
     page: Box<PageBuffer>,
     /// The keeper was evicting in its last round, too.
     pub(crate) in_a_hurry: bool,
-    /// Stored copies of the pages of the batch under way, by slot. An unchanged
-    /// page finds its own when it is put. In ordinary memory: a worker that dies leaves
-    /// them to nobody, and recovery frees them.
-    kept: Vec<Option<Handle>>,
+    /// Fingerprints of the kept copies of resident pages; some have left or lost
+    /// them since.
+    pub(crate) fingerprints: HashMap<PageId, Fingerprint>,
+    /// Stored copies of the pages of the batch under way, by slot. In ordinary
+    /// memory: a worker that dies leaves them to nobody, and recovery frees them.
+    kept: Vec<Option<(Handle, Option<Fingerprint>)>>,
 }
 
 /// How one page of a batch ended at the agent.
@@ -126,6 +129,7 @@ impl Evictor {
             buffer: vec![0; BATCH_PAGES * PAGE_SIZE],
             page: PageBuffer::zeroed(),
             in_a_hurry: false,
+            fingerprints: HashMap::new(),
             kept: Vec::with_capacity(BATCH_PAGES),
         }
     }
@@ -140,8 +144,8 @@ impl Evictor {
         pages: &[PageId],
     ) -> Option<BatchReport> {
         let report = self.evict_batch(space, tenant, excluded, pages);
-        // Only now: by then the store has found what it had already.
-        for handle in self.kept.drain(..).flatten() {
+        // What is left of them belongs to pages that changed or stayed.
+        for (handle, _) in self.kept.drain(..).flatten() {
             tenant.store.release(handle);
         }
         report
@@ -163,7 +167,7 @@ impl Evictor {
         }
         let control = agent.control.control();
         let mut report = BatchReport::default();
-        let count = compose(space, tenant, control, excluded, pages, &mut self.kept, &mut report);
+        let count = self.compose(space, tenant, control, excluded, pages, &mut report);
         if count == 0 {
             return Some(report);
         }
@@ -246,8 +250,19 @@ impl Evictor {
         // when there is time. While eviction goes on without a pause there is
         // none, and keeping a page twice only costs.
         let how = if self.in_a_hurry { Put::Fast } else { Put::Staged };
-        for page in self.buffer[..bytes].chunks_exact(PAGE_SIZE) {
+        for (page, &slot) in self.buffer[..bytes].chunks_exact(PAGE_SIZE).zip(&moved) {
             let page = page.try_into().expect("chunks of a page");
+            let kept = self.kept.get_mut(slot);
+            let unchanged = kept.and_then(|kept| {
+                kept.take_if(|(handle, fingerprint)| {
+                    fingerprint.is_some_and(|known| tenant.store.is_unchanged(*handle, known, page))
+                })
+            });
+            if let Some((handle, _)) = unchanged {
+                tenant.counters.add(Counter::EvictionsUnchanged, 1);
+                stored.push(Some(handle));
+                continue;
+            }
             let put = if report.store_error.is_some() {
                 None
             } else {
@@ -294,9 +309,6 @@ impl Evictor {
                     tenant.map.set(page, Entry::Stored(handle));
                     tenant.uncharge(Entry::Resident { shared: false });
                     tenant.counters.add(Counter::Evictions, 1);
-                    if self.kept.get(slot) == Some(&Some(handle)) {
-                        tenant.counters.add(Counter::EvictionsUnchanged, 1);
-                    }
                     report.evicted += 1;
                     report.left.push(address);
                     if waits {
@@ -328,6 +340,59 @@ impl Evictor {
         if let Some(batch) = batch {
             batch.give_to_heirs(tenant, space.id);
         }
+    }
+
+    /// Marks up to a batch of `pages` as leaving and writes the command's entries.
+    fn compose(
+        &mut self,
+        space: &Space,
+        tenant: &Tenant,
+        control: &Control,
+        excluded: &Excluded,
+        pages: &[PageId],
+        report: &mut BatchReport,
+    ) -> usize {
+        let mut gate = lock(&space.gate);
+        control.batch_epoch.store(control.epoch.load(Ordering::SeqCst), Ordering::Relaxed);
+        control.batch_thread_seq.store(excluded.thread_seq, Ordering::Relaxed);
+        let mut count = 0;
+        for &page in pages.iter().take(BATCH_PAGES) {
+            let Some((owner, piece)) = tenant.map.owner(page.leaf()) else { continue };
+            if owner != space.id {
+                continue;
+            }
+            let address = crate::events::address_of(piece, page.index());
+            let resident = tenant.map.get(page);
+            if !resident.is_resident() {
+                continue;
+            }
+            // Memory that is not registered must never be moved: its program would
+            // read zeroes there, not wait.
+            let one = Range { start: address, end: address + PAGE };
+            if gate.page(address) != Some(page) || !gate.is_registered(one) {
+                continue;
+            }
+            if excluded.contains(address) {
+                report.stayed.push((page, address, Stayed::Pinned));
+                continue;
+            }
+            if resident == (Entry::Resident { shared: true }) {
+                // Leaving pages are charged here.
+                tenant.resident_pages.fetch_add(1, Ordering::Relaxed);
+            }
+            let entry = &control.entries[count];
+            entry.address.store(address, Ordering::Relaxed);
+            entry.result.store(RESULT_PENDING, Ordering::Relaxed);
+            gate.slots[count] = address;
+            tenant.map.set(page, Entry::Leaving { slot: count as u16, wanted: false });
+            let copy = resident.handle();
+            if copy.is_some() {
+                tenant.kept_pages.fetch_sub(1, Ordering::Relaxed);
+            }
+            self.kept.push(copy.map(|handle| (handle, self.fingerprints.remove(&page))));
+            count += 1;
+        }
+        count
     }
 
     /// Breaks copy-on-write sharing of `addresses`, so that they can be moved.
@@ -467,59 +532,6 @@ fn stay(
             space.hand_over([address]);
         }
     }
-}
-
-/// Marks up to a batch of `pages` as leaving and writes the command's entries.
-fn compose(
-    space: &Space,
-    tenant: &Tenant,
-    control: &Control,
-    excluded: &Excluded,
-    pages: &[PageId],
-    kept: &mut Vec<Option<Handle>>,
-    report: &mut BatchReport,
-) -> usize {
-    let mut gate = lock(&space.gate);
-    control.batch_epoch.store(control.epoch.load(Ordering::SeqCst), Ordering::Relaxed);
-    control.batch_thread_seq.store(excluded.thread_seq, Ordering::Relaxed);
-    let mut count = 0;
-    for &page in pages.iter().take(BATCH_PAGES) {
-        let Some((owner, piece)) = tenant.map.owner(page.leaf()) else { continue };
-        if owner != space.id {
-            continue;
-        }
-        let address = crate::events::address_of(piece, page.index());
-        let resident = tenant.map.get(page);
-        if !resident.is_resident() {
-            continue;
-        }
-        // Memory that is not registered must never be moved: its program would
-        // read zeroes there, not wait.
-        let one = Range { start: address, end: address + PAGE };
-        if gate.page(address) != Some(page) || !gate.is_registered(one) {
-            continue;
-        }
-        if excluded.contains(address) {
-            report.stayed.push((page, address, Stayed::Pinned));
-            continue;
-        }
-        if resident == (Entry::Resident { shared: true }) {
-            // Leaving pages are charged here.
-            tenant.resident_pages.fetch_add(1, Ordering::Relaxed);
-        }
-        let entry = &control.entries[count];
-        entry.address.store(address, Ordering::Relaxed);
-        entry.result.store(RESULT_PENDING, Ordering::Relaxed);
-        gate.slots[count] = address;
-        tenant.map.set(page, Entry::Leaving { slot: count as u16, wanted: false });
-        let copy = resident.handle();
-        if copy.is_some() {
-            tenant.kept_pages.fetch_sub(1, Ordering::Relaxed);
-        }
-        kept.push(copy);
-        count += 1;
-    }
-    count
 }
 
 /// A resident page's level, for queues that are built anew.

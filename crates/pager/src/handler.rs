@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use strata_store::{GetError, Source};
+use strata_store::{Fingerprint, GetError, Source};
 use strata_sys::{Fill, Poller, Range, pin_current_thread, set_thread_name, thread_cpu};
 use strata_units::{Handle, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageId, TenantId};
 
@@ -87,7 +87,7 @@ enum Served {
 #[derive(PartialEq, Eq, Debug)]
 enum Filled {
     /// It is in place, and its thread goes on.
-    Arrived(Source),
+    Arrived(Source, Option<Fingerprint>),
     /// It was in place already.
     WasThere,
     /// It cannot be read.
@@ -246,12 +246,12 @@ impl Ahead {
             let claim = space.claim_ahead(tenant, &lock(&space.gate), address);
             let Some(Claim::Fill { page, handle, .. }) = claim else { continue };
             match space.serve_stored(tenant, page, address, handle, buffer) {
-                Filled::Arrived(source) => {
-                    let keep = source != Source::Fill && tenant.keeps_copies();
-                    tenant.arrived(page, handle, keep);
+                Filled::Arrived(_, fingerprint) => {
+                    let keep = tenant.keeps_copies();
+                    tenant.arrived(page, handle, fingerprint.filter(|_| keep));
                     tenant.counters.add(Counter::PagesAhead, 1);
                 }
-                Filled::WasThere => tenant.arrived(page, handle, false),
+                Filled::WasThere => tenant.arrived(page, handle, None),
                 Filled::Lost => {}
                 // Not worth a second try.
                 Filled::Not(_) => tenant.map.set(page, Entry::Stored(handle)),
@@ -373,11 +373,9 @@ impl Space {
             Claim::Fill { page, address, handle, to_write } => {
                 let served = self.serve_stored(tenant, page, address, handle, buffer);
                 match served {
-                    Filled::Arrived(source) => {
-                        // A copy in the file costs no DRAM; a page of one value
-                        // costs nothing at all.
-                        let keep = !to_write && source != Source::Fill && tenant.keeps_copies();
-                        tenant.arrived(page, handle, keep);
+                    Filled::Arrived(source, fingerprint) => {
+                        let keep = !to_write && tenant.keeps_copies();
+                        tenant.arrived(page, handle, fingerprint.filter(|_| keep));
                         tenant.counters.record_latency(began.elapsed());
                         match source {
                             Source::Staged => tenant.counters.add(Counter::SoftFaults, 1),
@@ -387,7 +385,7 @@ impl Space {
                         Served::Done
                     }
                     Filled::WasThere => {
-                        tenant.arrived(page, handle, false);
+                        tenant.arrived(page, handle, None);
                         self.uffd.wake(one_page(address));
                         Served::Done
                     }
@@ -449,15 +447,15 @@ impl Space {
         handle: Handle,
         buffer: &mut PageBuffer,
     ) -> Filled {
-        let mut got = tenant.store.get(handle, &mut buffer.0);
+        let mut got = tenant.store.get_with_fingerprint(handle, &mut buffer.0);
         for _ in 0..READ_RETRIES {
             if !matches!(got, Err(GetError::Io { .. })) {
                 break;
             }
-            got = tenant.store.get(handle, &mut buffer.0);
+            got = tenant.store.get_with_fingerprint(handle, &mut buffer.0);
         }
-        let source = match got {
-            Ok(source) => source,
+        let (source, fingerprint) = match got {
+            Ok(got) => got,
             Err(error) => {
                 tenant.lost_page(self, page, address, &error.to_string());
                 self.uffd.poison(address);
@@ -466,7 +464,7 @@ impl Space {
             }
         };
         match self.uffd.copy(address, buffer) {
-            Fill::Done { .. } => Filled::Arrived(source),
+            Fill::Done { .. } => Filled::Arrived(source, fingerprint),
             Fill::Present => Filled::WasThere,
             other => {
                 if matches!(other, Fill::Unmapped | Fill::Gone) {

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use strata_policy::budget::{self, Actions, Observation, Packed};
 use strata_policy::replacement::Standing;
 use strata_policy::{Census, Pages, Replacement, gap};
-use strata_store::StoreStats;
+use strata_store::{Fingerprint, StoreStats};
 use strata_units::wire::BATCH_PAGES;
 use strata_units::{ByteSize, PAGE_SIZE, PAGES_PER_LEAF, PageId};
 
@@ -53,6 +53,8 @@ const QUIET_LOOK: Duration = Duration::from_millis(4);
 const SWEEP_LEAVES: usize = 16;
 /// Records of arrivals that are kept for a keeper that is held up.
 pub(crate) const MOST_ARRIVALS: usize = 1 << 20;
+/// Of arrivals with a kept copy: more than come between two looks.
+pub(crate) const MOST_KEPT_ARRIVALS: usize = 1 << 16;
 /// A page that the kernel would not move is tried again after this.
 const PINNED_FOR: Duration = Duration::from_secs(3);
 /// A tenant over its budget from which fewer than so many pages left in this
@@ -218,7 +220,9 @@ impl Keeper<'_> {
         let tenant = self.tenant;
         self.take_arrivals();
         let spaces = self.living_spaces();
-        let own = self.replacement.memory_bytes() + self.kept.capacity() * size_of::<PageId>();
+        let own = self.replacement.memory_bytes()
+            + self.kept.capacity() * size_of::<PageId>()
+            + self.evictor.fingerprints.capacity() * (size_of::<(PageId, Fingerprint)>() + 1);
         let usage = measure(tenant, own as u64);
         *lock(&tenant.usage) = usage;
         if tenant.is_released() {
@@ -289,9 +293,11 @@ impl Keeper<'_> {
         let lost = arrivals.len() >= MOST_ARRIVALS;
         for page in arrivals {
             self.replacement.arrived(page, now);
-            if matches!(self.tenant.map.get(page), Entry::Kept(_)) {
-                self.kept.push_back(page);
-            }
+        }
+        // After the arrivals: of what the policy knows, all copies are known.
+        for (page, fingerprint) in std::mem::take(&mut *lock(&self.tenant.kept_arrivals)) {
+            self.kept.push_back(page);
+            self.evictor.fingerprints.insert(page, fingerprint);
         }
         if self.kept.len() as u64 > 2 * self.tenant.kept_pages() + KEPT_SLACK {
             self.tidy_kept();
@@ -323,6 +329,8 @@ impl Keeper<'_> {
             }
         }
         self.kept = tidy;
+        self.evictor.fingerprints.retain(|page, _| seen.contains(page));
+        self.evictor.fingerprints.shrink_to(2 * seen.len());
     }
 
     /// Drops the oldest kept copies until about `bytes` are free.
@@ -337,6 +345,7 @@ impl Keeper<'_> {
                 }
                 return;
             };
+            self.evictor.fingerprints.remove(&page);
             pages -= u64::from(self.tenant.drop_kept(page));
         }
     }

@@ -111,6 +111,7 @@ impl Tenant {
         tenant.resident_pages.store(0, Ordering::Relaxed);
         tenant.kept_pages.store(0, Ordering::Relaxed);
         lock(&tenant.arrivals).clear();
+        lock(&tenant.kept_arrivals).clear();
         for space in &spaces {
             tenant.settle_after_death(space);
         }
@@ -196,7 +197,7 @@ impl Tenant {
                             let _ = page_presence(pid, one, |_, presence| there = presence.present);
                         }
                         if there {
-                            self.arrived(page, handle, false);
+                            self.arrived(page, handle, None);
                         } else {
                             self.map.set(page, Entry::Stored(handle));
                         }

@@ -11,7 +11,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use strata_policy::gap;
-use strata_store::{Descriptors, FileConfig, Store, StoreConfig};
+use strata_store::{Descriptors, FileConfig, Fingerprint, Store, StoreConfig};
 use strata_sys::{ControlBlock, EventFd, Pidfd, Range, Registration, SeqPacket, Userfaultfd};
 use strata_units::wire::TRANSFER_PAGES;
 use strata_units::{Handle, PAGE_SIZE, PageId, SpaceId, TenantId};
@@ -114,6 +114,8 @@ pub struct Tenant {
     pub(crate) ended: AtomicBool,
     /// Arrivals that the policy has not seen yet.
     pub(crate) arrivals: Mutex<Vec<PageId>>,
+    /// Those of them whose stored copies were kept, for the keeper.
+    pub(crate) kept_arrivals: Mutex<Vec<(PageId, Fingerprint)>>,
     pub(crate) usage: Mutex<Usage>,
     pub(crate) inbox: Mutex<Inbox>,
     pub(crate) inbox_filled: Condvar,
@@ -178,6 +180,7 @@ impl Tenant {
             under_pressure: AtomicBool::new(false),
             ended: AtomicBool::new(false),
             arrivals: Mutex::default(),
+            kept_arrivals: Mutex::default(),
             usage: Mutex::default(),
             inbox: Mutex::default(),
             inbox_filled: Condvar::new(),
@@ -551,6 +554,17 @@ impl Tenant {
         }
     }
 
+    /// Whether there is room to tell the keeper of a kept copy. Before the entry
+    /// says so: there is no kept copy without its fingerprint.
+    fn tell_kept(&self, page: PageId, fingerprint: Fingerprint) -> bool {
+        let mut kept = lock(&self.kept_arrivals);
+        let room = kept.len() < keeper::MOST_KEPT_ARRIVALS;
+        if room {
+            kept.push((page, fingerprint));
+        }
+        room
+    }
+
     /// A page was touched for the first time, or found resident.
     pub(crate) fn charge_resident(&self, page: PageId) {
         self.policy_now();
@@ -569,12 +583,12 @@ impl Tenant {
     }
 
     /// A stored page is in place again: its entry owns the handle no more,
-    /// unless it keeps its copy.
-    pub(crate) fn arrived(&self, page: PageId, handle: Handle, keep: bool) {
+    /// unless it keeps its copy, of which this is the fingerprint.
+    pub(crate) fn arrived(&self, page: PageId, handle: Handle, keep: Option<Fingerprint>) {
         let cell = self.map.age(page);
         let (age, _) = gap::arrived(cell.load(Ordering::Relaxed), self.policy_now());
         cell.store(age, Ordering::Relaxed);
-        if keep {
+        if keep.is_some_and(|fingerprint| self.tell_kept(page, fingerprint)) {
             self.kept_pages.fetch_add(1, Ordering::Relaxed);
             self.map.set(page, Entry::Kept(handle));
         } else {

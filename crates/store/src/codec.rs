@@ -6,6 +6,7 @@ use std::cell::RefCell;
 use strata_units::{PAGE_SIZE, PageBuffer};
 use zstd::zstd_safe::{CCtx, CParameter, DCtx, get_dict_id_from_frame};
 
+use crate::config::Fingerprint;
 use crate::dictionary::{Dictionaries, Encoder};
 use crate::location::{Codec, MAX_COMPRESSED, SizeClass};
 
@@ -164,11 +165,26 @@ fn new_compressor() -> Option<CCtx<'static>> {
     Some(context)
 }
 
-/// The low half of the page's xxh3: both its checksum and its name for
-/// deduplication. The seed is the store's own secret, or a tenant could choose
-/// pages that all fall into one bucket of the index.
-pub(crate) fn hash(page: &Page, seed: u64) -> u32 {
-    xxhash_rust::xxh3::xxh3_64_with_seed(page, seed) as u32
+/// A page's xxh3-128: its low 32 bits are the object's checksum and its name for
+/// deduplication, the high 64 go into [`Fingerprint`]. The seed is the store's own
+/// secret, or a tenant could choose pages that all fall into one bucket of the
+/// index.
+#[derive(Clone, Copy)]
+pub(crate) struct Digest(u128);
+
+impl Digest {
+    pub(crate) fn of(page: &Page, seed: u64) -> Self {
+        Self(xxhash_rust::xxh3::xxh3_128_with_seed(page, seed))
+    }
+
+    /// What the object table keeps.
+    pub(crate) const fn hash(self) -> u32 {
+        self.0 as u32
+    }
+
+    pub(crate) const fn fingerprint(self) -> Fingerprint {
+        Fingerprint((self.0 >> 64) as u64)
+    }
 }
 
 /// The value when the page is one 32-bit value throughout.

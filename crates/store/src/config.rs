@@ -187,6 +187,12 @@ pub struct StoreStats {
     pub corrupt_objects: u64,
 }
 
+/// The part of a page's 128-bit digest that its object does not keep. With the
+/// 32 bits that it does, equal fingerprints mean equal pages but for one chance in
+/// 2^96; the digest is seeded with a secret of the store.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Fingerprint(pub(crate) u64);
+
 /// What [`crate::Store::train_dictionary`] did; its display is a line for a log.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Training {

@@ -53,8 +53,8 @@ mod train;
 
 pub use backing::{Backing, Faults, Faulty, FileBacking, MemoryBacking};
 pub use config::{
-    BorrowedDescriptors, Compacted, Descriptors, FileConfig, GetError, Put, PutError, RecoverError,
-    Source, StoreConfig, StoreError, StoreStats, Training,
+    BorrowedDescriptors, Compacted, Descriptors, FileConfig, Fingerprint, GetError, Put, PutError,
+    RecoverError, Source, StoreConfig, StoreError, StoreStats, Training,
 };
 pub use recover::Recovery;
 pub use store::{Store, prepare_thread};

@@ -13,10 +13,10 @@ use std::sync::{Mutex, MutexGuard};
 use strata_units::{Handle, PAGE_SIZE};
 
 use crate::backing::{Backing, FileBacking, MemoryBacking};
-use crate::codec::{self, CLUSTER_PAGES, Page, Scratch, with_scratch};
+use crate::codec::{self, CLUSTER_PAGES, Digest, Page, Scratch, with_scratch};
 use crate::config::{
-    BorrowedDescriptors, Descriptors, FileConfig, GetError, Put, PutError, Source, StoreConfig,
-    StoreError,
+    BorrowedDescriptors, Descriptors, FileConfig, Fingerprint, GetError, Put, PutError, Source,
+    StoreConfig, StoreError,
 };
 use crate::dictionary::Dictionaries;
 use crate::location::{Codec, Location, TIER_SPAN_BYTES, Tier, UNIT_BYTES, Word};
@@ -158,7 +158,7 @@ impl Store {
         if self.counters.dead.load(Relaxed) > 0 {
             self.reap_some(REAP_PER_PUT);
         }
-        let hash = codec::hash(page, self.table.seed());
+        let hash = Digest::of(page, self.table.seed()).hash();
         let id = match self.find_duplicate(hash, page) {
             Some(id) => id,
             None => match self.insert(page, hash, how, false) {
@@ -281,13 +281,40 @@ impl Store {
     /// # Panics
     /// When the handle names no referenced object.
     pub fn get(&self, handle: Handle, out: &mut Page) -> Result<Source, GetError> {
+        self.get_with_fingerprint(handle, out).map(|(source, _)| source)
+    }
+
+    /// [`Store::get`], and the page's fingerprint for [`Store::is_unchanged`];
+    /// none for a page of one value, which costs nothing to store again.
+    ///
+    /// # Errors
+    /// As [`Store::get`].
+    ///
+    /// # Panics
+    /// As [`Store::get`].
+    pub fn get_with_fingerprint(
+        &self,
+        handle: Handle,
+        out: &mut Page,
+    ) -> Result<(Source, Option<Fingerprint>), GetError> {
         match Target::of(handle) {
             Target::Fill(value) => {
                 codec::fill(value, out);
-                Ok(Source::Fill)
+                Ok((Source::Fill, None))
             }
-            Target::Object(id) => with_scratch(|scratch| self.read_object(scratch, id, out)),
+            Target::Object(id) => with_scratch(|scratch| self.read_object(scratch, id, out))
+                .map(|(source, digest)| (source, Some(digest.fingerprint()))),
         }
+    }
+
+    /// Whether `page` is what is stored under `handle`, whose fingerprint the
+    /// caller has from [`Store::get_with_fingerprint`]: by digest, without reading
+    /// what is stored. The caller owns a reference.
+    #[must_use]
+    pub fn is_unchanged(&self, handle: Handle, fingerprint: Fingerprint, page: &Page) -> bool {
+        let Target::Object(id) = Target::of(handle) else { return false };
+        let digest = Digest::of(page, self.table.seed());
+        digest.fingerprint() == fingerprint && digest.hash() == self.table.hash(id).load(Relaxed)
     }
 
     /// Where [`Store::get`] would read the page now, without reading it.
@@ -313,7 +340,7 @@ impl Store {
         scratch: &mut Scratch,
         id: u32,
         out: &mut Page,
-    ) -> Result<Source, GetError> {
+    ) -> Result<(Source, Digest), GetError> {
         let word = self.table.word(id);
         let hash = self.table.hash(id).load(Relaxed);
         let mut attempts = 0;
@@ -334,8 +361,9 @@ impl Store {
                         Codec::Staged | Codec::Raw => true,
                         codec => scratch.unpack(codec, location.len, &self.dictionaries, out),
                     };
-                    if whole && codec::hash(out, self.table.seed()) == hash {
-                        return Ok(source_of(location));
+                    let digest = Digest::of(out, self.table.seed());
+                    if whole && digest.hash() == hash {
+                        return Ok((source_of(location), digest));
                     }
                     Err(GetError::Corrupt)
                 }

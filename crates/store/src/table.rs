@@ -134,7 +134,7 @@ impl Table {
         self.memory.atomic_u64(Self::entry(id))
     }
 
-    /// The low half of the page's xxh3.
+    /// The low 32 bits of the page's xxh3-128.
     pub(crate) fn hash(&self, id: u32) -> &AtomicU32 {
         self.memory.atomic_u32(Self::entry(id) + 8)
     }

@@ -49,7 +49,7 @@ const SETTLE_SHARED_PART: u32 = 5;
 /// than this: what is new and not registered grows by some MiB in the meantime.
 const QUIET_ROUNDS: u32 = 50;
 const QUIET_LOOK: Duration = Duration::from_millis(4);
-/// Leaves whose estimates are swept a round.
+/// Most leaves whose estimates are swept a round.
 const SWEEP_LEAVES: usize = 16;
 /// Records of arrivals that are kept for a keeper that is held up.
 pub(crate) const MOST_ARRIVALS: usize = 1 << 20;
@@ -117,6 +117,8 @@ struct Keeper<'a> {
     settled_shared: Instant,
     settle_shared_every: Duration,
     swept_leaf: usize,
+    /// The policy's time then.
+    swept_at: u32,
     evicting: bool,
     evicted_last: Instant,
     resident_before: u64,
@@ -151,6 +153,7 @@ pub(crate) fn run(tenant: &Arc<Tenant>) {
         settled_shared: now,
         settle_shared_every: SETTLE_SHARED_EVERY,
         swept_leaf: 0,
+        swept_at: 0,
         evicting: false,
         evicted_last: now,
         resident_before: 0,
@@ -668,11 +671,19 @@ impl Keeper<'_> {
     fn sweep(&mut self) {
         let tenant = self.tenant;
         let now = tenant.counters.get(Counter::PolicyTime) as u32;
-        let Some(leaves) = tenant.map.leaf_range(self.swept_leaf, SWEEP_LEAVES) else {
+        // The whole map in as many arrivals as it has pages.
+        let due = now.wrapping_sub(self.swept_at) as usize / PAGES_PER_LEAF;
+        if due == 0 {
+            return;
+        }
+        let rest = now.wrapping_sub(self.swept_at) % PAGES_PER_LEAF as u32;
+        self.swept_at = now.wrapping_sub(rest);
+        let count = due.min(SWEEP_LEAVES);
+        let Some(leaves) = tenant.map.leaf_range(self.swept_leaf, count) else {
             self.swept_leaf = 0;
             return;
         };
-        self.swept_leaf += SWEEP_LEAVES;
+        self.swept_leaf += count;
         for leaf in leaves {
             for index in 0..PAGES_PER_LEAF {
                 let page = PageId::new(leaf, index);

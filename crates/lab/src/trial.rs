@@ -5,13 +5,15 @@
 use crate::{
     janitor::Janitor,
     keys::Pattern,
+    memtierd::Tool,
     process,
     progress::Progress,
     random::mix,
     records::Records,
     redis::{
         expect::Expect,
-        load::{Client, Moment, Outcome, Pass, Workload},
+        load::{Client, Moment, Pass, Workload},
+        outcome::Outcome,
         tally::WrongValues,
     },
     stage::{Counters, MemoryUse, Sample, Setup, Stage},
@@ -40,6 +42,8 @@ pub(crate) struct Plan {
     pub client_core: Option<usize>,
     /// Where `strata` and `stratad` are.
     pub binaries: PathBuf,
+    /// For the setup that needs it.
+    pub memtierd: Option<Tool>,
 }
 
 /// A budget may be exceeded by the larger of 2 % and this.
@@ -114,6 +118,7 @@ impl Plan {
             server_core,
             client_core,
             binaries,
+            memtierd: None,
         })
     }
 
@@ -142,6 +147,12 @@ pub(crate) struct TrialResult {
     pub machine_cpu_us_per_op: f64,
     /// Pages brought back per second: swap-ins, or faults served by Strata.
     pub faults_per_second: f64,
+    /// The same per operation.
+    pub misses_per_op: f64,
+    /// Part of them that Strata served without decompression.
+    pub soft_misses_per_op: f64,
+    /// What else is to be said of the store.
+    pub store_note: Option<String>,
     /// Mean over the measured time.
     pub memory: MemoryUse,
     /// Largest total seen from the start of the load to the end of the run.
@@ -277,7 +288,10 @@ fn attempt(
     if let Some(core) = plan.client_core {
         process::pin_self(core)?;
     }
-    let result = drive(&stage, setup, plan, progress);
+    let mut result = drive(&stage, setup, plan, progress);
+    if let Err(error) = stage.check_helper() {
+        result = Err(error);
+    }
     if plan.client_core.is_some() {
         process::unpin_self(&cores)?;
     }
@@ -409,6 +423,9 @@ fn drive(stage: &Stage, setup: Setup, plan: &Plan, progress: &Progress) -> Resul
         of(&watch.end).saturating_sub(of(&watch.begin)) as f64 / 1e3 / run.operations.max(1) as f64
     };
     let daemon = per_op(|counters| counters.daemon_cpu_ns);
+    let count_per_op = |of: fn(&Counters) -> u64| {
+        of(&watch.end).saturating_sub(of(&watch.begin)) as f64 / run.operations.max(1) as f64
+    };
     Ok(TrialResult {
         setup,
         load,
@@ -418,6 +435,9 @@ fn drive(stage: &Stage, setup: Setup, plan: &Plan, progress: &Progress) -> Resul
         machine_cpu_us_per_op: per_op(|counters| counters.machine_cpu_ns)
             - per_op(|counters| counters.client_cpu_ns),
         faults_per_second: watch.end.faults.saturating_sub(watch.begin.faults) as f64 / run.seconds,
+        misses_per_op: count_per_op(|counters| counters.faults),
+        soft_misses_per_op: count_per_op(|counters| counters.soft_faults),
+        store_note: stage.note(),
         memory: MemoryUse {
             resident_bytes: watch.mean(|sample| sample.memory.resident_bytes),
             compressed_bytes: watch.mean(|sample| sample.memory.compressed_bytes),

@@ -90,23 +90,28 @@ impl Tracker {
     }
 }
 
-/// DAMON must offer the operations for virtual addresses.
+/// DAMON must offer the operations for virtual addresses. It lists them in a
+/// context, so one is made for the moment if there is none.
 fn probe_damon(janitor: &Janitor) -> Result<()> {
     let admin = Path::new("/sys/kernel/mm/damon/admin/kdamonds");
-    let count = admin.join("nr_kdamonds");
-    let before = fs::read_to_string(&count).with_context(|| format!("read {}", count.display()))?;
-    if before.trim() != "0" {
-        bail!("DAMON is in use by someone else ({} of its threads)", before.trim());
-    }
-    let undo = Undo::WriteBack { path: count.clone(), value: before.trim().to_owned() };
-    let _made = janitor.register(undo)?;
-    write(&count, "1")?;
-    write(&admin.join("0/contexts/nr_contexts"), "1")?;
     let offered = admin.join("0/contexts/0/avail_operations");
-    let text =
-        fs::read_to_string(&offered).with_context(|| format!("read {}", offered.display()))?;
-    if !text.split_whitespace().any(|word| word == "vaddr") {
-        let found: Vec<&str> = text.split_whitespace().collect();
+    let read =
+        |path: &Path| fs::read_to_string(path).with_context(|| format!("read {}", path.display()));
+    let mut made = None;
+    if !offered.exists() {
+        let count = admin.join("nr_kdamonds");
+        let value = read(&count)?.trim().to_owned();
+        if value != "0" {
+            bail!("DAMON is set up by someone else");
+        }
+        made = Some(janitor.register(Undo::WriteBack { path: count.clone(), value })?);
+        write(&count, "1")?;
+        write(&admin.join("0/contexts/nr_contexts"), "1")?;
+    }
+    let text = read(&offered)?;
+    made.map_or(Ok(()), Registered::undo)?;
+    let found: Vec<&str> = text.split_whitespace().collect();
+    if !found.contains(&"vaddr") {
         bail!("DAMON here offers {} and not vaddr", found.join(", "));
     }
     Ok(())

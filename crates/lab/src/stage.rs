@@ -39,6 +39,16 @@ pub(crate) enum Setup {
 }
 
 impl Setup {
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::DramOnly => "DRAM only",
+            Self::Zram { .. } => "zram",
+            Self::Zswap { .. } => "zswap",
+            Self::Memtierd { .. } => "memtierd",
+            Self::Strata { .. } => "Strata",
+        }
+    }
+
     /// The limit on resident memory, or the budget; none where there is none.
     pub(crate) const fn allowed_bytes(self) -> Option<u64> {
         match self {

@@ -12,6 +12,7 @@ use super::{
 use crate::{
     interrupt,
     keys::Pattern,
+    machine::Provenance,
     memtierd::Tool,
     progress::Progress,
     redis::tally::WrongValues,
@@ -33,17 +34,19 @@ pub(super) struct Narrowing {
     /// `tight`: only rows in which the rivals keep these shares resident, in per cent
     #[arg(long, value_delimiter = ',')]
     shares: Vec<u64>,
-    /// `tight`: measured seconds of a trial
-    #[arg(long, default_value_t = 8.0)]
-    seconds: f64,
-    /// `tight`: seconds of load before
-    #[arg(long, default_value_t = 8.0)]
-    warmup_seconds: f64,
+    /// `tight`: measured seconds of a trial [default: 8, with --quick 3]
+    #[arg(long)]
+    seconds: Option<f64>,
+    /// `tight`: seconds of load before [default: 8, with --quick 1]
+    #[arg(long)]
+    warmup_seconds: Option<f64>,
     /// `tight`: the program memtierd; default: where scripts/memtierd.sh puts it
     #[arg(long)]
     memtierd: Option<PathBuf>,
 }
 
+/// Warm-up and measured time of a trial: two times this under load.
+const TRIAL_SECONDS: Duration = Duration::from_secs(8);
 /// Trials without a limit settle at once and differ little.
 const NATIVE_WARMUP: Duration = Duration::from_secs(1);
 const NATIVE_SECONDS: Duration = Duration::from_secs(4);
@@ -54,7 +57,7 @@ const PATIENCE: usize = 2;
 
 impl Narrowing {
     pub(super) fn check(&self) -> Result<()> {
-        if !(self.seconds > 0.0 && self.warmup_seconds > 0.0) {
+        if [self.seconds, self.warmup_seconds].iter().flatten().any(|given| *given <= 0.0) {
             bail!("--seconds and --warmup-seconds are above zero");
         }
         self.cells().map(|_| ())
@@ -85,7 +88,11 @@ pub(super) fn tight(bench: &Bench, narrowing: &Narrowing, results: &mut PartResu
         bench,
         narrowing,
         memtierd: None,
-        matrix: Matrix { records: bench.plan.records, ..Matrix::default() },
+        matrix: Matrix {
+            records: bench.plan.records,
+            source: Provenance::now().line(),
+            ..Matrix::default()
+        },
     };
     let ended = run.all(&cells);
     let matrix = run.matrix;
@@ -228,10 +235,13 @@ impl Run<'_> {
         plan.memtierd = self.memtierd.clone().and_then(Result::ok);
         // Every value of every GET is checked all the same.
         plan.verify = repetition == 0;
-        if !self.bench.quick {
-            plan.workload.duration = Duration::from_secs_f64(self.narrowing.seconds);
-            plan.workload.warmup = Duration::from_secs_f64(self.narrowing.warmup_seconds);
-        }
+        let of = |given: Option<f64>, quick: Duration| match given {
+            Some(seconds) => Duration::from_secs_f64(seconds),
+            None if self.bench.quick => quick,
+            None => TRIAL_SECONDS,
+        };
+        plan.workload.duration = of(self.narrowing.seconds, plan.workload.duration);
+        plan.workload.warmup = of(self.narrowing.warmup_seconds, plan.workload.warmup);
         if cell.pattern == Pattern::Jump {
             plan.workload.duration = plan.workload.duration.mul_f64(JUMP_SECONDS_FACTOR);
         } else if subject == Subject::Native {

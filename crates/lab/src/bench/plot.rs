@@ -20,7 +20,7 @@ const LEFT: f64 = 390.0;
 const CAPTION: f64 = 130.0;
 const BAR: f64 = 20.0;
 const GAP: f64 = 16.0;
-const TOP: f64 = 118.0;
+const TOP: f64 = 140.0;
 /// Strata's rows after the first are lighter, in this order.
 const LIGHTER: [(Subject, f64); 2] =
     [(Subject::StrataAsMemtierd, 0.7), (Subject::StrataThird, 0.45)];
@@ -37,7 +37,7 @@ pub(super) fn pictures(matrix: &Matrix) -> Vec<(&'static str, String)> {
     let jumps: Vec<Vec<&Row>> =
         matrix.cells().into_iter().filter(|rows| rows[0].cell.pattern == Pattern::Jump).collect();
     if let Some(rows) = jumps.first() {
-        pictures.push(("jump", jump(rows)));
+        pictures.push(("jump", jump(rows, &matrix.source)));
     }
     pictures
 }
@@ -49,20 +49,20 @@ fn opacity(subject: Subject) -> f64 {
 fn throughput(matrix: &Matrix) -> String {
     let cells = matrix.cells();
     let bars: usize = cells.iter().map(Vec::len).sum();
-    let height = TOP + bars as f64 * BAR + cells.len() as f64 * GAP + 30.0;
+    let height = TOP + bars as f64 * BAR + cells.len() as f64 * GAP + 40.0;
     let mut drawing = Drawing::new(WIDTH, height);
     drawing.text(MARGIN, 48.0, "h", "Redis squeezed: throughput");
-    let legend = "Operations per second, medians; the thin line spans lowest to highest, the \
-                  black mark is the bound (best fixed set of pages at the measured price of a \
-                  fault).";
-    drawing.text(MARGIN, 74.0, "s", legend);
-    drawing.text(
-        MARGIN,
-        94.0,
-        "s",
-        "Percentages: what the rivals may keep resident; Strata's total is theirs. Behind each \
-         bar: of DRAM only.",
-    );
+    let legend = [
+        "Operations per second, medians; behind each bar: of DRAM only. The thin line spans lowest \
+         to highest.",
+        "Black mark: the bound, which the best fixed set of pages would reach at the measured \
+         price of a fault.",
+        "Percentages: what the rivals may keep resident, their compressed store extra; Strata's \
+         total is theirs.",
+    ];
+    for (line, text) in legend.iter().enumerate() {
+        drawing.text(MARGIN, 74.0 + 20.0 * line as f64, "s", text);
+    }
     let highest = |row: &&Row| row.spread(speed).map_or(0.0, |found| found.highest);
     let largest = cells.iter().flatten().map(highest).fold(f64::MIN_POSITIVE, f64::max);
     let scale = (WIDTH - LEFT - CAPTION - MARGIN) / largest;
@@ -101,6 +101,7 @@ fn throughput(matrix: &Matrix) -> String {
         }
         y += GAP;
     }
+    drawing.text(MARGIN, y + 14.0, "n", &matrix.source);
     drawing.finish()
 }
 
@@ -123,8 +124,8 @@ fn steps(row: &Row) -> Vec<(f64, f64)> {
         .collect()
 }
 
-fn jump(rows: &[&Row]) -> String {
-    let height = TOP + PLOT_HEIGHT + 60.0;
+fn jump(rows: &[&Row], source: &str) -> String {
+    let height = TOP + PLOT_HEIGHT + 70.0;
     let mut drawing = Drawing::new(WIDTH, height);
     let title = format!("The hot set moves: {}", rows[0].cell.name());
     drawing.text(MARGIN, 48.0, "h", &title);
@@ -187,5 +188,6 @@ fn jump(rows: &[&Row]) -> String {
         label_bottom = y;
         drawing.text(right + 10.0, y, "l", row.subject.name());
     }
+    drawing.text(MARGIN, height - 18.0, "n", source);
     drawing.finish()
 }

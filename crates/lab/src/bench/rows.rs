@@ -18,6 +18,8 @@ use std::{cell::RefCell, collections::HashMap, rc::Rc};
 #[derive(Default)]
 pub(super) struct Matrix {
     pub records: u64,
+    /// Machine, kernel and commit, for the pictures.
+    pub source: String,
     pub rows: Vec<Row>,
     pub prices: Prices,
     pub notes: Vec<String>,
@@ -118,6 +120,9 @@ impl Matrix {
             said(&self.prices.zswap),
             said(&self.prices.strata)
         );
+        if let Some(line) = self.model() {
+            out.push_str(&line);
+        }
         out.push_str("### Ratios\n\n");
         out.push_str(&self.ratios().markdown());
         for rows in self.cells() {
@@ -143,6 +148,23 @@ impl Matrix {
             out.push_str(&format!("\n**Not measured:** {missing}\n"));
         }
         out
+    }
+
+    /// Whether the optimum's model is as large as what it models.
+    fn model(&self) -> Option<String> {
+        let modelled = self.optima.borrow().values().next()?.bytes();
+        let native = self.rows.iter().filter(|row| row.subject == Subject::Native);
+        let measured: Vec<f64> = native
+            .flat_map(|row| &row.results)
+            .map(|(_, result)| result.memory.resident_bytes as f64)
+            .collect();
+        let measured = spread(&measured)?.median as u64;
+        Some(format!(
+            "The optimum's model of Redis has {} MiB of pages; the server was measured to have \
+             {}.\n\n",
+            mebibytes(modelled),
+            mebibytes(measured)
+        ))
     }
 
     fn figures(&self, rows: &[&Row]) -> Table {

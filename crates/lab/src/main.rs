@@ -28,6 +28,7 @@ mod statistics;
 mod strata;
 mod table;
 mod trial;
+mod windows;
 mod zram;
 mod zswap;
 

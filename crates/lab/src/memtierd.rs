@@ -122,7 +122,7 @@ fn probe_soft_dirty() -> Result<()> {
     const PAGE_BYTES: usize = 4096;
     const SOFT_DIRTY: u64 = 1 << 55;
     let written = vec![1u8; 2 * PAGE_BYTES];
-    let page = (std::hint::black_box(&written).as_ptr() as usize + PAGE_BYTES - 1) / PAGE_BYTES;
+    let page = (std::hint::black_box(&written).as_ptr() as usize).div_ceil(PAGE_BYTES);
     let mut entry = [0; 8];
     File::open("/proc/self/pagemap")
         .and_then(|file| file.read_exact_at(&mut entry, page as u64 * 8))

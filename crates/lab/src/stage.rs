@@ -221,6 +221,7 @@ impl Stage {
         let mut sample = Sample {
             memory: MemoryUse { resident_bytes: kernel.anonymous_bytes, ..MemoryUse::default() },
             kernel_resident_bytes: kernel.anonymous_bytes,
+            swapped_bytes: kernel.swapped_bytes,
             ..Sample::default()
         };
         let swap = self.around.zram.as_ref().map(Zram::stored);
@@ -228,6 +229,7 @@ impl Stage {
             let Stored { original_bytes, used_bytes, .. } = stored;
             sample.memory.compressed_bytes = used_bytes;
             sample.memory.stored_bytes = original_bytes;
+            sample.has_swap = true;
         }
         if let Some(memtierd) = &self.memtierd {
             sample.daemon_bytes = process::memory(memtierd.pid()).anonymous_bytes;
@@ -294,6 +296,27 @@ pub(crate) struct Sample {
     pub kernel_resident_bytes: u64,
     pub daemon_bytes: u64,
     pub stats: Option<strata_api::Stats>,
+    /// What the kernel says that the server has in swap, whichever that is.
+    swapped_bytes: u64,
+    has_swap: bool,
+}
+
+impl Sample {
+    /// What to say when the rival's store holds pages of others, or the server
+    /// has pages in another swap: its DRAM is then not what it was measured to be.
+    pub(crate) fn intruder(&self) -> Option<String> {
+        // Pages on their way are in neither or in both.
+        let tolerated = self.swapped_bytes / 10 + (16 << 20);
+        let is_off = self.memory.stored_bytes.abs_diff(self.swapped_bytes) > tolerated;
+        (self.has_swap && is_off).then(|| {
+            format!(
+                "{} MiB are in the swap set up for this trial, {} MiB of the server are in swap: \
+                 somebody else is swapping",
+                self.memory.stored_bytes >> 20,
+                self.swapped_bytes >> 20
+            )
+        })
+    }
 }
 
 /// CPU times and faults since the start of each process.
@@ -306,4 +329,26 @@ pub(crate) struct Counters {
     pub faults: u64,
     /// Part of them that Strata served without decompression.
     pub soft_faults: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn others_in_the_swap_are_noticed() {
+        const MIB: u64 = 1 << 20;
+        let sample = |stored_mib: u64, swapped_mib: u64| Sample {
+            memory: MemoryUse { stored_bytes: stored_mib * MIB, ..MemoryUse::default() },
+            swapped_bytes: swapped_mib * MIB,
+            has_swap: true,
+            ..Sample::default()
+        };
+        assert_eq!(sample(700, 690).intruder(), None);
+        let said = sample(800, 690).intruder().expect("110 MiB too many");
+        assert!(said.contains("800 MiB are in the swap"), "{said}");
+        assert!(sample(600, 700).intruder().is_some());
+        let strata = Sample { has_swap: false, ..sample(700, 0) };
+        assert_eq!(strata.intruder(), None);
+    }
 }

@@ -13,7 +13,7 @@ use crate::{
     redis::server::Wrapping,
     stage::Setup,
     strata::Strata,
-    trial::{self, Window},
+    windows::{Window, windows},
 };
 use anyhow::{Context, Result, bail};
 use std::{
@@ -26,17 +26,20 @@ use strata_api::Stats;
 /// A budget that a program is far from: nothing is ever registered.
 const PLENTY_BYTES: u64 = 8 << 30;
 
+/// Name, unit, and how it is read off a window.
+type Figure = (&'static str, &'static str, fn(&Window) -> f64);
+
 /// A program that fits its budget: what does Strata cost it? Two servers stand
 /// side by side and are driven in turn, a short window each; every repetition
 /// starts new ones, for what one process has by chance (addresses, huge pages).
 pub(super) fn fits(bench: &Bench, results: &mut PartResults) -> Result<()> {
-    let windows = if bench.quick { 4 } else { 24 };
+    let count = if bench.quick { 4 } else { 24 };
     let mut plan = bench.plan.clone();
     plan.workload.pattern = Pattern::Uniform;
     plan.workload.warmup = Duration::from_millis(300);
     plan.workload.duration = Duration::from_millis(1500);
     let setups = [Setup::Strata { dram_bytes: PLENTY_BYTES }, Setup::DramOnly];
-    let figures: [(&str, &str, fn(&Window) -> f64); 3] = [
+    let figures: [Figure; 3] = [
         ("throughput", "ops/s", |window| window.run.operations_per_second),
         ("server CPU", "µs/op", |window| window.server_cpu_us_per_op),
         ("p99", "µs", |window| window.run.p99_us),
@@ -48,7 +51,7 @@ pub(super) fn fits(bench: &Bench, results: &mut PartResults) -> Result<()> {
         let progress = Progress::start(&what);
         // Who was started first may have the better place in memory.
         let order = if repetition % 2 == 0 { setups } else { [setups[1], setups[0]] };
-        let found = trial::windows(&bench.janitor, order, &plan, windows, &progress);
+        let found = windows(&bench.janitor, order, &plan, count, &progress);
         progress.finish(&what);
         for mut pair in found? {
             if repetition % 2 != 0 {

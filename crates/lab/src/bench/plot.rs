@@ -131,7 +131,7 @@ fn jump(rows: &[&Row], source: &str) -> String {
     drawing.text(MARGIN, 48.0, "h", &title);
     let native = rows.iter().find(|row| row.subject == Subject::Native);
     let base = native.and_then(|row| row.spread(speed)).map_or_else(String::new, |found| {
-        format!(" DRAM only ({}, not drawn) does not notice.", short(found.median))
+        format!(" DRAM only, not drawn: {} ops/s.", short(found.median))
     });
     let text = format!(
         "Thousand operations per second, means over {STEP_SECONDS} s of all repetitions, warm-up \
@@ -190,4 +190,32 @@ fn jump(rows: &[&Row], source: &str) -> String {
     }
     drawing.text(MARGIN, height - 18.0, "n", source);
     drawing.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::rows::tests::example;
+
+    #[test]
+    fn every_row_has_its_bar_and_nothing_is_without_a_place() {
+        let matrix = example(Pattern::Jump);
+        let pictures = pictures(&matrix);
+        let names: Vec<&str> = pictures.iter().map(|(name, _)| *name).collect();
+        assert_eq!(names, ["throughput", "jump"]);
+        for (name, svg) in &pictures {
+            assert!(!svg.contains("NaN") && !svg.contains("inf"), "{name}: {svg}");
+            assert_eq!(svg.matches("<text").count(), svg.matches("</text>").count(), "{name}");
+        }
+        // The sheet, and a bar for each row.
+        assert_eq!(pictures[0].1.matches("<rect").count(), 1 + matrix.rows.len());
+        // A line for each row but DRAM only.
+        assert_eq!(pictures[1].1.matches("<polyline").count(), matrix.rows.len() - 1);
+    }
+
+    #[test]
+    fn without_results_there_is_no_picture() {
+        assert!(pictures(&Matrix::default()).is_empty());
+        assert_eq!(pictures(&example(Pattern::Uniform)).len(), 1);
+    }
 }

@@ -58,6 +58,9 @@ pub(super) fn speed(result: &TrialResult) -> f64 {
     result.run.asked_per_second()
 }
 
+/// CPU time of others that can be felt on the server's core.
+const FELT_CPU_SHARE: f64 = 0.05;
+
 /// A share in steps of a thousandth, as a key of a map.
 fn thousandths(share: f64) -> u64 {
     (share * 1000.0).round() as u64
@@ -144,10 +147,31 @@ impl Matrix {
         for note in &self.notes {
             out.push_str(&format!("\n{note}\n"));
         }
+        if let Some(line) = self.disturbed() {
+            out.push_str(&line);
+        }
         for missing in &self.missing {
             out.push_str(&format!("\n**Not measured:** {missing}\n"));
         }
         out
+    }
+
+    /// What else ran meanwhile, if it was enough to be felt.
+    fn disturbed(&self) -> Option<String> {
+        let results = self.rows.iter().flat_map(|row| &row.results);
+        let shares: Vec<f64> = results.map(|(_, result)| result.other_cpu_share).collect();
+        let felt = shares.iter().filter(|share| **share > FELT_CPU_SHARE).count();
+        let highest = spread(&shares)?.highest;
+        (felt > 0).then(|| {
+            format!(
+                "\n**Disturbed:** in {felt} of {} trials something else took more than {:.0} % of \
+                 the machine's CPU time, at most {:.0} %; their throughput and latency are not to \
+                 be believed.\n",
+                shares.len(),
+                100.0 * FELT_CPU_SHARE,
+                100.0 * highest
+            )
+        })
     }
 
     /// Whether the optimum's model is as large as what it models.
@@ -340,4 +364,87 @@ fn jumps(rows: &[&Row]) -> Table {
         ]);
     }
     table
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use crate::{bench::cells::chosen, redis::outcome::Jump};
+
+    const MIB: u64 = 1 << 20;
+
+    /// Three subjects of one cell, twice each: 100k, 20k and 30k, then twice
+    /// that for all, as on a machine that has become faster.
+    pub(in crate::bench) fn example(pattern: Pattern) -> Matrix {
+        let cell = chosen(&[pattern], &[33]).expect("there is one")[0];
+        let mut matrix = Matrix { records: 8000, ..Matrix::default() };
+        matrix.prices.zram = vec![10.0];
+        matrix.prices.strata = vec![8.0, 12.0, 10.0];
+        let subjects = [
+            (Subject::Native, 100_000.0, 11, 0),
+            (Subject::Zram, 20_000.0, 4, 3),
+            (Subject::Strata, 30_000.0, 3, 4),
+        ];
+        for (subject, rate, resident, compressed) in subjects {
+            let mut row = Row::new(cell, subject);
+            for repetition in 0..2u8 {
+                let mut result = TrialResult::example(subject.kind());
+                let rate = rate * f64::from(repetition + 1);
+                result.run.operations_per_second = rate;
+                result.run.operations = rate as u64;
+                result.run.timeline = (1..=40).map(|tick| (f64::from(tick) * 0.25, rate)).collect();
+                result.run.jump = (pattern == Pattern::Jump)
+                    .then(|| Jump::read(&result.run.timeline, 1.0, 4.0))
+                    .flatten();
+                result.memory.resident_bytes = resident * MIB;
+                result.memory.compressed_bytes = compressed * MIB;
+                row.results.push((usize::from(repetition), result));
+            }
+            matrix.rows.push(row);
+        }
+        matrix
+    }
+
+    #[test]
+    fn ratios_are_those_of_each_repetition() {
+        let matrix = example(Pattern::Uniform);
+        let text = matrix.ratios().markdown();
+        // Both repetitions say 1.5, however the machine changed between them.
+        assert!(text.contains("1.50 (1.50 … 1.50)"), "{text}");
+        assert!(text.contains("1.50 … 1.50 |"), "{text}");
+        let mut lame = matrix;
+        lame.rows[1].results.remove(0);
+        let text = lame.ratios().markdown();
+        assert!(text.contains("zram | 1 | 1.50"), "{text}");
+    }
+
+    #[test]
+    fn the_bound_is_the_documented_formula() {
+        let matrix = example(Pattern::Uniform);
+        let strata = &matrix.rows[2];
+        let misses = matrix.optimum(strata, &strata.results[0].1).expect("there is a native row");
+        let expected = 1.0 / (1.0 / 150_000.0 + misses * 10e-6);
+        let bound = matrix.bound(strata).expect("price and native are there");
+        assert!((bound / expected - 1.0).abs() < 1e-9, "{bound} {expected}");
+        assert!(misses > 0.5 && misses < 1.2, "{misses}");
+        // More resident, fewer misses.
+        let zram = &matrix.rows[1];
+        assert!(matrix.optimum(zram, &zram.results[0].1).is_some_and(|fewer| fewer < misses));
+        let mut without = example(Pattern::Uniform);
+        without.prices.strata.clear();
+        assert_eq!(without.bound(&without.rows[2]), None);
+    }
+
+    #[test]
+    fn what_is_missing_or_disturbed_is_said() {
+        let mut matrix = example(Pattern::Jump);
+        assert!(!matrix.markdown().contains("Disturbed"));
+        assert!(matrix.markdown().contains("| jump "), "{}", matrix.markdown());
+        matrix.missing.push("zswap: this kernel has none".into());
+        matrix.rows[0].results[0].1.other_cpu_share = 0.4;
+        let text = matrix.markdown();
+        assert!(text.contains("**Not measured:** zswap: this kernel has none"), "{text}");
+        assert!(text.contains("in 1 of 6 trials") && text.contains("at most 40 %"), "{text}");
+        assert!(!text.contains("NaN"), "{text}");
+    }
 }

@@ -34,6 +34,7 @@ lint: ## Format and lints only
 bench: ## Interleaved comparisons with confidence intervals, into bench/results
 	@scripts/setup.sh bench
 	cargo build --release --workspace --locked
+	-@scripts/memtierd.sh
 	$(BINARIES)/strata-lab bench $(BENCH_FLAGS)
 
 soak: ## The program tests for longer, with hundreds of worker deaths

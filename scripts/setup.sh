@@ -55,6 +55,10 @@ need_demo() {
     need mount swapon
 }
 
+need_bench() {
+    need golang-go go
+}
+
 need_test() {
     need redis-tools redis-cli
     need python3 python3
@@ -115,7 +119,8 @@ install_missing() {
 
 case ${1:-} in
 build) need_build ;;
-demo | bench) need_build && need_demo ;;
+demo) need_build && need_demo ;;
+bench) need_build && need_demo && need_bench ;;
 test) need_build && need_demo && need_test ;;
 *) stop "give one of: build, demo, test, bench" ;;
 esac

@@ -3,6 +3,7 @@
 //! of Strata; run them natively, under a control group, or under `strata run`.
 
 use crate::{
+    process,
     random::{Random, mix},
     records::{RECORD_BYTES, Records},
 };
@@ -117,6 +118,8 @@ pub(crate) struct TouchResult {
     pub pages_read: u64,
     pub seconds: f64,
     pub pages_per_second: f64,
+    /// Faults meanwhile, of all kinds: where nothing is missing there are none.
+    pub faults: u64,
 }
 
 /// Fills memory with compressible pages and reads it in random order, checking
@@ -136,6 +139,11 @@ pub(crate) fn touch(options: &TouchOptions) -> Result<()> {
         }
     }
     let mut random = Random::new(3);
+    let faults = || {
+        process::times(std::process::id())
+            .map_or(0, |times| times.major_faults + times.minor_faults)
+    };
+    let before = faults();
     let started = Instant::now();
     let mut pages_read = 0;
     while started.elapsed() < Duration::from_secs_f64(options.seconds) {
@@ -152,7 +160,12 @@ pub(crate) fn touch(options: &TouchOptions) -> Result<()> {
         }
     }
     let seconds = started.elapsed().as_secs_f64();
-    print(&TouchResult { pages_read, seconds, pages_per_second: pages_read as f64 / seconds })
+    print(&TouchResult {
+        pages_read,
+        seconds,
+        pages_per_second: pages_read as f64 / seconds,
+        faults: faults().saturating_sub(before),
+    })
 }
 
 const RECORDS_PER_PAGE: usize = PAGE_SIZE / RECORD_BYTES;

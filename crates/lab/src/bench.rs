@@ -1,11 +1,16 @@
 //! The bench: pairs of trials in turn (A, B, A, B, …), so that the machine's
 //! drift falls on both sides, and their ratios with 95 % intervals.
 //!
-//! Wiring only: what is measured lies in `bench/parts.rs`, how it is written
-//! down in `bench/report.rs`.
+//! Wiring only: what is measured lies in `bench/parts.rs` and, for `tight`, in
+//! `bench/matrix.rs`, how it is written down in `bench/report.rs`.
 
+mod cells;
+mod matrix;
 mod parts;
+mod plot;
+mod price;
 mod report;
+mod rows;
 
 use crate::{interrupt, janitor::Janitor, machine::Provenance, trial};
 use anyhow::{Context, Result, bail};
@@ -17,7 +22,7 @@ use std::{fs, path::PathBuf};
 pub(crate) enum Part {
     /// Redis within its budget under Strata, against Redis alone
     Fits,
-    /// Redis on zram against Redis on Strata with the same total DRAM
+    /// Redis on zram, zswap, memtierd and Strata with the same total DRAM
     Tight,
     /// Fresh memory: first touches registered, not registered, native
     Alloc,
@@ -33,9 +38,11 @@ pub(crate) struct Options {
     /// Only these parts
     #[arg(long, value_enum, value_delimiter = ',')]
     only: Vec<Part>,
-    /// Repetitions of every pair
+    /// Repetitions of every pair; of `tight`, those of the quoted rows
     #[arg(long, default_value_t = 5)]
     repetitions: usize,
+    #[command(flatten)]
+    narrowing: matrix::Narrowing,
     /// Smaller and shorter: to see that all works, not to be quoted
     #[arg(long)]
     quick: bool,
@@ -60,6 +67,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     if options.repetitions == 0 {
         bail!("--repetitions must be at least 1");
     }
+    options.narrowing.check()?;
     let mut plan = trial::Plan::standard(options.binaries.as_deref())?;
     if options.quick {
         plan.shorten();
@@ -77,7 +85,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         let mut found = report::PartResults::default();
         let outcome = match part {
             Part::Fits => parts::fits(&bench, &mut found),
-            Part::Tight => parts::tight(&bench, &mut found),
+            Part::Tight => matrix::tight(&bench, &options.narrowing, &mut found),
             Part::Alloc => parts::alloc(&bench, &mut found),
             Part::Start => parts::start(&bench, &mut found),
             Part::Fault => parts::fault(&bench, &mut found),
@@ -100,6 +108,9 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     println!("\n{summary}");
     put("json", serde_json::to_string_pretty(&results)?)?;
     put("md", summary)?;
+    for (name, drawing) in results.pictures() {
+        put(&format!("{name}.svg"), drawing.clone())?;
+    }
     results.refuse_failed()
 }
 
@@ -107,7 +118,9 @@ impl Part {
     const fn title(self) -> &'static str {
         match self {
             Self::Fits => "Redis within its budget: Strata against no Strata",
-            Self::Tight => "Redis squeezed: Strata against zram, the same total DRAM",
+            Self::Tight => {
+                "Redis squeezed: Strata, zram, zswap and memtierd with the same total DRAM"
+            }
             Self::Alloc => "Fresh memory: MiB/s",
             Self::Start => "From start to main",
             Self::Fault => "Faults and Strata's own memory",

@@ -27,8 +27,14 @@ enum Version {
 }
 
 impl Group {
-    /// Makes a group of the given name with a limit on resident memory.
-    pub(crate) fn create(janitor: &Janitor, name: &str, limit_bytes: u64) -> Result<Self> {
+    /// Makes a group of the given name with a limit on resident memory. Where
+    /// `through_zswap` is not set, zswap must not stand before the swap device.
+    pub(crate) fn create(
+        janitor: &Janitor,
+        name: &str,
+        limit_bytes: u64,
+        through_zswap: bool,
+    ) -> Result<Self> {
         let mounts = fs::read_to_string("/proc/self/mounts").context("read the mounts")?;
         let (root, version) =
             memory_root(&mounts).context("no memory control group hierarchy is mounted")?;
@@ -46,7 +52,8 @@ impl Group {
         let group = Self { path, registered: Some(registered) };
         // zswap would keep pages before they reach the zram device, in a pool
         // that no figure here counts.
-        let zswap = fs::read_to_string(ZSWAP_SWITCH).is_ok_and(|text| text.starts_with('Y'));
+        let zswap = !through_zswap
+            && fs::read_to_string(ZSWAP_SWITCH).is_ok_and(|text| text.starts_with('Y'));
         match version {
             Version::One if zswap => {
                 bail!("zswap is on and would hide what zram costs (echo N > {ZSWAP_SWITCH})")

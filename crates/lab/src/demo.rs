@@ -163,8 +163,8 @@ impl Demo<'_> {
         let progress = Progress::start(label);
         let name = match setup {
             Setup::DramOnly => "demo-dram",
-            Setup::Zram { .. } => "demo-zram",
             Setup::Strata { .. } => "demo",
+            Setup::Zram { .. } | Setup::Zswap { .. } | Setup::Memtierd { .. } => "demo-zram",
         };
         let result = trial::run(self.janitor, setup, name, &self.plan, &progress);
         match &result {

@@ -38,6 +38,8 @@ pub(crate) enum Undo {
     ZramReset { sysfs: PathBuf, algorithm: String },
     /// Remove a zram device that was added.
     ZramRemove { number: u32 },
+    /// Give a parameter of the kernel its old value.
+    WriteBack { path: PathBuf, value: String },
     /// Remove an empty control group.
     RemoveGroup { path: PathBuf },
     /// Remove a directory with sockets and logs.
@@ -208,6 +210,7 @@ impl Undo {
                 }
                 Ok(())
             }
+            Self::WriteBack { path, value } => write(path, value),
             Self::RemoveGroup { path } => {
                 if path.exists() {
                     fs::remove_dir(path)
@@ -282,6 +285,16 @@ mod tests {
         let me = std::process::id();
         let start_ticks = process::times(me).expect("this process").start_ticks;
         Undo::Kill { pid: me, start_ticks: start_ticks + 1 }.perform().expect("nothing to do");
+    }
+
+    #[test]
+    fn a_parameter_gets_its_old_value_back() {
+        let path = std::env::temp_dir().join(format!("strata-lab-back-{}", std::process::id()));
+        fs::write(&path, "new").expect("written");
+        let undo = Undo::WriteBack { path: path.clone(), value: "old".into() };
+        undo.perform().expect("written back");
+        assert_eq!(fs::read_to_string(&path).expect("read"), "old");
+        fs::remove_file(&path).expect("removed");
     }
 
     #[test]

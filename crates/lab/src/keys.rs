@@ -6,6 +6,7 @@
 //! is understated several times over.
 
 use crate::random::{Random, mix};
+use clap::ValueEnum;
 use serde::Serialize;
 use std::sync::Arc;
 
@@ -21,15 +22,21 @@ pub(crate) enum Pattern {
     Zipf,
     /// Zipf 0.99 with the hot keys scattered over all pages.
     ZipfScrambled,
-    /// Four of five draws from a tenth of the keys, the fifth walks over all.
+    /// Draws from a tenth of the keys, while one connection walks over all of
+    /// them at a rate of its own.
     ScanHot,
-    /// Gaussian; the middle jumps by a quarter of the keys every
-    /// [`JUMP_EVERY`] draws of a connection.
+    /// Gaussian; the middle moves by a quarter of the keys once, when a third
+    /// of the measured time has gone.
     Jump,
 }
 
-/// Draws of one connection between two jumps.
-const JUMP_EVERY: u64 = 250_000;
+impl Pattern {
+    /// As on the command line.
+    pub(crate) fn name(self) -> String {
+        self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+    }
+}
+
 /// Exponent of the Zipf patterns.
 const ZIPF_EXPONENT: f64 = 0.99;
 
@@ -84,16 +91,31 @@ impl Keys {
     }
 
     pub(crate) fn stream(&self, seed: u64) -> KeyStream {
-        let mut random = Random::new(seed);
-        let scan_next = random.below(self.count);
-        KeyStream { keys: self.clone(), random, drawn: 0, scan_next }
+        KeyStream { keys: self.clone(), random: Random::new(seed), offset: 0, walks_at: None }
     }
 
-    /// Where rank `rank` of a scrambled pattern lives. Two ranks may meet on
-    /// one key, as in every hashing scramble; the shape stays.
-    fn scramble(&self, rank: u64) -> u64 {
-        ((u128::from(mix(rank)) * u128::from(self.count)) >> 64) as u64
+    /// A walk over all keys in order, from a place that the seed gives.
+    pub(crate) fn walk(&self, seed: u64) -> KeyStream {
+        let mut stream = self.stream(seed);
+        stream.walks_at = Some(stream.random.below(self.count));
+        stream
     }
+
+    /// Size of the hot set of [`Pattern::ScanHot`].
+    pub(crate) fn hot_count(&self) -> u64 {
+        hot_count(self.count)
+    }
+}
+
+/// Where rank `rank` of a scrambled pattern lives. Two ranks may meet on one
+/// key, as in every hashing scramble; the shape stays.
+pub(crate) fn scramble(rank: u64, count: u64) -> u64 {
+    ((u128::from(mix(rank)) * u128::from(count)) >> 64) as u64
+}
+
+/// A tenth of the keys.
+pub(crate) const fn hot_count(count: u64) -> u64 {
+    count.div_ceil(10)
 }
 
 /// One endless stream of keys.
@@ -101,35 +123,36 @@ impl Keys {
 pub(crate) struct KeyStream {
     keys: Keys,
     random: Random,
-    drawn: u64,
-    scan_next: u64,
+    /// Keys by which the middle of a jump has moved.
+    offset: u64,
+    /// Where the walk is, if the stream is one.
+    walks_at: Option<u64>,
 }
 
 impl KeyStream {
     pub(crate) fn draw(&mut self) -> u64 {
         let count = self.keys.count;
-        self.drawn += 1;
+        if let Some(at) = &mut self.walks_at {
+            *at = (*at + 1) % count;
+            return *at;
+        }
         match self.keys.pattern {
             Pattern::Uniform => self.random.below(count),
             Pattern::Gaussian => self.gaussian(),
             Pattern::Zipf | Pattern::ZipfScrambled => {
                 let zipf = self.keys.zipf.as_ref().expect("made with the pattern");
                 let rank = zipf.draw(&mut self.random).min(count - 1);
-                if self.keys.pattern == Pattern::Zipf { rank } else { self.keys.scramble(rank) }
+                if self.keys.pattern == Pattern::Zipf { rank } else { scramble(rank, count) }
             }
-            Pattern::ScanHot => {
-                if self.random.below(5) == 0 {
-                    self.scan_next = (self.scan_next + 1) % count;
-                    self.scan_next
-                } else {
-                    self.random.below(count.div_ceil(10))
-                }
-            }
-            Pattern::Jump => {
-                let jumps = self.drawn / JUMP_EVERY;
-                (self.gaussian() + jumps % 4 * (count / 4)) % count
-            }
+            Pattern::ScanHot => self.random.below(self.keys.hot_count()),
+            Pattern::Jump => (self.gaussian() + self.offset) % count,
         }
+    }
+
+    /// From now on the middle of a jump lies a quarter of the keys further on.
+    /// Other patterns have none to move.
+    pub(crate) fn jump(&mut self) {
+        self.offset = self.keys.count / 4;
     }
 
     /// True with the given probability; drawn from the same stream.
@@ -206,22 +229,24 @@ mod tests {
     }
 
     #[test]
-    fn scan_visits_every_key_and_keeps_its_hot_set() {
+    fn a_walk_visits_every_key_in_order_and_the_hot_set_is_a_tenth() {
+        let keys = Keys::new(Pattern::ScanHot, COUNT);
+        let mut walk = keys.walk(1);
+        let first = walk.draw();
+        assert!((1..COUNT).all(|step| walk.draw() == (first + step) % COUNT));
+        assert_eq!(walk.draw(), first);
         let counts = histogram(Pattern::ScanHot, 200_000);
-        assert!(counts.iter().all(|&count| count > 0));
-        let hot = share(&counts, 0..1000);
-        assert!((0.80..0.84).contains(&hot), "{hot}");
+        assert!(counts[..1000].iter().all(|&count| count > 0));
+        assert!(counts[1000..].iter().all(|&count| count == 0));
     }
 
     #[test]
-    fn jump_moves_the_middle() {
+    fn a_jump_moves_the_middle() {
         let mut stream = Keys::new(Pattern::Jump, COUNT).stream(1);
-        let mean = |stream: &mut KeyStream, draws: u64| {
-            (0..draws).map(|_| stream.draw()).sum::<u64>() as f64 / draws as f64
-        };
-        let before = mean(&mut stream, JUMP_EVERY - 1);
+        let before = (0..100_000).map(|_| stream.draw()).sum::<u64>() as f64 / 1e5;
+        stream.jump();
         let mut after = vec![0; COUNT as usize];
-        for _ in 0..JUMP_EVERY {
+        for _ in 0..100_000 {
             after[stream.draw() as usize] += 1;
         }
         assert!((before - 5000.0).abs() < 100.0, "{before}");

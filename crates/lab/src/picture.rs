@@ -3,7 +3,7 @@
 
 use crate::{
     demo::{Phase, Report, table},
-    stage::Setup,
+    drawing::{Drawing, colour, escape},
     table::{mebibytes, short, three_digits},
 };
 use std::fmt::Write;
@@ -87,51 +87,13 @@ const PANELS: [Panel; 4] = [
 /// Room that a panel keeps behind its longest bar for the caption.
 const CAPTION_WIDTH: f64 = 78.0;
 
-fn colour(setup: Setup) -> &'static str {
-    match setup {
-        Setup::DramOnly => "#64748b",
-        Setup::Zram { .. } => "#d97706",
-        Setup::Strata { .. } => "#0d9488",
-    }
-}
-
-/// Text that may stand between tags.
-fn escape(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
-}
-
-struct Drawing {
-    out: String,
-}
-
-impl Drawing {
-    fn text(&mut self, x: f64, y: f64, class: &str, text: &str) {
-        let text = escape(text);
-        self.put(&format!("<text x=\"{x:.1}\" y=\"{y:.1}\" class=\"{class}\">{text}</text>"));
-    }
-
-    fn put(&mut self, element: &str) {
-        self.out.push_str(element);
-        self.out.push('\n');
-    }
-}
-
 /// The picture.
 pub(crate) fn draw(report: &Report) -> String {
     let rows = report.phases.len() as f64;
     let timeline_top = BARS_TOP + rows * ROW_HEIGHT + 90.0;
     let footer_top = timeline_top + TIMELINE_HEIGHT + 60.0;
     let height = footer_top + 24.0 * (1.0 + report.notes.len() as f64) + 10.0;
-    let mut drawing = Drawing { out: String::new() };
-    drawing.put(&format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height:.0}\" \
-         width=\"{WIDTH}\" height=\"{height:.0}\" font-family=\"Inter, 'Segoe UI', 'DejaVu Sans', \
-         sans-serif\">\n<style>.h{{font-size:27px;font-weight:700;fill:#0f172a}}\
-         .s{{font-size:14px;fill:#475569}}.t{{font-size:15px;font-weight:700;fill:#0f172a}}\
-         .n{{font-size:11px;fill:#64748b}}.l{{font-size:14px;font-weight:600;fill:#0f172a}}\
-         .v{{font-size:13px;font-weight:600;fill:#0f172a}}.e{{text-anchor:end}}</style>"
-    ));
-    drawing.put(&format!("<rect width=\"{WIDTH}\" height=\"{height:.0}\" fill=\"#ffffff\"/>"));
+    let mut drawing = Drawing::new(WIDTH, height);
     drawing.text(MARGIN, 52.0, "h", "One Redis, one load, less and less DRAM");
     drawing.text(MARGIN, 78.0, "s", &report.workload);
     bars(&mut drawing, report);
@@ -141,8 +103,7 @@ pub(crate) fn draw(report: &Report) -> String {
         let y = footer_top + 22.0 * (line + 1) as f64;
         drawing.text(MARGIN, y, "n", note);
     }
-    drawing.put("</svg>");
-    drawing.out
+    drawing.finish()
 }
 
 /// What the longest bar of a panel stands for: the largest value, unless that
@@ -294,11 +255,6 @@ pub(crate) fn page(report: &Report, drawing: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn text_cannot_break_the_picture() {
-        assert_eq!(escape("a<b & \"c\">"), "a&lt;b &amp; &quot;c&quot;&gt;");
-    }
 
     #[test]
     fn one_outlier_does_not_hide_the_others() {

@@ -25,6 +25,8 @@ pub(crate) struct Times {
     pub cpu_ns: u64,
     /// Faults that needed the swap or a file.
     pub major_faults: u64,
+    /// All others, those that a userfaultfd served among them.
+    pub minor_faults: u64,
     /// When it started, in ticks since boot: tells a pid from its next user.
     pub start_ticks: u64,
     /// Its parent.
@@ -42,6 +44,7 @@ fn parse_times(stat: &str) -> Option<Times> {
     Some(Times {
         parent: number(1)? as u32,
         major_faults: number(9)?,
+        minor_faults: number(7)?,
         cpu_ns: (number(11)? + number(12)?) * tick_ns(),
         start_ticks: number(19)?,
     })
@@ -167,7 +170,7 @@ mod tests {
         let line = "42 (a) b (c) S 7 1 1 0 -1 4194560 100 0 13 0 250 50 0 0 20 0 4 0 98765 1 2 3";
         let found = parse_times(line).expect("parses");
         assert_eq!(found.parent, 7);
-        assert_eq!(found.major_faults, 13);
+        assert_eq!((found.major_faults, found.minor_faults), (13, 100));
         assert_eq!(found.cpu_ns, 300 * tick_ns());
         assert_eq!(found.start_ticks, 98_765);
         assert_eq!(parse_times("42 (x S 7"), None);

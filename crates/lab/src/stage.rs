@@ -1,10 +1,11 @@
-//! What surrounds the server of one trial: its limit, its swap, its daemon.
+//! What surrounds the program of one trial: its limit, its swap, its daemon.
 //! Setting up, taking down, and what it costs at any moment; what is done with
-//! the server is the trial's.
+//! the program is the trial's.
 
 use crate::{
     cgroup::Group,
     janitor::Janitor,
+    memtierd::Memtierd,
     process,
     redis::{
         resp::Endpoint,
@@ -13,9 +14,11 @@ use crate::{
     strata::{self, Strata},
     trial::Plan,
     zram::{Stored, Zram},
+    zswap::Zswap,
 };
 use anyhow::{Context, Result};
 use serde::Serialize;
+use std::path::Path;
 
 /// What the server has to live in.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
@@ -26,8 +29,36 @@ pub(crate) enum Setup {
     /// A limit on resident memory; the rest in zram (lz4), whose own cost is
     /// not counted against the limit.
     Zram { resident_limit_bytes: u64 },
+    /// The same limit; the rest in zswap, with a swap file behind it.
+    Zswap { resident_limit_bytes: u64 },
+    /// The same limit and zram; memtierd swaps out what it takes for idle
+    /// before the limit makes the kernel do it.
+    Memtierd { resident_limit_bytes: u64 },
     /// A Strata budget: everything counts.
     Strata { dram_bytes: u64 },
+}
+
+impl Setup {
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::DramOnly => "DRAM only",
+            Self::Zram { .. } => "zram",
+            Self::Zswap { .. } => "zswap",
+            Self::Memtierd { .. } => "memtierd",
+            Self::Strata { .. } => "Strata",
+        }
+    }
+
+    /// The limit on resident memory, or the budget; none where there is none.
+    pub(crate) const fn allowed_bytes(self) -> Option<u64> {
+        match self {
+            Self::DramOnly => None,
+            Self::Zram { resident_limit_bytes }
+            | Self::Zswap { resident_limit_bytes }
+            | Self::Memtierd { resident_limit_bytes } => Some(resident_limit_bytes),
+            Self::Strata { dram_bytes } => Some(dram_bytes),
+        }
+    }
 }
 
 /// What a server costs in DRAM, in bytes.
@@ -37,7 +68,8 @@ pub(crate) struct MemoryUse {
     pub resident_bytes: u64,
     /// What the compressed store costs, fragmentation included.
     pub compressed_bytes: u64,
-    /// Page map, object table and indexes (zram's are not to be had).
+    /// Page map, object table and indexes (the kernel's are not to be had);
+    /// memtierd's own memory.
     pub metadata_bytes: u64,
     /// Original size of what is stored.
     pub stored_bytes: u64,
@@ -55,40 +87,101 @@ impl MemoryUse {
     }
 }
 
-/// The surroundings of one server. Fields drop in this order.
-pub(crate) struct Stage {
-    server: Server,
+/// Limit, swap and daemon, before there is a program. Fields drop in this order.
+pub(crate) struct Surroundings {
     group: Option<Group>,
     zram: Option<Zram>,
+    zswap: Option<Zswap>,
     strata: Option<(Strata, String)>,
+    wrapping: Wrapping,
+}
+
+impl Surroundings {
+    /// Sets everything up for a program of about `data_bytes`.
+    pub(crate) fn start(
+        janitor: &Janitor,
+        setup: Setup,
+        name: &str,
+        data_bytes: u64,
+        binaries: &Path,
+    ) -> Result<Self> {
+        let (group, zram, zswap, strata) = (None, None, None, None);
+        let mut this = Self { group, zram, zswap, strata, wrapping: Wrapping::default() };
+        match setup {
+            Setup::DramOnly => {}
+            Setup::Zram { resident_limit_bytes } | Setup::Memtierd { resident_limit_bytes } => {
+                // Several times what can come: the device must never be full,
+                // and its size costs nothing until it is used.
+                let disk_bytes = (data_bytes * 8).max(256 << 20);
+                this.zram = Some(Zram::start(janitor, "lz4", disk_bytes).context("zram")?);
+                this.limit(janitor, resident_limit_bytes, false)?;
+            }
+            Setup::Zswap { resident_limit_bytes } => {
+                // Every page of the program has room in the file, which is there
+                // in full.
+                let file_bytes = (data_bytes * 3).max(256 << 20);
+                this.zswap = Some(Zswap::start(janitor, file_bytes).context("zswap")?);
+                this.limit(janitor, resident_limit_bytes, true)?;
+            }
+            Setup::Strata { dram_bytes } => {
+                let daemon = Strata::start(janitor, binaries).context("Strata")?;
+                let tenant = format!("{name}-{}", std::process::id());
+                this.wrapping = daemon.wrapping(&tenant, dram_bytes);
+                this.strata = Some((daemon, tenant));
+            }
+        }
+        Ok(this)
+    }
+
+    fn limit(&mut self, janitor: &Janitor, limit_bytes: u64, through_zswap: bool) -> Result<()> {
+        let name = format!("strata-lab-{}", std::process::id());
+        let group = Group::create(janitor, &name, limit_bytes, through_zswap)?;
+        self.wrapping.prefix = group.wrapping();
+        self.group = Some(group);
+        Ok(())
+    }
+
+    /// Put before the program's command line.
+    pub(crate) const fn wrapping(&self) -> &Wrapping {
+        &self.wrapping
+    }
+
+    /// What is to be said of the store; none where its name says all.
+    fn note(&self) -> Option<String> {
+        self.zswap.as_ref().map(|zswap| format!("zswap's compressor: {}", zswap.compressor()))
+    }
+
+    /// Takes everything down again and says whether that worked; the program
+    /// must have ended.
+    pub(crate) fn stop(self) -> Result<()> {
+        self.group.map_or(Ok(()), Group::remove)?;
+        self.zram.map_or(Ok(()), Zram::stop)?;
+        self.zswap.map_or(Ok(()), Zswap::stop)?;
+        self.strata.map_or(Ok(()), |(strata, _)| strata.stop())
+    }
+}
+
+/// A server and its surroundings. Fields drop in this order.
+pub(crate) struct Stage {
+    memtierd: Option<Memtierd>,
+    server: Server,
+    around: Surroundings,
 }
 
 impl Stage {
     /// Sets everything up and starts the server in it.
     pub(crate) fn start(janitor: &Janitor, setup: Setup, name: &str, plan: &Plan) -> Result<Self> {
-        let mut wrapping = Wrapping::default();
-        let (mut group, mut zram, mut strata) = (None, None, None);
-        match setup {
-            Setup::DramOnly => {}
-            Setup::Zram { resident_limit_bytes } => {
-                // Several times what can come: the device must never be full,
-                // and its size costs nothing until it is used.
-                let disk_bytes = (plan.records * 8192).max(256 << 20);
-                zram = Some(Zram::start(janitor, "lz4", disk_bytes).context("zram")?);
-                let group_name = format!("strata-lab-{}", std::process::id());
-                let made = Group::create(janitor, &group_name, resident_limit_bytes)?;
-                wrapping.prefix = made.wrapping();
-                group = Some(made);
+        let data_bytes = plan.records * 1024;
+        let around = Surroundings::start(janitor, setup, name, data_bytes, &plan.binaries)?;
+        let server = Server::start(janitor, name, around.wrapping(), plan.server_core)?;
+        let memtierd = match setup {
+            Setup::Memtierd { .. } => {
+                let tool = plan.memtierd.as_ref().context("memtierd was not looked for")?;
+                Some(Memtierd::start(janitor, tool, server.pid())?)
             }
-            Setup::Strata { dram_bytes } => {
-                let daemon = Strata::start(janitor, &plan.binaries).context("Strata")?;
-                let tenant = format!("{name}-{}", std::process::id());
-                wrapping = daemon.wrapping(&tenant, dram_bytes);
-                strata = Some((daemon, tenant));
-            }
-        }
-        let server = Server::start(janitor, name, &wrapping, plan.server_core)?;
-        Ok(Self { server, group, zram, strata })
+            _ => None,
+        };
+        Ok(Self { memtierd, server, around })
     }
 
     pub(crate) const fn endpoint(&self) -> &Endpoint {
@@ -100,17 +193,26 @@ impl Stage {
         self.server.is_running()
     }
 
+    /// An error when what is to help the server has ended on its own.
+    pub(crate) fn check_helper(&mut self) -> Result<()> {
+        self.memtierd.as_mut().map_or(Ok(()), Memtierd::check)
+    }
+
+    /// What is to be said of the store; none where its name says all.
+    pub(crate) fn note(&self) -> Option<String> {
+        self.around.note()
+    }
+
     /// Whether the kernel killed the server for its group's limit.
     pub(crate) fn was_oom_killed(&self) -> bool {
-        self.group.as_ref().is_some_and(|group| group.oom_kills() > 0)
+        self.around.group.as_ref().is_some_and(|group| group.oom_kills() > 0)
     }
 
     /// Takes everything down again and says whether that worked.
     pub(crate) fn stop(self) -> Result<()> {
+        self.memtierd.map_or(Ok(()), Memtierd::stop)?;
         self.server.stop()?;
-        self.group.map_or(Ok(()), Group::remove)?;
-        self.zram.map_or(Ok(()), Zram::stop)?;
-        self.strata.map_or(Ok(()), |(strata, _)| strata.stop())
+        self.around.stop()
     }
 
     /// What the server costs now.
@@ -119,14 +221,21 @@ impl Stage {
         let mut sample = Sample {
             memory: MemoryUse { resident_bytes: kernel.anonymous_bytes, ..MemoryUse::default() },
             kernel_resident_bytes: kernel.anonymous_bytes,
+            swapped_bytes: kernel.swapped_bytes,
             ..Sample::default()
         };
-        if let Some(zram) = &self.zram {
-            let Stored { original_bytes, used_bytes, .. } = zram.stored();
+        let swap = self.around.zram.as_ref().map(Zram::stored);
+        if let Some(stored) = swap.or_else(|| self.around.zswap.as_ref().map(Zswap::stored)) {
+            let Stored { original_bytes, used_bytes, .. } = stored;
             sample.memory.compressed_bytes = used_bytes;
             sample.memory.stored_bytes = original_bytes;
+            sample.has_swap = true;
         }
-        if let Some((strata, tenant)) = &self.strata {
+        if let Some(memtierd) = &self.memtierd {
+            sample.daemon_bytes = process::memory(memtierd.pid()).anonymous_bytes;
+            sample.memory.metadata_bytes = sample.daemon_bytes;
+        }
+        if let Some((strata, tenant)) = &self.around.strata {
             let stats = strata.stats(tenant)?;
             sample.memory = MemoryUse {
                 resident_bytes: stats.resident_bytes + stats.unmanaged_bytes,
@@ -150,8 +259,13 @@ impl Stage {
     /// What has been spent so far.
     pub(crate) fn counters(&self) -> Counters {
         let mut counters = self.times();
-        if let Some((strata, tenant)) = &self.strata {
-            counters.faults = strata.stats(tenant).map_or(0, |stats| stats.faults_total);
+        if let Some((strata, tenant)) = &self.around.strata {
+            let stats = strata.stats(tenant).ok();
+            // A first touch brings nothing back, and is no major fault either.
+            counters.faults = stats
+                .as_ref()
+                .map_or(0, |stats| stats.faults_total.saturating_sub(stats.zero_faults_total));
+            counters.soft_faults = stats.map_or(0, |stats| stats.soft_faults_total);
         }
         counters
     }
@@ -159,15 +273,18 @@ impl Stage {
     /// The same, without asking a daemon: faults are the kernel's.
     pub(crate) fn times(&self) -> Counters {
         let server = process::times(self.server.pid()).unwrap_or_default();
-        let daemon_cpu_ns = self.strata.as_ref().map_or(0, |(strata, _)| {
-            strata.pids().into_iter().filter_map(process::times).map(|times| times.cpu_ns).sum()
-        });
+        let daemon = self.around.strata.as_ref().map(|(strata, _)| strata.pids());
+        let helper = self.memtierd.as_ref().map(|memtierd| process::family(memtierd.pid()));
+        let pids = daemon.or(helper).unwrap_or_default();
+        let daemon_cpu_ns =
+            pids.into_iter().filter_map(process::times).map(|times| times.cpu_ns).sum();
         Counters {
             server_cpu_ns: server.cpu_ns,
             daemon_cpu_ns,
             client_cpu_ns: process::times(std::process::id()).unwrap_or_default().cpu_ns,
             machine_cpu_ns: process::machine_busy_ns(),
             faults: server.major_faults,
+            soft_faults: 0,
         }
     }
 }
@@ -179,6 +296,27 @@ pub(crate) struct Sample {
     pub kernel_resident_bytes: u64,
     pub daemon_bytes: u64,
     pub stats: Option<strata_api::Stats>,
+    /// What the kernel says that the server has in swap, whichever that is.
+    swapped_bytes: u64,
+    has_swap: bool,
+}
+
+impl Sample {
+    /// What to say when the rival's store holds pages of others, or the server
+    /// has pages in another swap: its DRAM is then not what it was measured to be.
+    pub(crate) fn intruder(&self) -> Option<String> {
+        // Pages on their way are in neither or in both.
+        let tolerated = self.swapped_bytes / 10 + (16 << 20);
+        let is_off = self.memory.stored_bytes.abs_diff(self.swapped_bytes) > tolerated;
+        (self.has_swap && is_off).then(|| {
+            format!(
+                "{} MiB are in the swap set up for this trial, {} MiB of the server are in swap: \
+                 somebody else is swapping",
+                self.memory.stored_bytes >> 20,
+                self.swapped_bytes >> 20
+            )
+        })
+    }
 }
 
 /// CPU times and faults since the start of each process.
@@ -189,4 +327,28 @@ pub(crate) struct Counters {
     pub client_cpu_ns: u64,
     pub machine_cpu_ns: u64,
     pub faults: u64,
+    /// Part of them that Strata served without decompression.
+    pub soft_faults: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn others_in_the_swap_are_noticed() {
+        const MIB: u64 = 1 << 20;
+        let sample = |stored_mib: u64, swapped_mib: u64| Sample {
+            memory: MemoryUse { stored_bytes: stored_mib * MIB, ..MemoryUse::default() },
+            swapped_bytes: swapped_mib * MIB,
+            has_swap: true,
+            ..Sample::default()
+        };
+        assert_eq!(sample(700, 690).intruder(), None);
+        let said = sample(800, 690).intruder().expect("110 MiB too many");
+        assert!(said.contains("800 MiB are in the swap"), "{said}");
+        assert!(sample(600, 700).intruder().is_some());
+        let strata = Sample { has_swap: false, ..sample(700, 0) };
+        assert_eq!(strata.intruder(), None);
+    }
 }

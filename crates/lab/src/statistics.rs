@@ -1,10 +1,11 @@
-//! What repetitions say: means, and ratios with their uncertainty.
+//! What repetitions say: means, medians, and ratios with their uncertainty.
 //!
 //! The machine's speed drifts, so every repetition runs both sides and gives
 //! one ratio; the interval is over those ratios.
 
-use crate::random::Random;
+use crate::{random::Random, table::short};
 use serde::Serialize;
+use std::fmt;
 
 /// A mean with a 95 % confidence interval.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize)]
@@ -17,6 +18,39 @@ pub(crate) struct Estimate {
     pub high: f64,
     /// Number of samples.
     pub samples: usize,
+}
+
+/// The middle of some samples and their ends.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize)]
+pub(crate) struct Spread {
+    pub median: f64,
+    pub lowest: f64,
+    pub highest: f64,
+}
+
+/// None for no samples.
+pub(crate) fn spread(samples: &[f64]) -> Option<Spread> {
+    let mut sorted = samples.to_vec();
+    sorted.sort_unstable_by(f64::total_cmp);
+    let (lowest, highest) = (*sorted.first()?, *sorted.last()?);
+    let middle = sorted.len() / 2;
+    let median = if sorted.len().is_multiple_of(2) {
+        f64::midpoint(sorted[middle - 1], sorted[middle])
+    } else {
+        sorted[middle]
+    };
+    Some(Spread { median, lowest, highest })
+}
+
+impl fmt::Display for Spread {
+    /// `12.3 (11.0 … 14.1)`; a single sample, or several alike, without ends.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&short(self.median))?;
+        if short(self.lowest) == short(self.highest) {
+            return Ok(());
+        }
+        write!(f, " ({} … {})", short(self.lowest), short(self.highest))
+    }
 }
 
 /// Resamples of the bootstrap.
@@ -75,6 +109,17 @@ mod tests {
             })
             .count();
         assert!((178..=199).contains(&covered), "{covered}");
+    }
+
+    #[test]
+    fn medians_lie_between_the_ends() {
+        assert_eq!(spread(&[]), None);
+        let odd = spread(&[5.0, 1.0, 2.0]).expect("samples");
+        assert_eq!((odd.median, odd.lowest, odd.highest), (2.0, 1.0, 5.0));
+        let even = spread(&[4.0, 1.0, 2.0, 100.0]).expect("samples");
+        assert_eq!(even.median, 3.0);
+        assert_eq!(even.to_string(), "3.00 (1.00 … 100)");
+        assert_eq!(spread(&[7.0]).expect("one").to_string(), "7.00");
     }
 
     #[test]

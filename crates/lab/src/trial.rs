@@ -5,13 +5,15 @@
 use crate::{
     janitor::Janitor,
     keys::Pattern,
+    memtierd::Tool,
     process,
     progress::Progress,
     random::mix,
     records::Records,
     redis::{
         expect::Expect,
-        load::{Client, Moment, Outcome, Pass, Workload},
+        load::{Client, Moment, Pass, Workload},
+        outcome::Outcome,
         tally::WrongValues,
     },
     stage::{Counters, MemoryUse, Sample, Setup, Stage},
@@ -40,6 +42,8 @@ pub(crate) struct Plan {
     pub client_core: Option<usize>,
     /// Where `strata` and `stratad` are.
     pub binaries: PathBuf,
+    /// For the setup that needs it.
+    pub memtierd: Option<Tool>,
 }
 
 /// A budget may be exceeded by the larger of 2 % and this.
@@ -114,6 +118,7 @@ impl Plan {
             server_core,
             client_core,
             binaries,
+            memtierd: None,
         })
     }
 
@@ -140,8 +145,17 @@ pub(crate) struct TrialResult {
     /// CPU time of the whole machine but the client: kernel threads too, and
     /// whatever else ran.
     pub machine_cpu_us_per_op: f64,
+    /// Share of the machine's CPU time in the window that went to none of these:
+    /// kernel threads, and whatever else ran.
+    pub other_cpu_share: f64,
     /// Pages brought back per second: swap-ins, or faults served by Strata.
     pub faults_per_second: f64,
+    /// The same per operation.
+    pub misses_per_op: f64,
+    /// Part of them that Strata served without decompression.
+    pub soft_misses_per_op: f64,
+    /// What else is to be said of the store.
+    pub store_note: Option<String>,
     /// Mean over the measured time.
     pub memory: MemoryUse,
     /// Largest total seen from the start of the load to the end of the run.
@@ -277,7 +291,10 @@ fn attempt(
     if let Some(core) = plan.client_core {
         process::pin_self(core)?;
     }
-    let result = drive(&stage, setup, plan, progress);
+    let mut result = drive(&stage, setup, plan, progress);
+    if let Err(error) = stage.check_helper() {
+        result = Err(error);
+    }
     if plan.client_core.is_some() {
         process::unpin_self(&cores)?;
     }
@@ -292,89 +309,7 @@ fn attempt(
     }
 }
 
-/// One window of a server that stands beside another.
-#[derive(Clone, Debug, Serialize)]
-pub(crate) struct Window {
-    pub setup: Setup,
-    pub run: Outcome,
-    /// CPU time of the server and of its daemon, per operation.
-    pub server_cpu_us_per_op: f64,
-}
-
-/// Two servers side by side, both loaded, driven in turn for one short window
-/// each: a pair lies within seconds, so that the machine's drift falls on both.
-/// Who goes first alternates.
-pub(crate) fn windows(
-    janitor: &Janitor,
-    setups: [Setup; 2],
-    plan: &Plan,
-    count: usize,
-    progress: &Progress,
-) -> Result<Vec<[Window; 2]>> {
-    let cores = process::allowed_cores();
-    let stages = [
-        Stage::start(janitor, setups[0], "left", plan)?,
-        Stage::start(janitor, setups[1], "right", plan)?,
-    ];
-    if let Some(core) = plan.client_core {
-        process::pin_self(core)?;
-    }
-    let result = drive_in_turn(&stages, setups, plan, count, progress);
-    if plan.client_core.is_some() {
-        process::unpin_self(&cores)?;
-    }
-    for stage in stages {
-        stage.stop()?;
-    }
-    result
-}
-
-fn drive_in_turn(
-    stages: &[Stage; 2],
-    setups: [Setup; 2],
-    plan: &Plan,
-    count: usize,
-    progress: &Progress,
-) -> Result<Vec<[Window; 2]>> {
-    let expect = Expect::new(Records::new(mix(plan.workload.seed)), plan.records);
-    progress.part("loading");
-    for stage in stages {
-        client(stage, plan).load(&expect, &mut |_| {}).context("load")?;
-    }
-    progress.part("running");
-    let mut pairs = Vec::with_capacity(count);
-    for number in 0..count {
-        let window = |side: usize| -> Result<Window> {
-            let stage = &stages[side];
-            let (mut begin, mut end) = (Counters::default(), Counters::default());
-            // Both sides of a pair ask for the same keys.
-            let workload = Workload { seed: plan.workload.seed + number as u64, ..plan.workload };
-            let run = client(stage, plan)
-                .run(&workload, &expect, &mut |moment| match moment {
-                    Moment::MeasureBegins => begin = stage.times(),
-                    Moment::MeasureEnds => end = stage.times(),
-                    Moment::Tick { .. } => {}
-                })
-                .context("run")?;
-            let spent_ns = end.server_cpu_ns + end.daemon_cpu_ns;
-            let spent_ns = spent_ns.saturating_sub(begin.server_cpu_ns + begin.daemon_cpu_ns);
-            let server_cpu_us_per_op = spent_ns as f64 / 1e3 / run.operations.max(1) as f64;
-            Ok(Window { setup: setups[side], run, server_cpu_us_per_op })
-        };
-        let pair = if number % 2 == 0 {
-            let left = window(0)?;
-            [left, window(1)?]
-        } else {
-            let right = window(1)?;
-            [window(0)?, right]
-        };
-        progress.set((number + 1) as f64 / count as f64, String::new());
-        pairs.push(pair);
-    }
-    Ok(pairs)
-}
-
-fn client(stage: &Stage, plan: &Plan) -> Client {
+pub(crate) fn client(stage: &Stage, plan: &Plan) -> Client {
     Client {
         endpoint: stage.endpoint().clone(),
         connections: plan.connections,
@@ -404,11 +339,24 @@ fn drive(stage: &Stage, setup: Setup, plan: &Plan, progress: &Progress) -> Resul
     let Some(last) = watch.measured.last().cloned() else {
         bail!("nothing was sampled in the measured time");
     };
+    if let Some(problem) = watch.measured.iter().find_map(Sample::intruder) {
+        bail!("{problem}");
+    }
     // Saturating: a worker that died and was replaced takes its counts along.
     let per_op = |of: fn(&Counters) -> u64| {
         of(&watch.end).saturating_sub(of(&watch.begin)) as f64 / 1e3 / run.operations.max(1) as f64
     };
     let daemon = per_op(|counters| counters.daemon_cpu_ns);
+    // Counted in ticks, the parts can be more than the whole.
+    let spent = |of: fn(&Counters) -> u64| of(&watch.end).saturating_sub(of(&watch.begin)) as f64;
+    let known = |counters: &Counters| {
+        counters.server_cpu_ns + counters.daemon_cpu_ns + counters.client_cpu_ns
+    };
+    let cores = std::thread::available_parallelism().map_or(1, usize::from) as f64;
+    let other_ns = (spent(|counters| counters.machine_cpu_ns) - spent(known)).max(0.0);
+    let count_per_op = |of: fn(&Counters) -> u64| {
+        of(&watch.end).saturating_sub(of(&watch.begin)) as f64 / run.operations.max(1) as f64
+    };
     Ok(TrialResult {
         setup,
         load,
@@ -417,7 +365,11 @@ fn drive(stage: &Stage, setup: Setup, plan: &Plan, progress: &Progress) -> Resul
         daemon_cpu_us_per_op: daemon,
         machine_cpu_us_per_op: per_op(|counters| counters.machine_cpu_ns)
             - per_op(|counters| counters.client_cpu_ns),
+        other_cpu_share: (other_ns / (run.seconds * cores * 1e9)).min(1.0),
         faults_per_second: watch.end.faults.saturating_sub(watch.begin.faults) as f64 / run.seconds,
+        misses_per_op: count_per_op(|counters| counters.faults),
+        soft_misses_per_op: count_per_op(|counters| counters.soft_faults),
+        store_note: stage.note(),
         memory: MemoryUse {
             resident_bytes: watch.mean(|sample| sample.memory.resident_bytes),
             compressed_bytes: watch.mean(|sample| sample.memory.compressed_bytes),
@@ -431,6 +383,36 @@ fn drive(stage: &Stage, setup: Setup, plan: &Plan, progress: &Progress) -> Resul
         strata: last.stats,
         run,
     })
+}
+
+#[cfg(test)]
+impl TrialResult {
+    /// A result for tests of what is made of results.
+    pub(crate) fn example(setup: Setup) -> Self {
+        use crate::redis::tally::Tally;
+        let pass = Pass { operations: 1, seconds: 1.0, wrong_values: 0, missing_values: 0 };
+        let run = Outcome::new(&Tally::default(), Duration::from_secs(1), Vec::new(), None);
+        Self {
+            setup,
+            load: pass,
+            run,
+            verify: None,
+            server_cpu_us_per_op: 3.0,
+            daemon_cpu_us_per_op: 0.0,
+            machine_cpu_us_per_op: 3.5,
+            other_cpu_share: 0.0,
+            faults_per_second: 0.0,
+            misses_per_op: 0.0,
+            soft_misses_per_op: 0.0,
+            store_note: None,
+            memory: MemoryUse::default(),
+            peak_total_bytes: 0,
+            kernel_resident_bytes: 0,
+            daemon_memory_bytes: 0,
+            oom_kills: 0,
+            strata: None,
+        }
+    }
 }
 
 #[cfg(test)]

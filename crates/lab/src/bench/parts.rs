@@ -13,7 +13,7 @@ use crate::{
     redis::server::Wrapping,
     stage::Setup,
     strata::Strata,
-    trial::{self, Plan, TrialResult, Window},
+    windows::{Window, windows},
 };
 use anyhow::{Context, Result, bail};
 use std::{
@@ -26,74 +26,20 @@ use strata_api::Stats;
 /// A budget that a program is far from: nothing is ever registered.
 const PLENTY_BYTES: u64 = 8 << 30;
 
-impl Bench {
-    fn trial(&self, setup: Setup, what: &str, plan: &Plan) -> Result<TrialResult> {
-        let progress = Progress::start(what);
-        let result = trial::run(&self.janitor, setup, "bench", plan, &progress)
-            .with_context(|| what.to_owned());
-        match &result {
-            Ok(result) => {
-                progress.finish(&format!("{what}: {:.0} ops/s", result.run.operations_per_second))
-            }
-            Err(_) => progress.finish(&format!("{what}: failed")),
-        }
-        result
-    }
-}
-
-/// Name, unit, and how it is read off a result.
-type Figure<T> = (&'static str, &'static str, fn(&T) -> f64);
-
-/// The figures that every pair of Redis trials gives.
-fn redis_series(name: &str, sides: [&str; 2], pairs: &[(TrialResult, TrialResult)]) -> Vec<Series> {
-    let figures: [Figure<TrialResult>; 4] = [
-        ("throughput", "ops/s", |result| result.run.operations_per_second),
-        ("server CPU", "µs/op", |result| result.server_cpu_us_per_op),
-        ("p99", "µs", |result| result.run.p99_us),
-        ("DRAM", "MiB", |result| result.memory.total_bytes() as f64 / f64::from(1 << 20)),
-    ];
-    figures
-        .iter()
-        .map(|(figure, unit, of)| Series {
-            name: format!("{name}, {figure}"),
-            unit: (*unit).to_owned(),
-            left: Side {
-                name: sides[0].to_owned(),
-                samples: pairs.iter().map(|(left, _)| of(left)).collect(),
-            },
-            right: Some(Side {
-                name: sides[1].to_owned(),
-                samples: pairs.iter().map(|(_, right)| of(right)).collect(),
-            }),
-        })
-        .collect()
-}
-
-fn keep(
-    results: &mut PartResults,
-    name: &str,
-    sides: [&str; 2],
-    pairs: &[(TrialResult, TrialResult)],
-) -> Result<()> {
-    results.series.extend(redis_series(name, sides, pairs));
-    for (left, right) in pairs {
-        results.raw.push(serde_json::to_value(left)?);
-        results.raw.push(serde_json::to_value(right)?);
-    }
-    Ok(())
-}
+/// Name, unit, and how it is read off a window.
+type Figure = (&'static str, &'static str, fn(&Window) -> f64);
 
 /// A program that fits its budget: what does Strata cost it? Two servers stand
 /// side by side and are driven in turn, a short window each; every repetition
 /// starts new ones, for what one process has by chance (addresses, huge pages).
 pub(super) fn fits(bench: &Bench, results: &mut PartResults) -> Result<()> {
-    let windows = if bench.quick { 4 } else { 24 };
+    let count = if bench.quick { 4 } else { 24 };
     let mut plan = bench.plan.clone();
     plan.workload.pattern = Pattern::Uniform;
     plan.workload.warmup = Duration::from_millis(300);
     plan.workload.duration = Duration::from_millis(1500);
     let setups = [Setup::Strata { dram_bytes: PLENTY_BYTES }, Setup::DramOnly];
-    let figures: [Figure<Window>; 3] = [
+    let figures: [Figure; 3] = [
         ("throughput", "ops/s", |window| window.run.operations_per_second),
         ("server CPU", "µs/op", |window| window.server_cpu_us_per_op),
         ("p99", "µs", |window| window.run.p99_us),
@@ -105,7 +51,7 @@ pub(super) fn fits(bench: &Bench, results: &mut PartResults) -> Result<()> {
         let progress = Progress::start(&what);
         // Who was started first may have the better place in memory.
         let order = if repetition % 2 == 0 { setups } else { [setups[1], setups[0]] };
-        let found = trial::windows(&bench.janitor, order, &plan, windows, &progress);
+        let found = windows(&bench.janitor, order, &plan, count, &progress);
         progress.finish(&what);
         for mut pair in found? {
             if repetition % 2 != 0 {
@@ -132,36 +78,8 @@ pub(super) fn fits(bench: &Bench, results: &mut PartResults) -> Result<()> {
     Ok(())
 }
 
-/// Strata with the DRAM that zram was measured to use, in the same repetition.
-pub(super) fn tight(bench: &Bench, results: &mut PartResults) -> Result<()> {
-    let native = bench.trial(Setup::DramOnly, "tight: size", &bench.plan)?;
-    let all_bytes = native.memory.resident_bytes;
-    for pattern in [Pattern::Uniform, Pattern::Gaussian] {
-        for share in [66, 33] {
-            let mut plan = bench.plan.clone();
-            plan.workload.pattern = pattern;
-            let mut pairs = Vec::new();
-            let mut repeat = || {
-                interrupt::check()?;
-                let what = |side: &str| format!("{pattern:?} {share} %: {side}");
-                let limit = Setup::Zram { resident_limit_bytes: all_bytes * share / 100 };
-                // The rival first, always: its measured total is the budget.
-                let rival = bench.trial(limit, &what("zram"), &plan)?;
-                let budget = Setup::Strata { dram_bytes: rival.memory.total_bytes() };
-                pairs.push((bench.trial(budget, &what("Strata"), &plan)?, rival));
-                anyhow::Ok(())
-            };
-            let ended = (0..bench.repetitions).try_for_each(|_| repeat());
-            let name = format!("{pattern:?} {share} %");
-            keep(results, &name, ["Strata", "zram"], &pairs)?;
-            ended?;
-        }
-    }
-    Ok(())
-}
-
 /// A command of this program, perhaps wrapped in `strata run`.
-fn subject(wrapping: &Wrapping, arguments: &[&str]) -> Result<Child> {
+pub(super) fn subject(wrapping: &Wrapping, arguments: &[&str]) -> Result<Child> {
     let mut line = wrapping.prefix.clone();
     line.push(std::env::current_exe().context("find this program")?.into());
     line.extend(arguments.iter().map(Into::into));
@@ -174,7 +92,7 @@ fn subject(wrapping: &Wrapping, arguments: &[&str]) -> Result<Child> {
         .with_context(|| format!("start {}", line[0].to_string_lossy()))
 }
 
-fn output_of(child: Child) -> Result<String> {
+pub(super) fn output_of(child: Child) -> Result<String> {
     let output = child.wait_with_output().context("wait for a program")?;
     if !output.status.success() {
         bail!("the measured program failed ({})", output.status);

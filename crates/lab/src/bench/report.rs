@@ -37,6 +37,12 @@ impl Side {
 pub(crate) struct PartResults {
     pub series: Vec<Series>,
     pub raw: Vec<serde_json::Value>,
+    /// What a part says in its own form, in Markdown.
+    #[serde(skip)]
+    pub text: String,
+    /// Name and SVG.
+    #[serde(skip)]
+    pub pictures: Vec<(&'static str, String)>,
 }
 
 #[derive(Serialize)]
@@ -88,6 +94,11 @@ impl Results {
         Ok(())
     }
 
+    /// Name and SVG of all parts' pictures.
+    pub(crate) fn pictures(&self) -> impl Iterator<Item = &(&'static str, String)> {
+        self.parts.iter().flat_map(|entry| &entry.results.pictures)
+    }
+
     pub(crate) fn markdown(&self) -> String {
         let mut out = format!(
             "# Bench\n\n{}\n\n`{}`\n",
@@ -105,6 +116,7 @@ impl Results {
             if !results.series.is_empty() {
                 out.push_str(&table(&results.series).markdown());
             }
+            out.push_str(&results.text);
         }
         out
     }
@@ -179,7 +191,11 @@ mod tests {
     #[test]
     fn a_part_that_failed_is_said_and_is_a_failure() {
         let mut results = Results::new(Provenance::now(), true);
-        results.add(Part::Start, PartResults { series: series(), raw: Vec::new() }, Ok(()));
+        results.add(
+            Part::Start,
+            PartResults { series: series(), ..PartResults::default() },
+            Ok(()),
+        );
         assert!(results.refuse_failed().is_ok());
         let failure = Err(anyhow::anyhow!("swap needs root"));
         results.add(Part::Tight, PartResults::default(), failure);

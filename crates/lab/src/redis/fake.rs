@@ -3,7 +3,8 @@
 
 use super::{
     expect::Expect,
-    load::{Client, Outcome, Workload},
+    load::{Client, Workload},
+    outcome::Outcome,
     resp::Endpoint,
     tally::WrongValues,
 };
@@ -163,6 +164,16 @@ fn an_honest_server_passes() {
         assert!((0.4..0.6).contains(&reads), "{reads}");
         assert!(outcome.p50_us > 0.0 && outcome.p50_us <= outcome.p99_us);
     }
+}
+
+#[test]
+fn a_walk_is_counted_apart_and_a_jump_is_seen() {
+    let scan = exercise(Lie::None, Pattern::ScanHot).expect("all values right");
+    assert!(scan.scan_operations > 0 && scan.scan_operations < scan.operations);
+    assert!(scan.asked_per_second() < scan.operations_per_second && scan.jump.is_none());
+    // Too short a run to say what the jump did; not too short for it to come.
+    exercise(Lie::None, Pattern::Jump).expect("all values right");
+    assert!(exercise(Lie::FlippedBit, Pattern::Jump).is_err());
 }
 
 #[test]

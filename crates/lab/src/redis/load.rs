@@ -7,6 +7,7 @@
 
 use super::{
     expect::Expect,
+    outcome::{Jump, Outcome},
     resp::{Connection, Endpoint, Reply, encode},
     tally::Tally,
 };
@@ -66,6 +67,13 @@ const TICK: Duration = Duration::from_millis(250);
 /// Draws that a writer makes to hit one of its own keys before it gives up and
 /// reads instead; with 64 connections one in 60 million writes gives up.
 const OWNED_DRAWS: usize = 1024;
+/// Speed of scan-hot's walk in keys: a slow server is not given less of it, or
+/// what the walk does to the hot set would depend on who is measured.
+const SCAN_PER_SECOND: f64 = 40_000.0;
+/// A walk that falls further behind than this does not catch up.
+const SCAN_DEBT: Duration = Duration::from_millis(50);
+/// When a jump comes, as a share of the measured time.
+const JUMP_AT: f64 = 1.0 / 3.0;
 
 /// Result of a pass over all keys.
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -76,29 +84,13 @@ pub(crate) struct Pass {
     pub missing_values: u64,
 }
 
-/// Result of a measured run.
-#[derive(Clone, Debug, Serialize)]
-pub(crate) struct Outcome {
-    pub operations: u64,
-    pub reads: u64,
-    pub seconds: f64,
-    pub operations_per_second: f64,
-    pub p50_us: f64,
-    pub p99_us: f64,
-    pub p999_us: f64,
-    /// Values checked, those of the warm-up included.
-    pub verified_values: u64,
-    pub wrong_values: u64,
-    pub missing_values: u64,
-    /// Operations per second over time, warm-up included: (seconds, rate).
-    pub timeline: Vec<(f64, f64)>,
-}
-
 #[derive(Default)]
 struct Shared {
     /// 0 warm-up, 1 measured, 2 stop.
     stage: AtomicU8,
     failed: AtomicBool,
+    /// The hot set of a jump has moved.
+    jumped: AtomicBool,
     operations: AtomicU64,
     next_index: AtomicU64,
     total: Mutex<Tally>,
@@ -211,34 +203,77 @@ impl Client {
         expect: &Expect,
         tell: &mut dyn FnMut(Moment),
     ) -> Result<Outcome> {
+        if workload.pattern == Pattern::ScanHot && self.connections < 2 {
+            bail!("scan-hot needs a connection for its walk and one for its hot set");
+        }
         let shared = Shared::default();
         let keys = Keys::new(workload.pattern, expect.count());
         let mut timeline = Vec::new();
-        let mut measured = Duration::ZERO;
+        let mut conducted = Conducted::default();
         self.threads(
             &shared,
             |connection, number| {
-                let stream = keys.stream(mix(workload.seed) ^ number as u64);
+                let seed = mix(workload.seed) ^ number as u64;
+                if workload.pattern == Pattern::ScanHot && number + 1 == self.connections {
+                    let walk = keys.walk(seed);
+                    return self.walk_thread(connection, walk, expect, &shared);
+                }
+                let stream = keys.stream(seed);
                 self.run_thread(connection, workload, stream, number, expect, &shared)
             },
-            || measured = conduct(workload, &shared, &mut timeline, tell),
+            || conducted = conduct(workload, &shared, &mut timeline, tell),
         )?;
         let tally = shared.total.into_inner().expect("no thread panicked");
         tally.refuse_wrong()?;
-        let seconds = measured.as_secs_f64();
-        Ok(Outcome {
-            operations: tally.operations,
-            reads: tally.reads,
-            seconds,
-            operations_per_second: tally.operations as f64 / seconds,
-            p50_us: tally.latency.quantile_us(0.5),
-            p99_us: tally.latency.quantile_us(0.99),
-            p999_us: tally.latency.quantile_us(0.999),
-            verified_values: tally.verified,
-            wrong_values: tally.wrong,
-            missing_values: tally.missing,
-            timeline,
-        })
+        let begin = workload.warmup.as_secs_f64();
+        let jump = conducted.jump_seconds.and_then(|at| Jump::read(&timeline, begin, at));
+        Ok(Outcome::new(&tally, conducted.measured, timeline, jump))
+    }
+
+    /// Gets all keys in order, round and round, at [`SCAN_PER_SECOND`].
+    fn walk_thread(
+        &self,
+        connection: &mut Connection,
+        mut walk: KeyStream,
+        expect: &Expect,
+        shared: &Shared,
+    ) -> Result<()> {
+        let mut tally = Tally::default();
+        let mut requests = Vec::new();
+        let mut batch: Vec<(u64, u32)> = Vec::with_capacity(self.pipeline);
+        let pause = Duration::from_secs_f64(self.pipeline as f64 / SCAN_PER_SECOND);
+        let mut next = Instant::now();
+        while shared.stage.load(Relaxed) != 2 && !shared.failed.load(Relaxed) {
+            let now = Instant::now();
+            thread::sleep(next.saturating_duration_since(now));
+            next = (next + pause).max(now.checked_sub(SCAN_DEBT).unwrap_or(now));
+            requests.clear();
+            batch.clear();
+            for _ in 0..self.pipeline {
+                let index = walk.draw();
+                batch.push((index, expect.confirmed(index)));
+                encode(&mut requests, &[b"GET", &key_name(index)]);
+            }
+            connection.send(&requests)?;
+            for &(index, oldest) in &batch {
+                match connection.receive(|| ())? {
+                    Reply::Bulk(range) => {
+                        tally.check(expect.admits(index, oldest, connection.bytes(range)), index);
+                    }
+                    Reply::Nil => tally.missing += 1,
+                    other => bail!("unexpected reply {other:?}"),
+                }
+            }
+            let done = batch.len() as u64;
+            if shared.stage.load(Relaxed) == 1 {
+                tally.operations += done;
+                tally.reads += done;
+                tally.scanned += done;
+            }
+            shared.operations.fetch_add(done, Relaxed);
+        }
+        shared.total.lock().expect("no thread panicked").merge(&tally);
+        Ok(())
     }
 
     fn run_thread(
@@ -254,10 +289,15 @@ impl Client {
         let (mut requests, mut record) = (Vec::new(), Vec::new());
         // Index, and for a read the version confirmed before it was sent.
         let mut batch: Vec<(u64, Option<u32>)> = Vec::with_capacity(self.pipeline);
+        let mut jumped = false;
         loop {
             let stage = shared.stage.load(Relaxed);
             if stage == 2 || shared.failed.load(Relaxed) {
                 break;
+            }
+            if !jumped && shared.jumped.load(Relaxed) {
+                stream.jump();
+                jumped = true;
             }
             requests.clear();
             batch.clear();
@@ -350,13 +390,24 @@ impl Client {
     }
 }
 
-/// Moves a run through its stages; returns the measured time.
+/// When things happened in a run.
+#[derive(Clone, Copy, Default)]
+struct Conducted {
+    measured: Duration,
+    /// Since the start of the load.
+    jump_seconds: Option<f64>,
+}
+
+/// Moves a run through its stages.
 fn conduct(
     workload: &Workload,
     shared: &Shared,
     timeline: &mut Vec<(f64, f64)>,
     tell: &mut dyn FnMut(Moment),
-) -> Duration {
+) -> Conducted {
+    let jump_after =
+        (workload.pattern == Pattern::Jump).then(|| workload.duration.mul_f64(JUMP_AT));
+    let mut jump_seconds = None;
     let started = Instant::now();
     let whole = workload.warmup + workload.duration;
     let mut measuring: Option<Instant> = None;
@@ -383,13 +434,20 @@ fn conduct(
                 shared.stage.store(1, Relaxed);
             }
             Some(since) if since.elapsed() >= workload.duration => break,
+            Some(since)
+                if jump_seconds.is_none()
+                    && jump_after.is_some_and(|after| since.elapsed() >= after) =>
+            {
+                shared.jumped.store(true, Relaxed);
+                jump_seconds = Some(started.elapsed().as_secs_f64());
+            }
             _ => {}
         }
     }
     shared.stage.store(2, Relaxed);
     let measured = measuring.map_or(Duration::ZERO, |since| since.elapsed());
     tell(Moment::MeasureEnds);
-    measured
+    Conducted { measured, jump_seconds }
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@ pub(crate) mod expect;
 #[cfg(test)]
 mod fake;
 pub(crate) mod load;
+pub(crate) mod outcome;
 pub(crate) mod resp;
 pub(crate) mod server;
 pub(crate) mod tally;

@@ -9,6 +9,8 @@ pub(crate) struct Tally {
     pub latency: Histogram,
     pub operations: u64,
     pub reads: u64,
+    /// Operations of a walk over all keys.
+    pub scanned: u64,
     pub verified: u64,
     pub wrong: u64,
     pub missing: u64,
@@ -20,6 +22,7 @@ impl Tally {
         self.latency.merge(&other.latency);
         self.operations += other.operations;
         self.reads += other.reads;
+        self.scanned += other.scanned;
         self.verified += other.verified;
         self.wrong += other.wrong;
         self.missing += other.missing;

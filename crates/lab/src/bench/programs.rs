@@ -169,8 +169,9 @@ fn series(name: &str, wording: &Wording, pairs: &Pairs) -> Vec<Series> {
         .map(|figure| row(share, ["Strata", "zram"], [&pairs.strata, &pairs.zram], figure))
         .collect();
     let native = &pairs.native;
-    all.push(row(share, ["Strata", "native"], [&pairs.strata, native], &figures[0]));
-    all.push(row(share, ["zram", "native"], [&pairs.zram, native], &figures[0]));
+    let figure = ("throughput against native", figures[0].1, figures[0].2);
+    all.push(row(share, ["Strata", "native"], [&pairs.strata, native], &figure));
+    all.push(row(share, ["zram", "native"], [&pairs.zram, native], &figure));
     all
 }
 
@@ -239,10 +240,10 @@ pub(super) fn cpython(bench: &Bench, results: &mut PartResults) -> Result<()> {
     let (directory, files) = run::scratch(&bench.janitor, "analytics")?;
     let source = directory.join("analytics.py");
     fs::write(&source, ANALYTICS).context("write the Python source")?;
-    let orders = if bench.quick { "60000" } else { "620000" };
+    let orders = if bench.quick { "120000" } else { "620000" };
     let mut line: Vec<OsString> = vec![python.into(), source.into(), orders.into()];
     line.extend(bench.times().map(OsString::from));
-    let data_bytes = if bench.quick { 48 << 20 } else { 448 << 20 };
+    let data_bytes = if bench.quick { 96 << 20 } else { 448 << 20 };
     let job = Job { name: "cpython", line, data_bytes };
     gated(bench, results, &job, &per("rounds/s", "µs/round"))?;
     files.undo()
@@ -348,11 +349,12 @@ pub(super) fn threads(bench: &Bench, results: &mut PartResults) -> Result<()> {
         name: name.to_owned(),
         samples: faulting.iter().map(of).collect(),
     };
-    let figures: [(&str, &str, fn(&Faulting) -> f64); 7] = [
+    let figures: [(&str, &str, fn(&Faulting) -> f64); 8] = [
         ("faults", "/s", |f| f.figures.faults_per_second),
         ("reads", "/s", |f| f.figures.operations_per_second),
         ("fault p50", "µs", |f| f.p50_us),
         ("fault p99", "µs", |f| f.p99_us),
+        ("CPU of program and daemon", "µs/read", |f| f.figures.program_cpu_us_per_op),
         ("CPU of the machine", "µs/read", |f| f.figures.machine_cpu_us_per_op),
         ("resident", "MiB", |f| f.figures.memory.resident_bytes as f64 / MIB),
         ("DRAM in total", "MiB", |f| f.figures.memory.total_bytes() as f64 / MIB),

@@ -23,12 +23,16 @@ const LABELS_PER_RECORD: usize = RECORD_BYTES / LABEL_BYTES;
 /// Exponent of the degrees' power law: about that of the web's in-links.
 const DEGREE_EXPONENT: f64 = 2.1;
 const MIN_DEGREE: f64 = 4.0;
-const MAX_DEGREE: f64 = 10_000.0;
+/// A hub's list then still fits a quarter of a page, so that copies of it are
+/// found in the same page.
+const MAX_DEGREE: f64 = 256.0;
 /// What a vertex takes, with its links and its share of the marks: for turning
 /// a size into a number of vertices.
-const BYTES_PER_VERTEX: u64 = 172;
+const BYTES_PER_VERTEX: u64 = 136;
 /// A vertex copies from one at most this far before it.
 const PROTOTYPE_DISTANCE: u64 = 7;
+/// And from so many at most.
+const MAX_PROTOTYPES: u32 = 4;
 /// Nearby links end within this distance.
 const NEAR: u64 = 4096;
 const STEPS_PER_WALK: u64 = 16;
@@ -163,14 +167,18 @@ fn add_links(
 ) {
     let place = |index: u64| offsets[index as usize] as usize;
     let wanted = place(vertex + 1) - place(vertex);
-    let prototype = vertex.saturating_sub(1 + random.below(PROTOTYPE_DISTANCE));
-    // In one run, as neighbouring pages of a site share their navigation.
-    let copied = if prototype < vertex {
-        (place(prototype + 1) - place(prototype)).min(wanted * 7 / 10)
-    } else {
-        0
-    };
-    links.extend_from_within(place(prototype)..place(prototype) + copied);
+    // In runs, as neighbouring pages of a site share their navigation; one with
+    // many links shares with several.
+    let mut copied = 0;
+    for _ in 0..MAX_PROTOTYPES {
+        let prototype = vertex.saturating_sub(1 + random.below(PROTOTYPE_DISTANCE));
+        if prototype < vertex {
+            let length = place(prototype + 1) - place(prototype);
+            let run = length.min(wanted * 8 / 10 - copied);
+            links.extend_from_within(place(prototype)..place(prototype) + run);
+            copied += run;
+        }
+    }
     for _ in copied..wanted {
         let target = if random.below(2) == 0 {
             let low = vertex.saturating_sub(NEAR / 2).min(vertices.saturating_sub(NEAR));
@@ -267,7 +275,7 @@ mod tests {
         let mut degrees: Vec<usize> = (0..vertices).map(|v| graph.neighbours(v).len()).collect();
         degrees.sort_unstable();
         assert_eq!(degrees[0], MIN_DEGREE as usize);
-        assert!(degrees[degrees.len() / 2] < 10 && degrees[degrees.len() - 1] > 1000);
+        assert!(degrees[degrees.len() / 2] < 10 && degrees[degrees.len() - 1] > 200);
         let mut popularity = vec![0u32; vertices as usize];
         for &link in &graph.links {
             popularity[link as usize] += 1;

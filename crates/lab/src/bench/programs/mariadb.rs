@@ -289,8 +289,9 @@ impl Database {
             .args(["--mysql-user=root", "--mysql-db=sbtest", "--tables=1", "--auto_inc=off"])
             .args([format!("--table-size={}", self.rows), format!("--rand-seed={seed}")])
             // Four of five accesses to a fifth of the rows, and so on inside it.
-            .args(["--rand-type=pareto", "--percentile=99", "--threads", CLIENTS])
-            .args(["--time", seconds, "run"])
+            .args(["--rand-type=pareto", "--percentile=99"])
+            .args([format!("--threads={CLIENTS}"), format!("--time={seconds}")])
+            .arg("run")
             .stdin(Stdio::null())
             .stdout(File::create(&output).context("make sysbench's output")?)
             .stderr(File::options().append(true).open(&output).context("open its output")?);
@@ -312,7 +313,8 @@ impl Database {
         })?;
         let text = fs::read_to_string(&output).context("read sysbench's output")?;
         if !status.success() {
-            let reason = text.lines().find(|line| line.contains("FATAL")).unwrap_or_default();
+            let fatal = text.lines().find(|line| line.contains("FATAL"));
+            let reason = fatal.map_or_else(|| run::last_line(&output), str::to_owned);
             bail!("sysbench failed ({status}): {reason}");
         }
         Ok((parse(&text).context("read what sysbench printed")?, cpu_ns))

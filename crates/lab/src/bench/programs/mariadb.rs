@@ -195,7 +195,7 @@ impl Database {
     pub(super) fn trial(&self, bench: &Bench, setup: Setup, what: &str) -> Result<Vec<Figures>> {
         crate::interrupt::check()?;
         let progress = Progress::start(what);
-        let found = run::again(|| {
+        let found = run::again(setup, |setup| {
             let janitor = &bench.janitor;
             let binaries = &bench.plan.binaries;
             let (place, wrapping) =

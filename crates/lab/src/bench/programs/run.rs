@@ -27,9 +27,12 @@ use std::{
 const PATIENCE: Duration = Duration::from_secs(240);
 /// How often a waiting lab looks around.
 const LOOK: Duration = Duration::from_millis(100);
-/// Attempts at a trial of the rival: under a tight limit the kernel sometimes
-/// kills the program although it could swap. The kills are counted and shown.
-const RIVAL_ATTEMPTS: u32 = 3;
+/// Under a limit the kernel sometimes kills the program although it could swap;
+/// some programs cannot live at a limit at all. So many attempts at each limit,
+/// and so many limits, each a tenth of the first above the one before. Kills are
+/// counted, and the limit that was lived with is in the result.
+const ATTEMPTS_PER_LIMIT: u32 = 2;
+const LIMITS: u32 = 5;
 
 /// What is run, whatever surrounds it.
 pub(super) struct Job {
@@ -202,7 +205,7 @@ pub(super) fn trial(
     job: &Job,
     progress: &Progress,
 ) -> Result<Trial> {
-    let (mut found, oom_kills) = again(|| {
+    let (mut found, oom_kills) = again(setup, |setup| {
         let (place, wrapping) = Place::make(janitor, setup, job.name, job.data_bytes, binaries)?;
         let found = lead(janitor, &place, &wrapping, job, progress);
         let oom_killed = place.was_oom_killed();
@@ -213,14 +216,29 @@ pub(super) fn trial(
     Ok(found)
 }
 
+/// The setup with its limit as it is after so many kills.
+fn eased(setup: Setup, oom_kills: u32) -> Setup {
+    match setup {
+        Setup::Zram { resident_limit_bytes } => {
+            let raises = u64::from(oom_kills / ATTEMPTS_PER_LIMIT);
+            let raised = resident_limit_bytes + resident_limit_bytes / 10 * raises;
+            Setup::Zram { resident_limit_bytes: raised }
+        }
+        other => other,
+    }
+}
+
 /// Tries again what the kernel's OOM killer ended; the result, and how often
 /// that was. `attempt` says besides its result whether anything was killed.
-pub(super) fn again<T>(mut attempt: impl FnMut() -> Result<(Result<T>, bool)>) -> Result<(T, u32)> {
+pub(super) fn again<T>(
+    setup: Setup,
+    mut attempt: impl FnMut(Setup) -> Result<(Result<T>, bool)>,
+) -> Result<(T, u32)> {
     let mut oom_kills = 0;
     loop {
-        match attempt()? {
+        match attempt(eased(setup, oom_kills))? {
             (Ok(found), _) => return Ok((found, oom_kills)),
-            (Err(_), true) if oom_kills + 1 < RIVAL_ATTEMPTS => oom_kills += 1,
+            (Err(_), true) if oom_kills + 1 < ATTEMPTS_PER_LIMIT * LIMITS => oom_kills += 1,
             (Err(error), true) => {
                 return Err(error.context("the kernel's OOM killer ended it, again and again"));
             }
@@ -335,14 +353,23 @@ mod tests {
 
     #[test]
     fn only_what_the_oom_killer_ended_is_tried_again() {
-        let mut attempts = 0;
-        let found = again(|| {
-            attempts += 1;
+        let setup = Setup::Zram { resident_limit_bytes: 1000 };
+        let mut limits = Vec::new();
+        let found = again(setup, |setup| {
+            let Setup::Zram { resident_limit_bytes } = setup else { panic!("{setup:?}") };
+            limits.push(resident_limit_bytes);
             let died = Err(anyhow::anyhow!("died"));
-            Ok(if attempts < 3 { (died, true) } else { (Ok(attempts), false) })
+            Ok(if limits.len() < 4 { (died, true) } else { (Ok("lived"), false) })
         });
-        assert_eq!(found.expect("the third"), (3, 2));
-        assert!(again(|| Ok((Err::<(), _>(anyhow::anyhow!("wrong value")), false))).is_err());
-        assert!(again(|| Ok((Err::<(), _>(anyhow::anyhow!("died")), true))).is_err());
+        assert_eq!(found.expect("the fourth"), ("lived", 3));
+        assert_eq!(limits, [1000, 1000, 1100, 1100]);
+        let wrong = Err::<(), _>("wrong value");
+        assert!(again(setup, |_| Ok((wrong.map_err(anyhow::Error::msg), false))).is_err());
+        let mut attempts = 0;
+        let died = again(setup, |_| {
+            attempts += 1;
+            Ok((Err::<(), _>(anyhow::anyhow!("died")), true))
+        });
+        assert!(died.is_err() && attempts == ATTEMPTS_PER_LIMIT * LIMITS);
     }
 }

@@ -72,6 +72,15 @@ need_test() {
     need_file libjemalloc2 '/usr/lib/*/libjemalloc.so.2'
 }
 
+# The programs that the bench measures beside Redis.
+need_programs() {
+    need mariadb-server-core mariadbd
+    need mariadb-client-core mariadb
+    need sysbench sysbench
+    need default-jdk-headless javac
+    need python3 python3
+}
+
 # Debian asks this file whether a package may start its services.
 policy=/usr/sbin/policy-rc.d
 policy_made=
@@ -120,7 +129,7 @@ install_missing() {
 case ${1:-} in
 build) need_build ;;
 demo) need_build && need_demo ;;
-bench) need_build && need_demo && need_bench ;;
+bench) need_build && need_demo && need_bench && need_programs ;;
 test) need_build && need_demo && need_test ;;
 *) stop "give one of: build, demo, test, bench" ;;
 esac

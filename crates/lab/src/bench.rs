@@ -9,6 +9,7 @@ mod matrix;
 mod parts;
 mod plot;
 mod price;
+mod programs;
 mod report;
 mod rows;
 
@@ -30,6 +31,18 @@ pub(crate) enum Part {
     Start,
     /// Fault latency, and Strata's own memory per page and object
     Fault,
+    /// MariaDB under sysbench
+    Mariadb,
+    /// Lookups in a JVM's heap
+    Jvm,
+    /// Queries over CPython's dicts and lists
+    Cpython,
+    /// Walks in a graph
+    Graph,
+    /// Sweeps over a matrix
+    Matrix,
+    /// Threads that fault at the same time
+    Threads,
 }
 
 /// Which parts, how often, how large.
@@ -89,6 +102,12 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             Part::Alloc => parts::alloc(&bench, &mut found),
             Part::Start => parts::start(&bench, &mut found),
             Part::Fault => parts::fault(&bench, &mut found),
+            Part::Mariadb => programs::mariadb(&bench, &mut found),
+            Part::Jvm => programs::jvm(&bench, &mut found),
+            Part::Cpython => programs::cpython(&bench, &mut found),
+            Part::Graph => programs::graph(&bench, &mut found),
+            Part::Matrix => programs::matrix(&bench, &mut found),
+            Part::Threads => programs::threads(&bench, &mut found),
         };
         results.add(*part, found, outcome);
         // What was measured until now is written down all the same.
@@ -124,6 +143,12 @@ impl Part {
             Self::Alloc => "Fresh memory: MiB/s",
             Self::Start => "From start to main",
             Self::Fault => "Faults and Strata's own memory",
+            Self::Mariadb => "MariaDB (InnoDB, sysbench): Strata against zram, the same total DRAM",
+            Self::Jvm => "JVM heap: Strata against zram, the same total DRAM",
+            Self::Cpython => "CPython objects: Strata against zram, the same total DRAM",
+            Self::Graph => "Graph walk: Strata against zram, the same total DRAM",
+            Self::Matrix => "Matrix sweeps: Strata against zram, the same total DRAM",
+            Self::Threads => "Threads faulting at the same time, memory twice the budget",
         }
     }
 }

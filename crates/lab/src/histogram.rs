@@ -57,6 +57,13 @@ impl Histogram {
         self.total += other.total;
     }
 
+    /// What was recorded: nanoseconds (the middle of a bucket) and how often,
+    /// in ascending order.
+    pub(crate) fn counts(&self) -> impl Iterator<Item = (f64, u64)> + '_ {
+        let recorded = self.counts.iter().enumerate().filter(|(_, count)| **count > 0);
+        recorded.map(|(index, &count)| (value_ns(index), count))
+    }
+
     /// The smallest recorded value that `quantile` of all values do not
     /// exceed, in microseconds; 0 when nothing was recorded.
     pub(crate) fn quantile_us(&self, quantile: f64) -> f64 {

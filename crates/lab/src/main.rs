@@ -28,6 +28,7 @@ mod statistics;
 mod strata;
 mod table;
 mod trial;
+mod walk;
 mod windows;
 mod zram;
 mod zswap;
@@ -67,6 +68,9 @@ enum Command {
     Alloc(alloc::AllocOptions),
     /// Fill memory once and read it in random order (a program to be measured)
     Touch(alloc::TouchOptions),
+    /// Walk a graph, a matrix or pages (programs to be measured)
+    #[command(subcommand)]
+    Walk(walk::Walk),
     /// Replacement policies on page-level models and on recorded traces
     Simulate(simulate::SimulateArgs),
     /// Print the monotonic clock, in nanoseconds, and end
@@ -100,6 +104,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
         Command::Simulate(options) => simulate::run(options),
         Command::Alloc(options) => alloc::churn(options),
         Command::Touch(options) => alloc::touch(options),
+        Command::Walk(walk) => walk::run(walk),
         Command::Now => {
             alloc::now();
             Ok(())

@@ -63,7 +63,8 @@ impl TrialResult {
     }
 }
 
-fn over_budget(
+/// See [`TrialResult::budget_note`].
+pub(crate) fn over_budget(
     dram_bytes: u64,
     peak_bytes: u64,
     server_bytes: u64,

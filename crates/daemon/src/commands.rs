@@ -234,6 +234,10 @@ fn release(tenant: &Arc<Tenant>) -> Reply {
             format!("cannot release {name}: {pages} pages cannot come back now"),
             "its processes may be stopped; let them run and try again",
         ),
+        Err(ReleaseRefused::Unanswered) => error(
+            format!("cannot release {name}: one of its processes holds up whoever manages it"),
+            format!("it stays managed; strata stop {name} ends its processes"),
+        ),
         Err(ReleaseRefused::Ended) => error(format!("{name} has ended"), ""),
     }
 }

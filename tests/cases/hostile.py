@@ -61,7 +61,9 @@ def refuse_release(mode):
             program.gate("acted")
             done = run.daemon.strata("release", "hostile", check=False,
                                      timeout_s=run.seconds_left())
-            if done.returncode != 1 or len(done.stderr.splitlines()) != 1:
+            if done.returncode != 1 or len(done.stderr.splitlines()) != 1 \
+                    or not done.stderr.startswith("strata: cannot release hostile: ") \
+                    or done.stderr.count("hostile:") != 1:
                 raise Failure(f"release: status {done.returncode}, {done.stderr!r}")
             os.kill(program.pid, signal.SIGKILL)
             program.wait()

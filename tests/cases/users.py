@@ -52,7 +52,7 @@ def other_user_alone(run):
     try:
         refused(run, as_nobody(run, published.strata, "run", "--dram", "64MiB", "--", "/bin/true"),
                 "cannot start a private stratad", "systemctl start stratad")
-        refused(run, as_nobody(run, published.stratad), "cannot ", "as root")
+        refused(run, as_nobody(run, published.stratad), "no program can be managed", "as root")
     finally:
         shutil.rmtree(place)
 

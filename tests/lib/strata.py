@@ -46,6 +46,8 @@ class Daemon:
     """`stratad --private DIR` with a tenant that does nothing but keep it from
     ending with the last real one."""
 
+    patience = 1  # how many times as long as usual is waited
+
     def __init__(self, binaries, log_path, directory=None):
         self.binaries = binaries
         self.directory = directory or tempfile.mkdtemp(prefix="strata-test-")
@@ -105,7 +107,7 @@ class Daemon:
         done = subprocess.run(
             [self.binaries.strata, *arguments], env=self.environment(**more),
             stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-            timeout=timeout_s, check=False,
+            timeout=timeout_s * self.patience, check=False,
         )
         if check and done.returncode != 0:
             raise Failure(f"strata {' '.join(arguments)}: status {done.returncode}: "
@@ -136,6 +138,7 @@ class Daemon:
 
     def wait_until(self, condition, what, seconds=20):
         """Polls; the time only ends a hopeless wait."""
+        seconds *= self.patience
         end = time.monotonic() + seconds
         while True:
             value = condition()

@@ -132,5 +132,8 @@ fn serve(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         }
         None => configuration(arguments.config.as_deref())?,
     };
+    if let Some(obstacle) = doctor::obstacle() {
+        anyhow::bail!("no program can be managed here: {obstacle}");
+    }
     supervisor::run(config, arguments.private.is_some())
 }

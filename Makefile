@@ -8,7 +8,7 @@ BENCH_FLAGS ?=
 SOAK_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test lint bench soak
+.PHONY: help build demo test lint bench soak guest
 
 help: ## This list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -41,3 +41,8 @@ soak: ## The program tests for longer, with hundreds of worker deaths
 	@scripts/setup.sh test
 	cargo build --release --workspace --locked
 	tests/run.sh --soak $(SOAK_FLAGS)
+
+guest: ## What only other kernels can show, in emulated guests (a few minutes)
+	@scripts/setup.sh guest
+	cargo build --release --workspace --locked
+	tests/run.sh --only guest-

@@ -2,7 +2,10 @@
 # Sees to it that what a make target needs is there: checks cargo, installs the
 # Debian packages that are missing (and says so), does nothing when none is.
 #
-#   scripts/setup.sh build|demo|test|bench
+#   scripts/setup.sh build|demo|test|bench|guest
+#
+# guest also fetches kernels of the distribution for the guests of the tests,
+# into target/tests/guest; they are unpacked, not installed.
 #
 # Packages that bring a service get installed without starting it; a service
 # that was there before is left alone.
@@ -81,6 +84,37 @@ need_programs() {
     need python3 python3
 }
 
+need_guest() {
+    need qemu-system-x86 qemu-system-x86_64
+    need dpkg dpkg-deb
+}
+
+# Kernels to boot guests with: the distribution's own, and a newer one if it
+# offers that beside it.
+fetch_kernels() {
+    local place meta package
+    place=$(realpath -m "${CARGO_TARGET_DIR:-target}")/tests/guest
+    mkdir -p "$place"
+    apt-cache show linux-image-amd64 >/dev/null 2>&1 || as_root apt-get update -q ||
+        stop "apt-get update failed; is the network there?"
+    for meta in linux-image-amd64 linux-image-6.12-amd64; do
+        package=$(apt-cache depends "$meta" 2>/dev/null | awk '/Depends: linux-image/ { print $2 }')
+        [ -n "$package" ] || continue
+        compgen -G "$place/vmlinuz-${package#linux-image-}" >/dev/null && continue
+        echo "setup: fetching $package for guests (up to 110 MB)"
+        (
+            fetched=$(mktemp -d)
+            trap 'rm -rf "$fetched"' EXIT
+            chmod 755 "$fetched"
+            cd "$fetched"
+            apt-get download -q -o APT::Sandbox::User=root "$package" || stop "apt-get could not download $package"
+            dpkg-deb --fsys-tarfile ./*.deb | tar -x --wildcards './boot/vmlinuz-*'
+            mv boot/vmlinuz-* "$place"
+        )
+    done
+    compgen -G "$place/vmlinuz-*" >/dev/null || stop "no kernel package was found; is this Debian?"
+}
+
 # Debian asks this file whether a package may start its services.
 policy=/usr/sbin/policy-rc.d
 policy_made=
@@ -131,9 +165,13 @@ build) need_build ;;
 demo) need_build && need_demo ;;
 bench) need_build && need_demo && need_bench && need_programs ;;
 test) need_build && need_demo && need_test ;;
-*) stop "give one of: build, demo, test, bench" ;;
+guest) need_build && need_guest ;;
+*) stop "give one of: build, demo, test, bench, guest" ;;
 esac
 check_cargo
 if [ ${#missing[@]} -gt 0 ]; then
     install_missing
+fi
+if [ "${1:-}" = guest ]; then
+    fetch_kernels
 fi

@@ -14,8 +14,9 @@ MIB = 1 << 20
 CAP_SYS_RESOURCE = 24
 
 
-def not_here(reason):
-    raise Skip("not tested here: " + reason)
+def not_here(reason, guest=None):
+    """`guest`: the case that shows it under another kernel."""
+    raise Skip("not tested here: " + reason + (f" (see {guest})" if guest else ""))
 
 
 def doctor(run):
@@ -47,10 +48,11 @@ def cgroup_v2_backstop(run):
     root = unified_root()
     if root is None:
         not_here("the memory controller is not in cgroup v2 on this machine; with v1 there is "
-                 "no backstop")
+                 "no backstop", "guest-with-cgroup-v2")
     program = run.start("hold", "96", "load", budget="40MiB")
     program.gate("running")
-    high = root + machine.memory_cgroup(program.pid) + "/memory.high"
+    group = root + machine.memory_cgroup(program.pid)
+    high = group + "/memory.high"
     for budget in (40, 56):
         run.daemon.strata("set", program.name, "--dram", f"{budget}MiB")
         found = machine.read(high).strip()
@@ -58,21 +60,42 @@ def cgroup_v2_backstop(run):
             raise Failure(f"{high} says {found!r}: the program has no cgroup of its own")
         if not budget * MIB < int(found) <= budget * MIB + 32 * MIB:
             raise Failure(f"memory.high is {found} for a budget of {budget} MiB")
+    # Beyond it the kernel slows down whoever is in the group, by up to two
+    # seconds each time. The pages that the daemon fills in are charged there;
+    # the daemon itself is not to be slowed down.
+    with open(high, "w") as file:
+        file.write(str(8 * MIB))
+    before = program.stats()["faults_total"]
+    run.daemon.wait_until(lambda: program.stats()["faults_total"] > before + 1000,
+                          "faults are served beyond memory.high")
+    current = int(machine.read(group + "/memory.current"))
+    if current < 16 * MIB:
+        raise Failure(f"memory.current is {current}: nothing was beyond memory.high")
+    run.note(f"1000 pages filled in with {current // MIB} MiB in use, memory.high at 8 MiB")
+    run.daemon.strata("set", program.name, "--dram", "40MiB")
     program.answer()
     program.finish()
 
 
 @case("kernel-without-move")
 def kernel_without_move(run):
-    """Before Linux 6.8 nothing can be managed, and doctor says so. (On such a
+    """Before Linux 6.8 nothing can be managed; doctor and run say so. (On such a
     kernel no tenant attaches: --native --only kernel-without-move.)"""
     release = os.uname().release
     version = tuple(int(number) for number in re.findall(r"\d+", release)[:2])
     if version >= (6, 8):
-        not_here(f"Linux {release} has UFFDIO_MOVE; a kernel before 6.8 is needed")
+        not_here(f"Linux {release} has UFFDIO_MOVE; a kernel before 6.8 is needed",
+                 "guest-without-move")
     findings, ready = doctor(run)
     if ready or findings["UFFDIO_MOVE"]["presence"] != "no":
         raise Failure(f"doctor says ready: {ready}, {findings['UFFDIO_MOVE']}")
+    environment = {**os.environ, "XDG_RUNTIME_DIR": run.directory}
+    done = subprocess.run(
+        [run.binaries.strata, "run", "--dram", "64MiB", "--", "/bin/true"], env=environment,
+        capture_output=True, text=True, timeout=60 * run.patience, check=False)
+    run.note(done.stderr.strip())
+    if done.returncode != 1 or len(done.stderr.splitlines()) != 1 or "6.8" not in done.stderr:
+        raise Failure(f"strata run: status {done.returncode}, {done.stderr!r}")
 
 
 @case("idle-page-bits")
@@ -91,7 +114,8 @@ def oom_order(run):
     """The daemon is last in line for the OOM killer, its programs are not."""
     effective = int(machine.read("/proc/self/status").split("CapEff:")[1].split()[0], 16)
     if not effective >> CAP_SYS_RESOURCE & 1:
-        not_here("without CAP_SYS_RESOURCE no oom_score_adj can be lowered")
+        not_here("without CAP_SYS_RESOURCE no oom_score_adj can be lowered",
+                 "guest-with-cgroup-v2")
     program = run.start("hold", "96", "load", budget="40MiB")
     program.gate("running")
     scores = {}

@@ -2,14 +2,14 @@
 come to harm; another tenant of the same daemon goes on unharmed, and the daemon
 gives everything back afterwards."""
 
-import json
 import os
-import random
 import signal
 import socket
+import subprocess
+import sys
 
 from strata import Failure
-from suite import case
+from suite import ROOT, case
 
 
 def beside_a_neighbour(run, act):
@@ -50,66 +50,43 @@ def register(mode):
 
 
 for mode in ("garbage", "crowd", "half", "wrong-descriptor", "impostor", "liar", "mute",
-             "scribbler", "stuck", "leaver", "meddler", "foreign-transfer"):
+             "scribbler", "stuck", "dam", "leaver", "meddler", "foreign-transfer"):
     register(mode)
 
 
-def messages(count):
-    """Lines that no client should send; seeded, so the same in each run."""
-    source = random.Random(1)
-    good = [
-        {"request": "ping"}, {"request": "list"}, {"request": "stats", "name": "neighbour"},
-        {"request": "set", "name": "nobody", "dram_bytes": 1 << 20},
-        {"request": "run", "name": None, "dram_bytes": None, "command": ["x"]},
-    ]
-    yield b""
-    yield b"\n" * 1000
-    yield b"[" * 100_000 + b"\n"
-    yield b'{"request":' * 10_000 + b"\n"
-    yield b"\xff\xfe\x00{}\n"
-    yield b'{"request":"stats","name":"' + b"a" * (3 << 20) + b'"}\n'
-    for number in (-1, 0, 1 << 62, 1 << 64, 1e300, "4GiB", None, [], True):
-        yield json.dumps({"request": "set", "name": "neighbour", "dram_bytes": number}).encode() \
-            + b"\n"
-    for name in ("", "../../etc/passwd", "a\nb", "a\x00b", "\u202e", "x" * 10_000, "%s%n"):
-        yield json.dumps({"request": "stats", "name": name}).encode() + b"\n"
-        yield json.dumps({"request": "stop", "name": name}).encode() + b"\n"
-    for _ in range(count):
-        line = bytearray(json.dumps(source.choice(good)).encode() + b"\n")
-        for _ in range(source.randrange(1, 6)):
-            kind = source.randrange(3)
-            where = source.randrange(len(line))
-            if kind == 0:
-                line[where] = source.randrange(256)
-            elif kind == 1:
-                del line[where:where + source.randrange(1, 9)]
-            else:
-                line[where:where] = source.randbytes(source.randrange(1, 30))
-            line = line or bytearray(b"\n")
-        yield bytes(line)
+def refuse_release(mode):
+    def body(run):
+        def act():
+            program = run.start("hostile", mode, budget="32MiB", name="hostile")
+            program.gate("acted")
+            done = run.daemon.strata("release", "hostile", check=False,
+                                     timeout_s=run.seconds_left())
+            if done.returncode != 1 or len(done.stderr.splitlines()) != 1 \
+                    or not done.stderr.startswith("strata: cannot release hostile: ") \
+                    or done.stderr.count("hostile:") != 1:
+                raise Failure(f"release: status {done.returncode}, {done.stderr!r}")
+            os.kill(program.pid, signal.SIGKILL)
+            program.wait()
+        beside_a_neighbour(run, act)
+    case(f"release-{mode}-agent", native=False, own_daemon=True, seconds=180)(body)
+
+
+# What they hold cannot come back; asking for it must not take for ever.
+for mode in ("mute", "stuck", "dam"):
+    refuse_release(mode)
 
 
 @case("control-garbage", native=False, own_daemon=True)
 def control_garbage(run):
-    """Mutated, oversized and absurd requests."""
+    """Mutated, oversized and absurd requests, and some that are good: a process
+    of its own sends them, and what they made must go with it."""
     def act():
-        for line in messages(run.times(300)):
-            # A mutation must not happen to be a request that the neighbour
-            # would rightly suffer from.
-            if b"stop" in line and b"neighbour" in line:
-                continue
-            with socket.socket(socket.AF_UNIX) as link:
-                link.settimeout(10)
-                link.connect(run.daemon.socket_path)
-                try:
-                    link.sendall(line)
-                    link.shutdown(socket.SHUT_WR)
-                    while link.recv(1 << 16):
-                        pass
-                except TimeoutError:
-                    raise Failure(f"no answer and no end after {line[:60]!r}") from None
-                except OSError:
-                    pass  # it may well hang up on us
+        script = os.path.join(ROOT, "tests", "programs", "garbage.py")
+        done = subprocess.run([sys.executable, "-B", script, run.daemon.socket_path,
+                               str(run.times(300))], capture_output=True, text=True,
+                              timeout=run.seconds_left(), check=False)
+        if done.returncode:
+            raise Failure((done.stderr.splitlines() or ["garbage.py failed"])[-1])
         if (budget := run.programs[0].stats()["budget_bytes"]) != 24 << 20:
             raise Failure(f"garbage changed the neighbour's budget to {budget} bytes")
     beside_a_neighbour(run, act)

@@ -104,3 +104,49 @@ def refuse_programs(run):
                              check=False)
     if done.returncode != 3 or len(done.stderr.splitlines()) != 1:
         raise Failure(f"--allow-unmanaged: status {done.returncode}, {done.stderr!r}")
+
+
+@case("refuse-daemon", native=False)
+def refuse_daemon(run):
+    """What stratad itself is told, typed or in its configuration: one line, and
+    the daemon that runs goes on."""
+    configuration = os.path.join(run.directory, "stratad.toml")
+    busy = os.path.dirname(run.daemon.socket_path)
+    for status, text, words in (
+            (1, 'tier_pth = "/tmp"', ("stratad.toml:1", "did you mean tier_path?")),
+            (1, 'tier_path = "/proc/nowhere"', ("cannot write to /proc/nowhere",)),
+            (1, 'default_dram = "-5GiB"', ("default_dram", "is not a size")),
+            (1, 'default_dram = "900TiB"', ("more than this machine has",)),
+            (1, 'uffd_users = ["no such user"]', ("there is no user",)),
+            (1, "[[[", ("mend the TOML syntax",)),
+            (1, 'socket_dir = "/proc/nowhere"', ("cannot make /proc/nowhere", "socket_dir")),
+            (1, f'socket_dir = "{busy}"', ("in use by another stratad", "stop that one")),
+            (2, None, ("usage: unrecognized subcommand 'frobnicate'",))):
+        arguments = ["frobnicate"]
+        if text is not None:
+            with open(configuration, "w") as file:
+                file.write(text + "\n")
+            arguments = ["--config", configuration]
+        done = subprocess.run([run.binaries.stratad, *arguments], stdin=subprocess.DEVNULL,
+                              capture_output=True, text=True, timeout=30, check=False)
+        lines = done.stderr.splitlines()
+        if done.returncode != status or len(lines) != 1 or not lines[0].startswith("stratad: ") \
+                or not all(word in lines[0] for word in words):
+            raise Failure(f"{text or arguments}: status {done.returncode}, {lines}")
+
+
+@case("refuse-to-be-read", native=False)
+def refuse_to_be_read(run):
+    """A reader that has seen enough is no failure; a full disk is one."""
+    for arguments in (("ps",), ("stats", "keeper"), ("doctor",), ("config", "check")):
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "w") as closed, open("/dev/full", "w") as full:
+            for out, expected in ((closed, 0), (full, 1)):
+                done = subprocess.run(
+                    [run.binaries.strata, *arguments], env=run.daemon.environment(), stdout=out,
+                    stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=30,
+                    check=False)
+                if done.returncode != expected or len(done.stderr.splitlines()) != expected:
+                    raise Failure(f"{' '.join(arguments)} into {out.name}: status "
+                                  f"{done.returncode}, {done.stderr!r}")

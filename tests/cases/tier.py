@@ -3,32 +3,20 @@ worker's death."""
 
 import os
 import signal
-import subprocess
 
 import machine
-from strata import Failure
+from strata import Failure, configured
 from suite import case
-
-SECONDS = 15
 
 
 @case("file-tier", native=False, own_daemon=True, seconds=120)
 def file_tier(run):
-    """A daemon with a configuration of its own takes the place of the private
-    one: only a configuration can name a tier."""
-    tier, sockets = os.path.join(run.directory, "tier"), os.path.join(run.directory, "run")
+    """Only a configuration can name a tier."""
+    tier = os.path.join(run.directory, "tier")
     os.mkdir(tier)
-    os.mkdir(sockets)
-    configuration = os.path.join(run.directory, "stratad.toml")
-    with open(configuration, "w") as file:
-        file.write(f'socket_dir = "{sockets}"\ntier_path = "{tier}"\ntier_limit = "1GiB"\n')
-    private = run.daemon.socket_path
-    with open(os.path.join(run.log_directory, "stratad-tier.log"), "wb") as log:
-        daemon = subprocess.Popen([run.binaries.stratad, "--config", configuration],
-                                  stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-    try:
-        run.daemon.socket_path = os.path.join(sockets, "control.sock")
-        run.daemon.wait_until(run.daemon.answers, "the daemon answers")
+    text = f'tier_path = "{tier}"\ntier_limit = "1GiB"\n'
+    log = os.path.join(run.log_directory, "stratad-tier.log")
+    with configured(run.daemon, text, run.directory, log) as daemon:
         # It compresses to a fifth or better: half of the budget cannot hold that.
         program = run.start("hold", "128", "load", budget="24MiB")
         program.gate("running")
@@ -40,7 +28,7 @@ def file_tier(run):
         if os.listdir(tier):
             raise Failure(f"the tier's files have names: {os.listdir(tier)}")
         before = program.stats()["file_faults_total"]
-        workers = [child for child in machine.children(daemon.pid) if machine.alive(child)]
+        workers = [child for child in machine.children(daemon) if machine.alive(child)]
         os.kill(workers[0], signal.SIGKILL)
 
         def goes_on():
@@ -52,11 +40,3 @@ def file_tier(run):
         run.note(f"{stats['file_bytes'] >> 20} MiB in the file")
         program.answer()
         program.finish()
-    finally:
-        run.daemon.socket_path = private
-        daemon.send_signal(signal.SIGTERM)
-        try:
-            daemon.wait(SECONDS)
-        except subprocess.TimeoutExpired:
-            daemon.kill()
-            daemon.wait()

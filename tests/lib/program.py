@@ -18,7 +18,7 @@ _number = 0
 class Program:
     """`gate()` waits for the program's next word, `answer()` lets it go on."""
 
-    def __init__(self, case, arguments, budget, name=None, env=None, fails=False):
+    def __init__(self, case, arguments, budget, name=None, env=None, fails=False, uid=None):
         global _number
         _number += 1
         self.case = case
@@ -48,7 +48,8 @@ class Program:
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                cwd=case.directory, start_new_session=True,
+                cwd=case.directory, start_new_session=True, user=uid, group=uid,
+                extra_groups=None if uid is None else [],
             )
         self.pid = self.process.pid
         self.ended = os.pidfd_open(self.pid)

@@ -3,6 +3,7 @@
 Everything goes through `strata`; only the sampler and the cases about hostile
 bytes speak to the sockets themselves."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -44,6 +45,8 @@ class Binaries:
 class Daemon:
     """`stratad --private DIR` with a tenant that does nothing but keep it from
     ending with the last real one."""
+
+    patience = 1  # how many times as long as usual is waited
 
     def __init__(self, binaries, log_path, directory=None):
         self.binaries = binaries
@@ -104,7 +107,7 @@ class Daemon:
         done = subprocess.run(
             [self.binaries.strata, *arguments], env=self.environment(**more),
             stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-            timeout=timeout_s, check=False,
+            timeout=timeout_s * self.patience, check=False,
         )
         if check and done.returncode != 0:
             raise Failure(f"strata {' '.join(arguments)}: status {done.returncode}: "
@@ -135,6 +138,7 @@ class Daemon:
 
     def wait_until(self, condition, what, seconds=20):
         """Polls; the time only ends a hopeless wait."""
+        seconds *= self.patience
         end = time.monotonic() + seconds
         while True:
             value = condition()
@@ -186,3 +190,31 @@ class Daemon:
                 except ProcessLookupError:
                     pass
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def configured(daemon, text, directory, log_path):
+    """A `stratad --config` with `text` (less its socket_dir, which is below
+    `directory`) takes the place of the private daemon; gives its pid."""
+    sockets = os.path.join(directory, "run")
+    os.makedirs(sockets, exist_ok=True)
+    configuration = os.path.join(directory, "stratad.toml")
+    with open(configuration, "w") as file:
+        file.write(f'socket_dir = "{sockets}"\n{text}')
+    private = daemon.socket_path
+    with open(log_path, "ab") as log:
+        process = subprocess.Popen([daemon.binaries.stratad, "--config", configuration],
+                                   stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+        daemon.socket_path = os.path.join(sockets, "control.sock")
+        daemon.wait_until(daemon.answers, "the daemon with a configuration answers")
+        yield process.pid
+    finally:
+        daemon.socket_path = private
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            if process.poll() is None:
+                process.send_signal(sign)
+                try:
+                    process.wait(15)
+                except subprocess.TimeoutExpired:
+                    continue

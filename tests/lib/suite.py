@@ -53,7 +53,7 @@ class Case:
 
     def __init__(self, registered, slot, options, binaries):
         self.name = registered.name
-        self.native, self.soak = options.native, options.soak
+        self.native, self.soak, self.patience = options.native, options.soak, options.patience
         self.binaries, self.daemon = binaries, None
         self.slot = slot
         self.log_directory = os.path.join(BUILD, "logs", self.name)
@@ -61,7 +61,8 @@ class Case:
         os.makedirs(self.log_directory)
         scratch = os.path.join(BUILD, "scratch")
         self.directory = tempfile.mkdtemp(prefix=self.name + "-", dir=scratch)
-        self.deadline = time.monotonic() + registered.seconds * (20 if options.soak else 1)
+        patience = options.patience * (20 if options.soak else 1)
+        self.deadline = time.monotonic() + registered.seconds * patience
         self.daemon_is_dead = False  # set by a case that killed its own
         self.programs = []
         self.notes = []
@@ -98,6 +99,7 @@ class Case:
         return started
 
     def times(self, count):
+        """How often to do what is worth doing more often in a soak."""
         return count * 20 if self.soak else count
 
 
@@ -258,6 +260,8 @@ def main():
     parser.add_argument("--only", metavar="PATTERN", action="append", default=[],
                         help="cases whose name contains (or matches) this")
     parser.add_argument("--soak", action="store_true", help="many times longer")
+    parser.add_argument("--patience", metavar="N", type=int, default=1,
+                        help="wait N times as long for what hangs: for slow machines")
     parser.add_argument("--list", action="store_true", help="print the names and end")
     options = parser.parse_args()
     for module in sorted(glob.glob(os.path.join(ROOT, "tests", "cases", "*.py"))):
@@ -271,6 +275,7 @@ def main():
         print("tests/run.sh: no case matches", file=sys.stderr)
         return 2
     binaries = Binaries(ROOT)
+    Daemon.patience = options.patience
     if not options.native:
         missing = binaries.missing()
         why = f"{missing} is missing (cargo build --release)" if missing else \

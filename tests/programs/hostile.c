@@ -350,6 +350,28 @@ static void *change_memory(void *unused)
     return unused;
 }
 
+static void dam(void)
+{
+    /* Says that pages moved, and lets whoever reads them wait for ever: the
+     * transfer range belongs to a userfaultfd of its own. */
+    whole_way();
+    int own = T_SYS(syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK));
+    struct uffdio_api api = {.api = UFFD_API};
+    struct uffdio_register dammed = {.range = {(uintptr_t)transfer, TRANSFER},
+                                     .mode = UFFDIO_REGISTER_MODE_MISSING};
+    T_SYS(ioctl(own, UFFDIO_API, &api));
+    T_SYS(ioctl(own, UFFDIO_REGISTER, &dammed));
+    be_fat();
+    struct pollfd reader = {.fd = own, .events = POLLIN};
+    for (uint32_t last = 0; poll(&reader, 1, 100) == 0;) {
+        T_ASSERT(commanded(last), "no command came: nothing was dammed");
+        last = atomic_load(&control->command_seq);
+        for (uint32_t i = 0; i < BATCH; i++)
+            atomic_store(&control->entries[i].result, 0);
+        answer(last);
+    }
+}
+
 static void leaver(void)
 {
     /* Closes everything in the middle of a command and runs on. */
@@ -421,8 +443,9 @@ int main(int argc, char **argv)
         {"half", half},         {"wrong-descriptor", wrong_descriptor},
         {"impostor", impostor}, {"liar", liar},
         {"mute", mute},         {"scribbler", scribbler},
-        {"stuck", stuck},       {"leaver", leaver},
-        {"meddler", meddler},   {"foreign-transfer", foreign_transfer},
+        {"stuck", stuck},       {"dam", dam},
+        {"leaver", leaver},     {"meddler", meddler},
+        {"foreign-transfer", foreign_transfer},
     };
     T_ASSERT(argc == 2, "which mode?");
     if (getenv("LD_PRELOAD")) {

@@ -66,6 +66,9 @@ pub(crate) fn examine(command: &OsStr, path: &OsStr, caller: Caller) -> Result<P
 type Unusable = (String, &'static str);
 
 fn find(command: &OsStr, path: &OsStr) -> std::result::Result<PathBuf, Unusable> {
+    if command.is_empty() {
+        return Err(("its name is empty".into(), "name a program"));
+    }
     if command.as_bytes().contains(&b'/') {
         return executable(Path::new(command)).map(|()| command.into());
     }
@@ -312,6 +315,7 @@ mod tests {
         let nothing = put(&directory, "nothing", b"#! \n", 0o755);
         let torn = put(&directory, "torn", &own()[..40], 0o755);
         for (path, why) in [
+            (Path::new(""), "its name is empty"),
             (Path::new("no-such-command"), "command not found"),
             (Path::new("/no/such/file"), "no such file"),
             (directory.path(), "it is a directory"),

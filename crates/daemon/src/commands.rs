@@ -219,21 +219,24 @@ fn release(tenant: &Arc<Tenant>) -> Reply {
     if tenant.is_released() {
         return Reply::Done { note: "it was released before".into() };
     }
-    let name = &tenant.record().name;
     match tenant.release() {
         Ok(()) => Reply::Done { note: String::new() },
         Err(ReleaseRefused::NoRoom { needed_bytes, available_bytes }) => error(
             format!(
-                "cannot release {name}: its stored pages need {} of DRAM, {} are available",
+                "its stored pages need {} of DRAM, {} are available",
                 ByteSize(needed_bytes),
                 ByteSize(available_bytes)
             ),
             "free memory on this machine, or leave it managed",
         ),
         Err(ReleaseRefused::Stuck { pages }) => error(
-            format!("cannot release {name}: {pages} pages cannot come back now"),
-            "its processes may be stopped; let them run and try again",
+            format!("{pages} pages cannot come back now"),
+            "its processes may be stopped: let them run and try again",
         ),
-        Err(ReleaseRefused::Ended) => error(format!("{name} has ended"), ""),
+        Err(ReleaseRefused::Unanswered) => error(
+            "one of its processes holds up whoever manages it",
+            format!("it stays managed; strata stop {} ends it", tenant.record().name),
+        ),
+        Err(ReleaseRefused::Ended) => error("it has ended", ""),
     }
 }

@@ -78,6 +78,24 @@ impl Report {
         Self { ready: !findings.iter().any(blocks), findings }
     }
 
+    /// Why no program can be managed, and what to do; None when some can.
+    fn obstacle(&self) -> Option<String> {
+        let missing = |finding: &&Finding| finding.presence == Presence::No;
+        let essential = self.findings.iter().find(|f| f.essential && missing(f))?;
+        // A kernel that is too old is what a missing feature means.
+        let old = self.findings.iter().find(|f| f.name == kernel::NAME && missing(f));
+        let (finding, todo) = match (essential.name, old) {
+            (kernel::PRIVILEGES, _) => (essential, "run stratad as root"),
+            (_, Some(old)) => (old, "strata doctor tells more"),
+            (_, None) => (essential, "strata doctor tells more"),
+        };
+        let Finding { name, detail, lost, .. } = finding;
+        Some(match finding.essential {
+            true => format!("{name}: {detail}; {todo}"),
+            false => format!("{detail}: {lost}; {todo}"),
+        })
+    }
+
     /// For programs.
     pub(crate) fn to_json(&self) -> String {
         serde_json::to_string_pretty(self).expect("findings are plain text")
@@ -139,6 +157,12 @@ impl Files {
         names.sort();
         names
     }
+}
+
+/// What keeps a daemon here from managing anything, if something does.
+pub(crate) fn obstacle() -> Option<String> {
+    let files = Files { root: Path::new("/").to_owned() };
+    Report::new(kernel::essentials(&files)).obstacle()
 }
 
 /// Examines this machine.

@@ -24,9 +24,12 @@ use clap::{Parser, Subcommand};
 
 use crate::config::{Config, DEFAULT_FILE, Machine};
 
+/// Exit status when the command line was typed wrong.
+const USAGE: u8 = 2;
+
 /// The memory machine's daemon: holds the pages of managed programs.
 #[derive(Parser, Debug)]
-#[command(name = "stratad", version, about)]
+#[command(name = "stratad", version)]
 struct Arguments {
     /// Configuration file [default: /etc/strata/stratad.toml, if it exists]
     #[arg(long, value_name = "FILE")]
@@ -55,9 +58,19 @@ enum Task {
 }
 
 fn main() -> ExitCode {
-    let arguments = Arguments::parse();
+    let arguments = match Arguments::try_parse() {
+        Ok(arguments) => arguments,
+        Err(error) if error.use_stderr() => {
+            eprintln!("stratad: usage: {}; see stratad --help", first_line(&error.to_string()));
+            return ExitCode::from(USAGE);
+        }
+        Err(help) => {
+            let _ = help.print();
+            return ExitCode::SUCCESS;
+        }
+    };
     let outcome = match &arguments.command {
-        Some(Task::Doctor { json }) => Ok(doctor(*json)),
+        Some(Task::Doctor { json }) => doctor(*json),
         Some(Task::ConfigCheck { file }) => config_check(file.as_deref()),
         None => serve(&arguments),
     };
@@ -67,12 +80,28 @@ fn main() -> ExitCode {
     })
 }
 
-fn doctor(json: bool) -> ExitCode {
+/// What is wrong, of the parser's message, which has paragraphs.
+fn first_line(message: &str) -> String {
+    let message = message.strip_prefix("error: ").unwrap_or(message);
+    let line = message.lines().next().unwrap_or_default();
+    line.chars().filter(|c| !c.is_control()).collect()
+}
+
+/// Prints `text`. A reader that left early has seen what it wanted.
+fn print(text: &str) -> anyhow::Result<()> {
+    let mut out = io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            Err(error).context("cannot print")
+        }
+        _ => Ok(()),
+    }
+}
+
+fn doctor(json: bool) -> anyhow::Result<ExitCode> {
     let report = doctor::examine();
-    let text = if json { format!("{}\n", report.to_json()) } else { report.to_string() };
-    // A reader that left early has seen what it wanted.
-    let _ = io::stdout().write_all(text.as_bytes());
-    if report.ready { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    print(&if json { format!("{}\n", report.to_json()) } else { report.to_string() })?;
+    Ok(if report.ready { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 /// The file that was named, or the default one where there is one.
@@ -84,7 +113,7 @@ fn configuration(named: Option<&std::path::Path>) -> anyhow::Result<Config> {
 }
 
 fn config_check(file: Option<&std::path::Path>) -> anyhow::Result<ExitCode> {
-    print!("{}", configuration(file)?.resolved());
+    print(&configuration(file)?.resolved())?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -103,5 +132,8 @@ fn serve(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         }
         None => configuration(arguments.config.as_deref())?,
     };
+    if let Some(obstacle) = doctor::obstacle() {
+        anyhow::bail!("no program can be managed here: {obstacle}");
+    }
     supervisor::run(config, arguments.private.is_some())
 }

@@ -5,6 +5,7 @@
 //! whatever the worker opened is open here too and is found by the next one.
 
 use std::fs;
+use std::io;
 use std::os::fd::RawFd;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
@@ -55,11 +56,11 @@ pub(crate) fn run(config: Config, private: bool) -> anyhow::Result<ExitCode> {
     let agent_socket = config.socket_dir.join(AGENT_SOCKET_NAME);
     let open_to_all = if private { 0o600 } else { 0o666 };
     let control = control::bind(&control_socket, open_to_all)
-        .with_context(|| format!("cannot listen on {}", control_socket.display()))?;
+        .map_err(|error| cannot_listen(&control_socket, &error))?;
     // The control socket is ours alone now, so this one is left over, if there.
     let _ = fs::remove_file(&agent_socket);
     let agents = SeqPacketListener::bind(&agent_socket)
-        .with_context(|| format!("cannot listen on {}", agent_socket.display()))?;
+        .map_err(|error| cannot_listen(&agent_socket, &error))?;
     fs::set_permissions(&agent_socket, fs::Permissions::from_mode(open_to_all))?;
     let registry = Arc::new(Registry::create().context("cannot make the registry")?);
     if let Err(error) = lock_memory() {
@@ -86,11 +87,19 @@ pub(crate) fn run(config: Config, private: bool) -> anyhow::Result<ExitCode> {
 
 fn make_directory(directory: &Path, private: bool) -> anyhow::Result<()> {
     let mode = if private { 0o700 } else { 0o755 };
-    fs::DirBuilder::new()
-        .recursive(true)
-        .mode(mode)
-        .create(directory)
-        .with_context(|| format!("cannot make {}", directory.display()))
+    fs::DirBuilder::new().recursive(true).mode(mode).create(directory).map_err(|error| {
+        let todo = "name another socket_dir, or run stratad as root";
+        anyhow::anyhow!("cannot make {}: {error}; {todo}", directory.display())
+    })
+}
+
+fn cannot_listen(socket: &Path, error: &io::Error) -> anyhow::Error {
+    let todo = match error.kind() {
+        io::ErrorKind::AddrInUse => "stop that one first, or name another socket_dir",
+        io::ErrorKind::PermissionDenied => "run stratad as root, or name another socket_dir",
+        _ => "name another socket_dir",
+    };
+    anyhow::anyhow!("cannot listen on {}: {error}; {todo}", socket.display())
 }
 
 fn watch(inheritance: &Inheritance) -> anyhow::Result<ExitCode> {

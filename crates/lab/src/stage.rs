@@ -297,8 +297,8 @@ pub(crate) struct Sample {
     pub daemon_bytes: u64,
     pub stats: Option<strata_api::Stats>,
     /// What the kernel says that the server has in swap, whichever that is.
-    swapped_bytes: u64,
-    has_swap: bool,
+    pub swapped_bytes: u64,
+    pub has_swap: bool,
 }
 
 impl Sample {

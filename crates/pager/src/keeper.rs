@@ -167,8 +167,8 @@ pub(crate) fn run(tenant: &Arc<Tenant>) {
     loop {
         for order in wait_for_orders(tenant, next_look) {
             match order {
-                Order::Release(answer) => {
-                    let outcome = release::release(tenant, &mut keeper.evictor);
+                Order::Release(answer, progress) => {
+                    let outcome = release::release(tenant, &mut keeper.evictor, &progress);
                     // The one who asked may have gone.
                     let _ = answer.send(outcome);
                 }

@@ -4,7 +4,8 @@
 //! unregistered range reads as zero.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use strata_sys::{Range, available_bytes, read_maps};
@@ -13,12 +14,15 @@ use strata_units::PAGE_SIZE;
 use crate::entry::Entry;
 use crate::evict::Evictor;
 use crate::space::{Space, ids_in, lock};
-use crate::tenant::{ReleaseRefused, Tenant};
+use crate::tenant::{Order, ReleaseRefused, Tenant};
 
 /// DRAM that stays free for the rest of the machine.
 const MARGIN_BYTES: u64 = 64 << 20;
 /// Without any page coming back for so long, it is given up.
 const PATIENCE: Duration = Duration::from_secs(30);
+/// Whoever asked gives up on a keeper that shows no progress for so long. Longer
+/// than a keeper needs to find out for itself that pages do not come back.
+pub(crate) const KEEPER_PATIENCE: Duration = Duration::from_secs(45);
 /// How often progress is looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 /// Pages asked for at a time.
@@ -26,8 +30,66 @@ const PAGES_AT_A_TIME: usize = 2048;
 
 const EVERYTHING: Range = Range { start: 0, end: 1 << 52 };
 
+/// What the keeper and the one who asked know of each other. A keeper can be
+/// held up for as long as a program likes: what it reads from a process may be
+/// memory that the process makes its readers wait for.
+#[derive(Debug, Default)]
+pub(crate) struct Progress {
+    /// Grows with everything that comes of it.
+    steps: AtomicU64,
+    /// Nobody waits any more: it is not to be carried out later.
+    given_up: AtomicBool,
+}
+
+impl Progress {
+    fn step(&self) {
+        self.steps.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn check(&self) -> Result<(), ReleaseRefused> {
+        if self.given_up.load(Ordering::Acquire) {
+            return Err(ReleaseRefused::Unanswered);
+        }
+        Ok(())
+    }
+}
+
+/// Has the keeper release `tenant`; gives up when nothing came of it for
+/// `patience`.
+pub(crate) fn ask(tenant: &Tenant, patience: Duration) -> Result<(), ReleaseRefused> {
+    let (sender, receiver) = mpsc::channel();
+    let progress = Arc::new(Progress::default());
+    lock(&tenant.inbox).orders.push(Order::Release(sender, Arc::clone(&progress)));
+    tenant.wake_keeper();
+    let mut seen = 0;
+    loop {
+        match receiver.recv_timeout(patience) {
+            Ok(outcome) => return outcome,
+            Err(RecvTimeoutError::Disconnected) => return Err(ReleaseRefused::Ended),
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+        let steps = progress.steps.load(Ordering::Relaxed);
+        if steps == seen {
+            progress.given_up.store(true, Ordering::Release);
+            tenant.registry.released(tenant.id).store(0, Ordering::Release);
+            if !tenant.space_list().is_empty() {
+                return Err(ReleaseRefused::Unanswered);
+            }
+            // It was carried out just now.
+            tenant.registry.released(tenant.id).store(1, Ordering::Release);
+            return Ok(());
+        }
+        seen = steps;
+    }
+}
+
 /// Carries it out on the keeper's thread.
-pub(crate) fn release(tenant: &Arc<Tenant>, evictor: &mut Evictor) -> Result<(), ReleaseRefused> {
+pub(crate) fn release(
+    tenant: &Arc<Tenant>,
+    evictor: &mut Evictor,
+    progress: &Progress,
+) -> Result<(), ReleaseRefused> {
+    progress.check()?;
     let stored_pages = tenant.store.stats().stored_pages.saturating_sub(tenant.kept_pages());
     let needed_bytes = stored_pages * PAGE_SIZE as u64;
     let available = available_bytes().unwrap_or(0);
@@ -40,16 +102,19 @@ pub(crate) fn release(tenant: &Arc<Tenant>, evictor: &mut Evictor) -> Result<(),
     loop {
         let spaces = tenant.space_list();
         if spaces.is_empty() {
+            // Whoever gave up just now has taken it back.
+            tenant.registry.released(tenant.id).store(1, Ordering::Release);
             tenant.note("exhausted", None);
             return Ok(());
         }
         for space in spaces {
-            let returned = bring_back(&space, tenant, evictor);
+            let returned = bring_back(&space, tenant, evictor, progress);
             if let Err(refused) = returned {
                 tenant.registry.released(tenant.id).store(0, Ordering::Release);
                 return Err(refused);
             }
             let_go(&space, tenant);
+            progress.step();
         }
     }
 }
@@ -78,6 +143,7 @@ fn bring_back(
     space: &Arc<Space>,
     tenant: &Arc<Tenant>,
     evictor: &mut Evictor,
+    progress: &Progress,
 ) -> Result<(), ReleaseRefused> {
     let mut least = u64::MAX;
     let mut since = Instant::now();
@@ -86,12 +152,14 @@ fn bring_back(
             evictor.fetch_strays(space, tenant);
         }
         let (addresses, left) = stored_addresses(space, tenant, PAGES_AT_A_TIME);
+        progress.check()?;
         if left == 0 || space.is_gone() || !space.uffd.is_alive() {
             return Ok(());
         }
         if left < least {
             least = left;
             since = Instant::now();
+            progress.step();
         } else if since.elapsed() > PATIENCE {
             return Err(ReleaseRefused::Stuck { pages: left });
         }
@@ -127,4 +195,42 @@ fn let_go(space: &Arc<Space>, tenant: &Arc<Tenant>) {
         lock(&tenant.released_agents).push(agent);
     }
     tenant.bury(space);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing;
+
+    #[test]
+    fn a_keeper_that_is_held_up_is_not_waited_for_for_ever() {
+        let Some(uffd) = testing::userfaultfd() else { return };
+        let tenant = testing::tenant();
+        let space = testing::space(&tenant, uffd);
+        tenant.adopt_space(Arc::clone(&space));
+        let gate = lock(&space.gate);
+        tenant.start_keeper();
+        let patience = Duration::from_millis(50);
+        assert_eq!(ask(&tenant, patience), Err(ReleaseRefused::Unanswered));
+        assert!(!tenant.is_released());
+        drop(gate);
+        assert_eq!(ask(&tenant, KEEPER_PATIENCE), Ok(()));
+        assert!(tenant.is_released());
+        tenant.end();
+    }
+
+    #[test]
+    fn what_nobody_waits_for_any_more_is_not_carried_out() {
+        let Some(uffd) = testing::userfaultfd() else { return };
+        let tenant = testing::tenant();
+        let space = testing::space(&tenant, uffd);
+        tenant.adopt_space(Arc::clone(&space));
+        let progress = Progress::default();
+        progress.given_up.store(true, Ordering::Relaxed);
+        let refused = release(&tenant, &mut Evictor::new(), &progress);
+        assert_eq!(refused, Err(ReleaseRefused::Unanswered));
+        assert!(!tenant.is_released());
+        assert_eq!(tenant.space_list().len(), 1, "its space is managed on");
+        tenant.bury(&space);
+    }
 }

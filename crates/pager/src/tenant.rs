@@ -22,7 +22,7 @@ use crate::page_map::PageMap;
 use crate::registry::{Registry, SpaceField, TenantRecord};
 use crate::space::{Agent, AgentRanges, Space, ids_in, lock};
 pub use crate::usage::Usage;
-use crate::{handler, keeper};
+use crate::{handler, keeper, release};
 
 /// What a new tenant is made of.
 #[derive(Clone, Debug)]
@@ -57,7 +57,8 @@ pub struct Hail {
     pub own: Range,
 }
 
-/// Why `release` was refused. Nothing was changed.
+/// Why `release` was refused. What is stored stays managed; processes of the
+/// tenant whose pages were all back before run on without.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ReleaseRefused {
     /// The machine has not enough DRAM for what is stored.
@@ -72,13 +73,15 @@ pub enum ReleaseRefused {
         /// Pages still stored.
         pages: u64,
     },
+    /// Who keeps the tenant is held up, by one of its processes most likely.
+    Unanswered,
     /// The tenant ended meanwhile.
     Ended,
 }
 
 /// What the keeper is asked to do.
 pub(crate) enum Order {
-    Release(mpsc::Sender<Result<(), ReleaseRefused>>),
+    Release(mpsc::Sender<Result<(), ReleaseRefused>>, Arc<release::Progress>),
     End,
 }
 
@@ -307,11 +310,9 @@ impl Tenant {
     }
 
     /// Gives every page back and stops managing; the program runs on natively.
+    /// Waits as long as pages come back, and a minute at most when none do.
     pub fn release(&self) -> Result<(), ReleaseRefused> {
-        let (sender, receiver) = mpsc::channel();
-        lock(&self.inbox).orders.push(Order::Release(sender));
-        self.wake_keeper();
-        receiver.recv().unwrap_or(Err(ReleaseRefused::Ended))
+        release::ask(self, release::KEEPER_PATIENCE)
     }
 
     /// Ends its processes: `signal` to each. Returns how many were there.

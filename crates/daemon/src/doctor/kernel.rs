@@ -12,9 +12,18 @@ use super::{Files, Finding, Presence};
 /// Bit of `CAP_SYS_PTRACE` in `/proc/self/status`.
 const CAP_SYS_PTRACE: u32 = 19;
 
-pub(super) fn findings(files: &Files) -> Vec<Finding> {
+pub(super) const NAME: &str = "kernel";
+pub(super) const PRIVILEGES: &str = "privileges";
+
+/// Those among which is everything that nothing works without.
+pub(super) fn essentials(files: &Files) -> Vec<Finding> {
     let mut findings = vec![kernel(files), privileges(files)];
     findings.extend(userfaultfd(files));
+    findings
+}
+
+pub(super) fn findings(files: &Files) -> Vec<Finding> {
+    let mut findings = essentials(files);
     findings.push(control_group(files));
     findings.extend([
         psi(files),
@@ -39,7 +48,7 @@ pub(super) fn release(text: &str) -> Option<(u32, u32)> {
 fn kernel(files: &Files) -> Finding {
     let text = files.read("/proc/sys/kernel/osrelease").unwrap_or_default();
     let new_enough = release(&text).is_some_and(|version| version >= (6, 8));
-    Finding::yes_or_no("kernel", new_enough, format!("Linux {text}"))
+    Finding::yes_or_no(NAME, new_enough, format!("Linux {text}"))
         .without("moving pages out of a program (UFFDIO_MOVE) came with Linux 6.8")
 }
 
@@ -51,7 +60,7 @@ fn privileges(files: &Files) -> Finding {
         field("CapEff:").and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok()).unwrap_or(0);
     let ptrace = capabilities & (1 << CAP_SYS_PTRACE) != 0;
     let has = if ptrace { "with" } else { "without" };
-    Finding::yes_or_no("privileges", ptrace, format!("uid {uid}, {has} CAP_SYS_PTRACE"))
+    Finding::yes_or_no(PRIVILEGES, ptrace, format!("uid {uid}, {has} CAP_SYS_PTRACE"))
         .without("a daemon of your own (a system stratad serves you all the same: sudo systemctl start stratad)")
         .essential()
 }

@@ -139,3 +139,24 @@ fn this_machine_is_examined_and_left_as_it_was() {
         .collect();
     assert!(left.is_empty(), "{left:?}");
 }
+
+#[test]
+fn a_daemon_is_told_what_keeps_it_from_managing_anything() {
+    let kernel = |presence| {
+        Finding::new(kernel::NAME, presence, "Linux 6.1.0").without("moving came with Linux 6.8")
+    };
+    let privileges = |presence| Finding::new(kernel::PRIVILEGES, presence, "uid 5").essential();
+    let moving = |presence| Finding::new("UFFDIO_MOVE", presence, "not offered").essential();
+    let of = |kernel_is, privileges_are, moving_is| {
+        let all = vec![kernel(kernel_is), privileges(privileges_are), moving(moving_is)];
+        Report::new(all).obstacle()
+    };
+    let (yes, no) = (Presence::Yes, Presence::No);
+    // A kernel with an old number and everything needed will do.
+    assert_eq!(of(no, yes, yes), None);
+    assert_eq!(of(no, no, no).as_deref(), Some("privileges: uid 5; run stratad as root"));
+    let old = "Linux 6.1.0: moving came with Linux 6.8; strata doctor tells more";
+    assert_eq!(of(no, yes, no).as_deref(), Some(old));
+    let strange = "UFFDIO_MOVE: not offered; strata doctor tells more";
+    assert_eq!(of(yes, yes, no).as_deref(), Some(strange));
+}

@@ -349,7 +349,9 @@ pub(super) fn threads(bench: &Bench, results: &mut PartResults) -> Result<()> {
         name: name.to_owned(),
         samples: faulting.iter().map(of).collect(),
     };
-    let figures: [(&str, &str, fn(&Faulting) -> f64); 8] = [
+    /// Name, unit, and how it is read off a run.
+    type Figure = (&'static str, &'static str, fn(&Faulting) -> f64);
+    let figures: [Figure; 8] = [
         ("faults", "/s", |f| f.figures.faults_per_second),
         ("reads", "/s", |f| f.figures.operations_per_second),
         ("fault p50", "µs", |f| f.p50_us),

@@ -12,7 +12,7 @@ use crate::{
     trial,
     zram::Zram,
 };
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use serde::Serialize;
 use std::{
     path::Path,
@@ -53,6 +53,9 @@ impl Place {
                 let made = Group::create(janitor, &group, resident_limit_bytes, false)?;
                 wrapping.prefix = made.wrapping();
                 place.group = Some(made);
+            }
+            Setup::Zswap { .. } | Setup::Memtierd { .. } => {
+                bail!("only Redis is measured on {setup:?}");
             }
             Setup::Strata { dram_bytes } => {
                 let daemon = Strata::start(janitor, binaries).context("Strata")?;

@@ -40,12 +40,11 @@ const DRIFT_PUTS: u64 = 4096;
 const LANDED_SHIFT: u32 = 8;
 /// Trainings in a store's life: with looks that far apart, more is a mistake.
 const MAX_ATTEMPTS: u32 = 64;
-/// A new dictionary has to make pages this much smaller than lz4 does …
+/// A new dictionary has to save, over all objects, what it costs itself, and to
+/// make pages this much smaller than lz4 does …
 const LZ4_GAIN_PERCENT: u64 = 20;
-/// … and than the current dictionary does …
+/// … and than the current dictionary does.
 const CURRENT_GAIN_PERCENT: u64 = 10;
-/// … and save, over all objects, so many times what it costs itself.
-const COST_FACTOR: u64 = 2;
 
 /// When to train next.
 #[derive(Default)]
@@ -221,7 +220,7 @@ impl Store {
         let gain = before.saturating_sub(verdict.new_bytes) * self.counters.objects.load(Relaxed);
         smaller(verdict.lz4_bytes, LZ4_GAIN_PERCENT)
             && verdict.current_bytes.is_none_or(|current| smaller(current, CURRENT_GAIN_PERCENT))
-            && gain / judged >= candidate.cost_bytes() * COST_FACTOR
+            && gain / judged >= candidate.cost_bytes()
     }
 
     /// Distinct living pages in DRAM, drawn at random.

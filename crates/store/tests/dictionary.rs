@@ -313,7 +313,7 @@ fn training_goes_on_beside_everything_else() {
     let (adopted, busy) = (AtomicU64::new(0), AtomicU64::new(0));
     let content = |seed: u64| {
         // Sentences change their vocabulary as time goes on.
-        if seed.is_multiple_of(4) { page(seed) } else { sentences(seed / 4000, seed) }
+        if seed.is_multiple_of(4) { page(seed) } else { sentences(seed / 2500, seed) }
     };
     std::thread::scope(|scope| {
         let writers: Vec<_> = (0..2u64)
@@ -323,7 +323,7 @@ fn training_goes_on_beside_everything_else() {
                     let mut random = Random::new(writer + 1);
                     let mut slots: Vec<Option<(Handle, u64)>> = vec![None; SLOTS];
                     let mut out: Page = [0; 4096];
-                    for step in 0..12_000 {
+                    for step in 0..5_000 {
                         let how = [Put::Staged, Put::Fast, Put::Fast, Put::Zstd][random.below(4)];
                         let seed = step * 2 + writer;
                         let handle = store.put(&content(seed), how).expect("put");

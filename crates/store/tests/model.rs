@@ -75,7 +75,7 @@ fn check(store: &Store, handle: Handle, seed: u64) {
 
 /// Pages enough for a dictionary to pay, and a training.
 fn population() -> Vec<Step> {
-    let puts = (0..300).map(|seed| Step::Put(10_001 + 2 * seed, Put::Fast));
+    let puts = (0..400).map(|seed| Step::Put(10_001 + 2 * seed, Put::Fast));
     puts.chain([Step::Train]).collect()
 }
 

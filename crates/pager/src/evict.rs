@@ -19,12 +19,11 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use strata_policy::{Level, gap};
-use strata_store::{Fingerprint, Put};
-use strata_sys::{Fill, Range, ReadOutcome, futex_wait, futex_wake, page_presence, read_process};
+use strata_store::Fingerprint;
+use strata_sys::{Range, futex_wait, futex_wake, page_presence};
 use strata_units::wire::{BATCH_PAGES, Command, Control, RESULT_CANCELLED, RESULT_PENDING};
-use strata_units::{Handle, PAGE_SIZE, PageBuffer, PageId, SpaceId};
+use strata_units::{Handle, PAGE_SIZE, PageBuffer, PageId};
 
-use crate::counters::Counter;
 use crate::entry::Entry;
 use crate::scan::Excluded;
 use crate::space::{Agent, Space, lock};
@@ -33,10 +32,10 @@ use crate::tenant::Tenant;
 /// How long the keeper waits for one command before it turns to other spaces.
 /// A batch takes well under a millisecond, unless its process is stopped.
 const PATIENCE: Duration = Duration::from_millis(100);
-const PAGE: u64 = PAGE_SIZE as u64;
-const EBUSY: i32 = -16;
-const EINVAL: i32 = -22;
-const ENOENT: i32 = -2;
+pub(crate) const PAGE: u64 = PAGE_SIZE as u64;
+pub(crate) const EBUSY: i32 = -16;
+pub(crate) const EINVAL: i32 = -22;
+pub(crate) const ENOENT: i32 = -2;
 
 /// Why a page stayed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -49,6 +48,8 @@ pub(crate) enum Stayed {
     Cancelled,
     /// The store would not take it.
     StoreFull,
+    /// A thread asked for it before it was stored.
+    Wanted,
 }
 
 /// What came of a batch.
@@ -64,8 +65,8 @@ pub(crate) struct BatchReport {
 
 /// The page buffers of one keeper.
 pub(crate) struct Evictor {
-    buffer: Vec<u8>,
-    page: Box<PageBuffer>,
+    pub(crate) buffer: Vec<u8>,
+    pub(crate) page: Box<PageBuffer>,
     /// The keeper was evicting in its last round, too.
     pub(crate) in_a_hurry: bool,
     /// Fingerprints of the kept copies of resident pages; some have left or lost
@@ -73,12 +74,12 @@ pub(crate) struct Evictor {
     pub(crate) fingerprints: HashMap<PageId, Fingerprint>,
     /// Stored copies of the pages of the batch under way, by slot. In ordinary
     /// memory: a worker that dies leaves them to nobody, and recovery frees them.
-    kept: Vec<Option<(Handle, Option<Fingerprint>)>>,
+    pub(crate) kept: Vec<Option<(Handle, Option<Fingerprint>)>>,
 }
 
 /// How one page of a batch ended at the agent.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Moved {
+pub(crate) enum Moved {
     Yes,
     No(i32),
 }
@@ -219,129 +220,6 @@ impl Evictor {
         report
     }
 
-    fn fetch(
-        &mut self,
-        space: &Space,
-        tenant: &Tenant,
-        agent: &Agent,
-        results: &[Moved],
-        report: &mut BatchReport,
-    ) {
-        let transfer = agent.ranges.transfer.start;
-        let moved: Vec<usize> =
-            (0..results.len()).filter(|&slot| results[slot] == Moved::Yes).collect();
-        let mut runs: Vec<Range> = Vec::new();
-        for &slot in &moved {
-            let start = transfer + slot as u64 * PAGE;
-            match runs.last_mut() {
-                Some(run) if run.end == start => run.end += PAGE,
-                _ => runs.push(Range { start, end: start + PAGE }),
-            }
-        }
-        let bytes = moved.len() * PAGE_SIZE;
-        if read_process(agent.pid, &runs, &mut self.buffer[..bytes]) == ReadOutcome::Failed {
-            // The process is going, or its agent lied about what it moved. The
-            // pages stay where they are; nothing is dropped.
-            space.has_strays.store(true, Ordering::Release);
-            return;
-        }
-        let mut stored = Vec::with_capacity(moved.len());
-        // Staged pages are there sooner for a thread that waits, and are packed
-        // when there is time. While eviction goes on without a pause there is
-        // none, and keeping a page twice only costs.
-        let how = if self.in_a_hurry { Put::Fast } else { Put::Staged };
-        for (page, &slot) in self.buffer[..bytes].chunks_exact(PAGE_SIZE).zip(&moved) {
-            let page = page.try_into().expect("chunks of a page");
-            let kept = self.kept.get_mut(slot);
-            let unchanged = kept.and_then(|kept| {
-                kept.take_if(|(handle, fingerprint)| {
-                    fingerprint.is_some_and(|known| tenant.store.is_unchanged(*handle, known, page))
-                })
-            });
-            if let Some((handle, _)) = unchanged {
-                tenant.counters.add(Counter::EvictionsUnchanged, 1);
-                stored.push(Some(handle));
-                continue;
-            }
-            let put = if report.store_error.is_some() {
-                None
-            } else {
-                match tenant.store.put(page, how) {
-                    Ok(handle) => Some(handle),
-                    Err(error) => {
-                        report.store_error = Some(error.to_string());
-                        None
-                    }
-                }
-            };
-            stored.push(put);
-        }
-        let newcomer = tenant.census().newcomer();
-        let now = tenant.counters.get(Counter::PolicyTime) as u32;
-        let mut wanted = Vec::new();
-        let mut gate = lock(&space.gate);
-        // While the gate is held nobody becomes an heir of this batch.
-        let batch = tenant.has_heirs(space.id).then(|| Inheritance::new(tenant, results, &stored));
-        let mut stored = stored.into_iter();
-        let mut buffers = self.buffer.chunks_exact(PAGE_SIZE);
-        for (slot, &result) in results.iter().enumerate() {
-            let put = (result == Moved::Yes).then(|| stored.next().flatten());
-            let content = (result == Moved::Yes).then(|| buffers.next()).flatten();
-            let address = gate.slots[slot];
-            let page = (address != 0).then(|| gate.page(address)).flatten();
-            let leaving = page.map(|page| (page, tenant.map.get(page)));
-            let Some((page, Entry::Leaving { wanted: waits, .. })) = leaving else {
-                // Discarded on its way, or no page of this batch.
-                gate.slots[slot] = 0;
-                if let Some(Some(handle)) = put {
-                    tenant.store.release(handle);
-                }
-                continue;
-            };
-            match put {
-                Some(Some(handle)) => {
-                    gate.slots[slot] = 0;
-                    let age = tenant.map.age(page);
-                    age.store(
-                        gap::left(age.load(Ordering::Relaxed), now, newcomer),
-                        Ordering::Relaxed,
-                    );
-                    tenant.map.set(page, Entry::Stored(handle));
-                    tenant.uncharge(Entry::Resident { shared: false });
-                    tenant.counters.add(Counter::Evictions, 1);
-                    report.evicted += 1;
-                    report.left.push(address);
-                    if waits {
-                        wanted.push(address);
-                    }
-                }
-                Some(None) => {
-                    // The store is full: the page goes back to where it was.
-                    self.page.0.copy_from_slice(content.expect("it was read"));
-                    match space.uffd.copy(address, &self.page) {
-                        Fill::Done { .. } | Fill::Present => {
-                            gate.slots[slot] = 0;
-                            tenant.map.set(page, Entry::Resident { shared: false });
-                            report.stayed.push((page, address, Stayed::StoreFull));
-                        }
-                        // Later: the transfer range keeps it.
-                        _ => space.has_strays.store(true, Ordering::Release),
-                    }
-                }
-                None => {
-                    gate.slots[slot] = 0;
-                    let Moved::No(reason) = result else { continue };
-                    stay(space, tenant, page, address, reason, waits, report);
-                }
-            }
-        }
-        drop(gate);
-        space.hand_over(wanted);
-        if let Some(batch) = batch {
-            batch.give_to_heirs(tenant, space.id);
-        }
-    }
-
     /// Marks up to a batch of `pages` as leaving and writes the command's entries.
     fn compose(
         &mut self,
@@ -418,120 +296,6 @@ fn empty_transfer(space: &Space, agent: &Agent) -> bool {
     let done = agent.wait_idle(space, PATIENCE);
     space.transfer_clean.store(done, Ordering::Release);
     done
-}
-
-/// What a batch brought, for spaces that were forked in the middle of it: their
-/// leaving pages have the same content, or were left in place too.
-struct Inheritance {
-    /// By slot: what came of the move, and the page in the store.
-    slots: Vec<(Moved, Option<Handle>)>,
-}
-
-impl Inheritance {
-    /// Holds a reference of its own to each page.
-    fn new(tenant: &Tenant, results: &[Moved], stored: &[Option<Handle>]) -> Self {
-        let mut stored = stored.iter();
-        let slots = results.iter().map(|&result| {
-            let handle = (result == Moved::Yes).then(|| stored.next().copied().flatten()).flatten();
-            if let Some(handle) = handle {
-                tenant.store.retain(handle);
-            }
-            (result, handle)
-        });
-        Self { slots: slots.collect() }
-    }
-
-    fn give_to_heirs(self, tenant: &Tenant, origin: SpaceId) {
-        loop {
-            // An heir that forks while it waits makes another one.
-            let heirs = tenant.take_heirs(origin);
-            if heirs.is_empty() {
-                break;
-            }
-            for heir in heirs {
-                self.give_to(tenant, &heir);
-            }
-        }
-        for (_, handle) in self.slots {
-            if let Some(handle) = handle {
-                tenant.store.release(handle);
-            }
-        }
-    }
-
-    fn give_to(&self, tenant: &Tenant, heir: &Space) {
-        let mut wanted = Vec::new();
-        let mut gate = lock(&heir.gate);
-        let mut left = false;
-        for slot in 0..gate.slots.len() {
-            let address = gate.slots[slot];
-            let page = (address != 0).then(|| gate.page(address)).flatten();
-            let Some(page) = page else { continue };
-            let Entry::Leaving { wanted: waits, .. } = tenant.map.get(page) else { continue };
-            let outcome = self.slots.get(slot).copied();
-            let entry = match outcome {
-                Some((Moved::Yes, Some(handle))) => {
-                    tenant.store.retain(handle);
-                    Entry::Stored(handle)
-                }
-                Some((Moved::Yes, None)) => {
-                    left = true;
-                    continue;
-                }
-                Some((Moved::No(_), _)) | None => Entry::Resident { shared: true },
-            };
-            gate.slots[slot] = 0;
-            tenant.map.set(page, entry);
-            tenant.uncharge(Entry::Resident { shared: false });
-            if waits && entry.handle().is_some() {
-                wanted.push(address);
-            } else if waits {
-                heir.uffd.wake(Range { start: address, end: address + PAGE });
-            }
-        }
-        heir.has_shared.store(true, Ordering::Release);
-        heir.has_strays.store(left, Ordering::Release);
-        heir.is_heir.store(false, Ordering::Release);
-        drop(gate);
-        heir.hand_over(wanted);
-    }
-}
-
-/// A page that was not moved is resident again.
-fn stay(
-    space: &Space,
-    tenant: &Tenant,
-    page: PageId,
-    address: u64,
-    reason: i32,
-    waits: bool,
-    report: &mut BatchReport,
-) {
-    let stayed = match reason {
-        ENOENT => {
-            // Discarded unseen: there is nothing to keep.
-            tenant.map.set(page, Entry::Untouched);
-            tenant.uncharge(Entry::Resident { shared: false });
-            None
-        }
-        EBUSY => Some(Stayed::Busy),
-        EINVAL => Some(Stayed::Pinned),
-        _ => Some(Stayed::Cancelled),
-    };
-    if let Some(stayed) = stayed {
-        tenant.map.set(page, Entry::Resident { shared: false });
-        report.stayed.push((page, address, stayed));
-        if stayed != Stayed::Cancelled {
-            tenant.counters.add(Counter::EvictionsRefused, 1);
-        }
-    }
-    if waits {
-        // Its fault was of the moment before; it looks again.
-        space.uffd.wake(Range { start: address, end: address + PAGE });
-        if stayed.is_none() {
-            space.hand_over([address]);
-        }
-    }
 }
 
 /// A resident page's level, for queues that are built anew.

@@ -35,8 +35,6 @@ const LONGEST_WAIT: Duration = Duration::from_millis(200);
 const READ_RETRIES: u32 = 3;
 /// Pause before a descriptor that the kernel refused is asked for again.
 const NO_DESCRIPTOR: Duration = Duration::from_millis(20);
-/// Longest sleep without messages.
-const IDLE: Duration = Duration::from_secs(1);
 /// A first-touch fill never maps more than this at once: 2 MiB, one leaf.
 const MOST_ZERO_PAGES: u64 = PAGES_PER_LEAF as u64;
 /// A first-touch fill takes at most this part of what is free in the budget.
@@ -148,11 +146,11 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
     let Some(poller) = poller(space, tenant) else { return };
     while !space.is_gone() {
         let timeout = if !ahead.ranges.is_empty() {
-            Duration::ZERO
+            Some(Duration::ZERO)
         } else if !deferred.is_empty() {
-            RETRY_AFTER
+            Some(RETRY_AFTER)
         } else {
-            IDLE
+            None
         };
         let kicked = match poller.wait(timeout) {
             Ok([_, kicked]) => kicked,

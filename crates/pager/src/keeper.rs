@@ -629,7 +629,7 @@ impl Keeper<'_> {
         let mut busy = Vec::new();
         for (page, address, stayed) in report.stayed {
             match stayed {
-                Stayed::Cancelled => self.replacement.refused(page, now),
+                Stayed::Cancelled | Stayed::Wanted => self.replacement.refused(page, now),
                 Stayed::Busy => busy.push((page, address)),
                 Stayed::Pinned | Stayed::StoreFull => {
                     self.pinned.push((Instant::now() + PINNED_FOR, page));
@@ -654,7 +654,7 @@ impl Keeper<'_> {
                 Some(second) => {
                     left.extend(second.left);
                     for (page, _, stayed) in second.stayed {
-                        if stayed == Stayed::Cancelled {
+                        if matches!(stayed, Stayed::Cancelled | Stayed::Wanted) {
                             self.replacement.refused(page, now);
                         } else {
                             self.pinned.push((Instant::now() + PINNED_FOR, page));

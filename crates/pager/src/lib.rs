@@ -13,6 +13,7 @@ mod counters;
 mod entry;
 mod events;
 mod evict;
+mod fetch;
 mod handler;
 mod keeper;
 mod page_map;

@@ -255,8 +255,12 @@ impl Space {
 
     /// Gives a faulting address to the handler.
     pub(crate) fn hand_over(&self, addresses: impl IntoIterator<Item = u64>) {
-        lock(&self.kicked).extend(addresses);
-        self.kick.ring();
+        let mut kicked = lock(&self.kicked);
+        let before = kicked.len();
+        kicked.extend(addresses);
+        if kicked.len() > before {
+            self.kick.ring();
+        }
     }
 
     /// The process is gone, or the address space is being given up.

@@ -85,19 +85,21 @@ impl<const N: usize> Poller<N> {
     }
 
     /// Which of the descriptors are readable (or hung up), after at most
-    /// `timeout`. A signal ends the wait with none.
-    pub fn wait(&self, timeout: Duration) -> io::Result<[bool; N]> {
+    /// `timeout` (none: for ever, without a timer). A signal ends the wait with
+    /// none.
+    pub fn wait(&self, timeout: Option<Duration>) -> io::Result<[bool; N]> {
         let mut events = [libc::epoll_event { events: 0, u64: 0 }; N];
-        let spec = timespec(timeout);
-        // SAFETY: `events` has room for N, `spec` outlives the call, there is
-        // no signal mask.
+        let spec = timeout.map(timespec);
+        let spec_pointer = spec.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+        // SAFETY: `events` has room for N, `spec_pointer` is null or points to
+        // `spec`, which outlives the call, and there is no signal mask.
         let count = unsafe {
             libc::syscall(
                 libc::SYS_epoll_pwait2,
                 self.epoll.as_raw_fd(),
                 events.as_mut_ptr(),
                 N as libc::c_int,
-                &raw const spec,
+                spec_pointer,
                 std::ptr::null::<libc::sigset_t>(),
                 0usize,
             )
@@ -128,7 +130,7 @@ mod tests {
     fn a_poller_says_which_descriptor_is_ready_and_says_it_until_it_is_taken() {
         let (one, two) = (EventFd::new().expect("eventfd"), EventFd::new().expect("eventfd"));
         let poller = Poller::new([one.as_fd(), two.as_fd()]).expect("epoll");
-        let short = Duration::from_micros(200);
+        let short = Some(Duration::from_micros(200));
         assert_eq!(poller.wait(short).expect("wait"), [false, false]);
         two.ring();
         assert_eq!(poller.wait(short).expect("wait"), [false, true]);

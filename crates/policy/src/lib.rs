@@ -8,9 +8,10 @@
 
 pub mod budget;
 pub mod gap;
-mod queues;
+mod neighbours;
 pub mod replacement;
 pub mod replay;
+mod table;
 
 pub use gap::Level;
 pub use replacement::{Census, Pages, Replacement};

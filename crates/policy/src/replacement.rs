@@ -1,44 +1,74 @@
 //! Which resident pages to evict next. One owner (the tenant's maintenance
 //! thread); the per-page estimates are in cells that fault handlers update
-//! through [`crate::gap`], this holds only the order of eviction.
+//! through [`crate::gap`], this decides the order of eviction.
 //!
-//! Resident pages hide their uses, so their estimates grow stale. Each page
-//! therefore has a key, its estimate in levels plus one level for every
-//! [`Census::resident`] arrivals since it came, and the largest key goes first.
-//! Cold pages leave at once, warm ones after a while, hot ones last; but
-//! everything leaves at some time, and what comes back proves itself anew. This
-//! is what lets a set of hot pages that has moved on be found without probing,
-//! and bounds how long one lucky sample can keep a cold page.
+//! Every page has a key: how soon it is wanted again, by its own samples and by
+//! its neighbours' ([`crate::neighbours`]), plus a little for its age. A walk goes
+//! around the table of pages, neighbourhood by neighbourhood, and takes those
+//! whose keys are among the largest of the last round. Nothing is sorted, nothing
+//! is queued, and what the walk finds wrong it puts right.
+//!
+//! Estimates of resident pages grow stale, and staleness is met where it costs
+//! least: of a neighbourhood that is wholly resident one page is evicted now and
+//! then as a *probe*. If it comes back in time, the whole neighbourhood is
+//! confirmed; if it does not, more follow, and soon all. When pages come back
+//! much sooner than their neighbourhoods' past explains, something has changed,
+//! and probing is speeded up for as long as that lasts.
 //!
 //! Two guards:
-//! - *nursery*: the youngest arrivals are never victims, so a program always gets
-//!   to use the pages that it just waited for, however small its budget;
+//! - *the youngest* arrivals are never victims, so a program always gets to use
+//!   the pages that it just waited for, however small its budget;
 //! - *newcomers* (first touches) are treated as pages used as often as the average
 //!   of all: a load phase runs through first in first out and does not push out
 //!   pages with a proven shorter gap.
-//!
-//! A walk in circles through more pages than there is room for needs no guard of
-//! its own: the small differences between estimates keep some of the circle
-//! resident, where LRU would miss every page of it.
 
-use std::collections::HashSet;
+use std::collections::VecDeque;
 
 use strata_units::PageId;
 
-use crate::gap::{LEVELS, Level};
-use crate::queues::Queues;
+use crate::gap::{LEVELS, LEVELS_PER_OCTAVE, Level};
+use crate::neighbours::{self, Sight, TICKS_PER_TURN};
+use crate::table::{GROUP_PAGES, Record, State, Table};
 
-/// Queue of the youngest arrivals; 0..LEVELS are the levels, of which 0 holds
-/// the pages without history.
-const NURSERY: usize = LEVELS;
-/// The nursery's size: at least this many pages (an instruction and a system
-/// call with its buffers get all they touch)...
-const NURSERY_MIN_PAGES: usize = 64;
+/// At least this many of the youngest are spared (an instruction and a system call
+/// with its buffers get all they touch)...
+const YOUNG_MIN_PAGES: usize = 64;
 /// ...or this part of what is resident.
-const NURSERY_PART: usize = 64;
+const YOUNG_PART: usize = 64;
 
 /// Most victims of one call: 16 MiB, more than is evicted between two looks.
 pub const VICTIMS_MAX: usize = 4096;
+
+/// A round of the walk takes this part of the resident pages, but not fewer than
+/// [`ROUND_MIN_PAGES`]. Smaller rounds choose a little better and cost more.
+const ROUND_PART: usize = 48;
+const ROUND_MIN_PAGES: usize = 16;
+/// Keys are counted in steps of a 32nd of an octave.
+const STEPS_PER_OCTAVE: f32 = 32.0;
+const STEPS: usize = 40 * STEPS_PER_OCTAVE as usize;
+/// Ages are kept within half of what a stamp can tell.
+const AGE_MAX_TICKS: u16 = 0x7000;
+
+/// A round that took longer than this (a tenant that rested) counts as this long.
+const MOST_ROUND_TURNS: f32 = 1.0 / 8.0;
+
+/// Turns between two probes of a neighbourhood while nothing changes.
+const PROBE_EVERY_TURNS: f32 = 1.0;
+/// How much faster it goes when everything has changed.
+const PROBE_SPEEDUP: f32 = 2048.0;
+/// Probes that may be out at a time during a change: several say sooner that
+/// nobody comes.
+const PROBES_IN_CHANGE: u8 = 8;
+/// A return after this part of the usual silence counts as early.
+const EARLY_PART: f32 = 0.125;
+/// Turns over which the share of early returns is averaged: now, and usually.
+const NOW_TURNS: f32 = 1.0 / 64.0;
+const USUALLY_TURNS: f32 = 0.5;
+/// Returns to a neighbourhood that follow each other within so many turns are one
+/// visit.
+const BURST_TURNS: f32 = 1.0 / 256.0;
+/// Excess of early returns that is taken for chance.
+const CHANCE: f32 = 0.05;
 
 /// What the owner of the page map says about a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -72,16 +102,106 @@ impl Census {
     /// would come once in as many faults as there are pages.
     #[must_use]
     pub fn newcomer(&self) -> Level {
-        Level::of_gap(u32::try_from(self.managed).unwrap_or(u32::MAX).max(NURSERY_MIN_PAGES as u32))
+        Level::of_gap(u32::try_from(self.managed).unwrap_or(u32::MAX).max(YOUNG_MIN_PAGES as u32))
     }
 }
 
 /// The order of eviction of one tenant's resident pages.
 pub struct Replacement {
-    queues: Queues<{ LEVELS + 1 }>,
+    table: Table,
     now: u32,
-    /// The victims of the call under way.
-    chosen: HashSet<PageId>,
+    /// 256 of them are a turn; wraps.
+    ticks: f64,
+    resident: usize,
+    /// The youngest, oldest first. Entries of pages that are gone or came twice
+    /// are skipped when they come up.
+    young: VecDeque<PageId>,
+    /// Chosen by the walk, not yet asked for.
+    chosen: VecDeque<PageId>,
+    walk: Walk,
+    surprise: Surprise,
+}
+
+/// Where the walk is, and which keys it takes.
+struct Walk {
+    /// The next neighbourhood.
+    group: usize,
+    /// Number of the round, for pseudo-random choices.
+    round: u32,
+    started: u32,
+    /// Length of the round before, in turns.
+    turns: f32,
+    /// Keys met in this round.
+    counts: Vec<u32>,
+    /// Steps above this one are taken, and of this one a share.
+    step: usize,
+    share: f32,
+    taken: usize,
+    /// Rounds in a row in which nothing was taken.
+    empty_rounds: u32,
+}
+
+impl Walk {
+    fn new() -> Self {
+        Self {
+            group: 0,
+            round: 0,
+            started: 0,
+            turns: 0.0,
+            counts: vec![0; STEPS],
+            step: STEPS,
+            share: 0.0,
+            taken: 0,
+            empty_rounds: 0,
+        }
+    }
+
+    /// Sets the limit so that of the keys of this round `want` would be taken, and
+    /// begins the next.
+    fn next_round(&mut self, want: usize, now: u32, resident: usize) {
+        let turns = now.wrapping_sub(self.started) as f32 / resident.max(YOUNG_MIN_PAGES) as f32;
+        self.turns = turns.min(MOST_ROUND_TURNS);
+        self.empty_rounds = if self.taken == 0 { self.empty_rounds + 1 } else { 0 };
+        let mut above = 0;
+        self.step = 0;
+        self.share = 1.0;
+        // Twice in vain: whatever there is.
+        if self.empty_rounds < 2 {
+            for (step, &count) in self.counts.iter().enumerate().rev() {
+                if above + count as usize >= want {
+                    self.step = step;
+                    self.share = (want - above) as f32 / count.max(1) as f32;
+                    break;
+                }
+                above += count as usize;
+            }
+        }
+        self.counts.fill(0);
+        (self.group, self.taken, self.started) = (0, 0, now);
+        self.round = self.round.wrapping_add(1);
+    }
+}
+
+/// How many pages come back much sooner than their neighbourhoods' past explains.
+#[derive(Default)]
+struct Surprise {
+    early_now: f32,
+    early_usually: f32,
+}
+
+impl Surprise {
+    fn see(&mut self, silences: f32, resident: usize) {
+        let early = f32::from(u8::from(silences < EARLY_PART));
+        let pages = resident.max(1024) as f32;
+        self.early_now += (early - self.early_now) / (NOW_TURNS * pages);
+        self.early_usually += (early - self.early_usually) / (USUALLY_TURNS * pages);
+    }
+
+    /// 0 when all is as usual, 1 when nothing is.
+    fn change(&self) -> f32 {
+        let room = (1.0 - self.early_usually).max(0.2);
+        ((self.early_now - self.early_usually) / room - CHANCE).clamp(0.0, 1.0)
+    }
 }
 
 impl Default for Replacement {
@@ -94,7 +214,16 @@ impl Replacement {
     /// Nothing resident.
     #[must_use]
     pub fn new() -> Self {
-        Self { queues: Queues::new(), now: 0, chosen: HashSet::new() }
+        Self {
+            table: Table::default(),
+            now: 0,
+            ticks: 0.0,
+            resident: 0,
+            young: VecDeque::new(),
+            chosen: VecDeque::new(),
+            walk: Walk::new(),
+            surprise: Surprise::default(),
+        }
     }
 
     /// `page` came into DRAM (fault or first touch) and its cell is up to date.
@@ -102,17 +231,23 @@ impl Replacement {
     /// order.
     pub fn arrived(&mut self, page: PageId, now: u32) {
         self.advance(now);
-        self.queues.push(NURSERY, page, self.now);
+        let burst_faults = self.resident as f32 * BURST_TURNS;
+        let silence = self.table.arrive(page, self.now, self.tick(), burst_faults.max(1.0));
+        if let Some(silences) = silence {
+            self.surprise.see(silences, self.resident);
+        }
+        self.young.push_back(page);
     }
 
     /// A victim that could not be evicted (the kernel refused) stays resident.
     pub fn refused(&mut self, page: PageId, now: u32) {
         self.advance(now);
-        self.queues.push(NURSERY, page, self.now);
+        self.table.stay(page, self.now, self.tick());
+        self.young.push_back(page);
     }
 
     /// Appends up to `want` pages ([`VICTIMS_MAX`] at most) to `out`, the best to
-    /// lose first, none twice. They have left the queues: each is either evicted, or given back by
+    /// lose, none twice. Each is either evicted, or given back by
     /// [`Self::refused`]. Fewer come when nothing else may leave; if much more
     /// is resident than that, records were lost and [`Self::rebuild`] is due.
     pub fn victims(
@@ -125,143 +260,178 @@ impl Replacement {
     ) {
         self.advance(now);
         self.maintain(census, pages);
-        self.graduate(census, pages);
-        let scale = age_scale(census);
-        let newcomer = census.newcomer();
-        let mut keys = [f32::NEG_INFINITY; LEVELS];
-        for (level, key) in keys.iter_mut().enumerate() {
-            *key = self.key(level, newcomer, scale);
-        }
-        self.chosen.clear();
         let until = out.len() + want.min(VICTIMS_MAX);
-        while out.len() < until {
-            let Some(level) = largest(&keys) else { break };
-            let popped = self.queues.pop_oldest(level, self.now);
-            let (page, _) = popped.expect("a queue with a key has an entry");
-            keys[level] = self.key(level, newcomer, scale);
-            match pages.standing(page) {
-                // Another level: this entry is from an earlier stay, and the
-                // page has a younger one elsewhere.
-                Standing::Evictable(current) if current.index() == level => {
-                    // A page that was discarded and touched has two entries.
-                    if self.chosen.insert(page) {
+        loop {
+            while out.len() < until {
+                let Some(page) = self.chosen.pop_front() else { break };
+                if self.table.record(page).is_none_or(|r| r.state() != State::Chosen) {
+                    continue;
+                }
+                match pages.standing(page) {
+                    Standing::Evictable(_) => {
+                        self.table.depart(page, self.now, self.tick());
                         out.push(page);
                     }
+                    Standing::Busy => {
+                        self.table.entry(page).0.set_state(State::Young);
+                        self.young.push_back(page);
+                    }
+                    Standing::Gone => self.table.entry(page).0.set_state(State::Absent),
                 }
-                Standing::Busy => self.queues.push(NURSERY, page, self.now),
-                Standing::Evictable(_) | Standing::Gone => {}
+            }
+            if out.len() >= until || !self.walk_on(until - out.len(), census) {
+                return;
             }
         }
     }
 
-    /// Drops entries of pages that are gone when they have become many. Called
-    /// by [`Self::victims`]; the owner calls it on its tick too, for a tenant
-    /// that discards and touches memory without ever being squeezed.
+    /// Keeps what is known of young pages small. Called by [`Self::victims`]; the
+    /// owner calls it on its tick too, for a tenant that discards and touches
+    /// memory without ever being squeezed.
     pub fn maintain(&mut self, census: Census, pages: &impl Pages) {
-        let bound = census.resident + census.resident / 8 + 1024;
-        let slack = self.queues.slack_chunks();
-        if self.queues.entries() <= bound && slack <= 64 + self.queues.entries() / 128 {
-            return;
-        }
-        let mut old = core::mem::replace(&mut self.queues, Queues::new());
-        let mut seen: Vec<u64> = Vec::new();
-        // The nursery first: its entries are the youngest, hence the true ones.
-        for queue in (0..=NURSERY).rev() {
-            while let Some((page, time)) = old.pop_oldest(queue, self.now) {
-                let stale = match pages.standing(page) {
-                    Standing::Gone => true,
-                    Standing::Busy => false,
-                    Standing::Evictable(level) => queue != NURSERY && level.index() != queue,
-                };
-                if !stale && first_sight(&mut seen, page) {
-                    self.queues.push(queue, page, time);
-                }
+        self.resident = census.resident;
+        let keep = (census.resident / YOUNG_PART).max(YOUNG_MIN_PAGES);
+        for _ in 0..self.young.len().saturating_sub(keep) {
+            let Some(page) = self.young.pop_front() else { break };
+            let (record, _) = self.table.entry(page);
+            if record.state() != State::Young {
+                continue;
             }
+            match pages.standing(page) {
+                Standing::Evictable(level) => {
+                    record.level = level.index() as u8;
+                    record.set_state(State::Resident);
+                }
+                Standing::Busy => self.young.push_back(page),
+                Standing::Gone => record.set_state(State::Absent),
+            }
+        }
+        if self.young.capacity() > 4 * (keep + 1024) {
+            self.young.shrink_to(2 * keep);
         }
     }
 
     /// Starts anew from a walk over all resident pages, after the owner lost its
-    /// state. The estimates survive in the cells, the order within a level does
-    /// not.
+    /// state. The pages' own estimates survive in the cells, what was known of
+    /// neighbourhoods does not.
     pub fn rebuild(&mut self, resident: impl IntoIterator<Item = (PageId, Level)>, now: u32) {
-        *self = Self { now, ..Self::new() };
+        *self = Self { now, ticks: self.ticks, resident: self.resident, ..Self::new() };
+        let tick = self.tick();
         for (page, level) in resident {
-            self.queues.push(level.index(), page, now);
+            let (record, _) = self.table.entry(page);
+            (record.level, record.stamp) = (level.index() as u8, tick);
+            record.set_state(State::Resident);
         }
-    }
-
-    /// Entries held, stale ones included.
-    #[must_use]
-    pub fn entries(&self) -> usize {
-        self.queues.entries()
     }
 
     /// Memory held.
     #[must_use]
     pub fn memory_bytes(&self) -> usize {
-        let fixed = size_of::<Self>() - size_of::<Queues<{ LEVELS + 1 }>>();
-        // A table entry is the page and a byte, in a table at most 7/8 full.
-        let chosen = self.chosen.capacity() * (size_of::<PageId>() + 1) * 8 / 7;
-        self.queues.memory_bytes() + fixed + chosen
+        let lists = self.young.capacity() + self.chosen.capacity();
+        size_of::<Self>()
+            + self.table.memory_bytes()
+            + lists * size_of::<PageId>()
+            + self.walk.counts.capacity() * size_of::<u32>()
     }
 
     fn advance(&mut self, now: u32) {
-        if now.wrapping_sub(self.now) as i32 > 0 {
+        let passed = now.wrapping_sub(self.now);
+        if passed as i32 > 0 {
             self.now = now;
+            let turns = f64::from(passed) / self.resident.max(YOUNG_MIN_PAGES) as f64;
+            self.ticks += turns * f64::from(TICKS_PER_TURN);
         }
     }
 
-    /// Moves those who are no longer the youngest into their levels.
-    fn graduate(&mut self, census: Census, pages: &impl Pages) {
-        let keep = (census.resident / NURSERY_PART).max(NURSERY_MIN_PAGES);
-        let surplus = self.queues.len(NURSERY).saturating_sub(keep);
-        for _ in 0..surplus {
-            let Some((page, time)) = self.queues.pop_oldest(NURSERY, self.now) else { break };
-            match pages.standing(page) {
-                Standing::Evictable(level) => self.queues.push(level.index(), page, time),
-                Standing::Busy => self.queues.push(NURSERY, page, self.now),
-                Standing::Gone => {}
+    fn tick(&self) -> u16 {
+        self.ticks as u64 as u16
+    }
+
+    /// Walks until something is chosen or a round ends. False when nothing is left
+    /// to choose.
+    fn walk_on(&mut self, want: usize, census: Census) -> bool {
+        let sight = Sight {
+            now: self.now,
+            tick: self.tick(),
+            average_octave: f32::from(census.newcomer().index() as u8) / LEVELS_PER_OCTAVE as f32,
+            resident: census.resident as f32,
+        };
+        while self.walk.group < self.table.groups() {
+            self.judge_group(&sight);
+            self.walk.group += 1;
+            if !self.chosen.is_empty() {
+                return true;
             }
         }
+        let exhausted = self.walk.taken == 0 && self.walk.step == 0 && self.walk.share >= 1.0;
+        let round = (census.resident / ROUND_PART).max(ROUND_MIN_PAGES).max(want);
+        self.walk.next_round(round, self.now, census.resident);
+        !exhausted
     }
 
-    /// How much the oldest page of a level deserves to leave.
-    fn key(&self, level: usize, newcomer: Level, scale: f32) -> f32 {
-        match self.queues.oldest_time(level, self.now) {
-            None => f32::NEG_INFINITY,
-            Some(time) => {
-                let estimate =
-                    if level == Level::UNKNOWN.index() { newcomer.index() } else { level };
-                estimate as f32 + self.now.wrapping_sub(time) as f32 * scale
+    fn judge_group(&mut self, sight: &Sight) {
+        let group_index = self.walk.group;
+        let Some((records, group)) = self.table.group(group_index) else { return };
+        if records.iter().any(|record| record.state() == State::Resident) {
+            let judgement =
+                neighbours::judge(sight, records, group, uniform(group_index as u32, 0));
+            let probing = probing(&self.walk, &self.surprise, judgement.probes, group.out);
+            let mut best: Option<(f32, usize)> = None;
+            for (index, record) in records.iter_mut().enumerate() {
+                limit_age(record, sight.tick);
+                if record.state() != State::Resident {
+                    continue;
+                }
+                let key = neighbours::key(sight, &judgement, *record);
+                let step = ((key * STEPS_PER_OCTAVE) as usize).min(STEPS - 1);
+                self.walk.counts[step] += 1;
+                let page = PageId((group_index * GROUP_PAGES + index) as u32);
+                let takes = step > self.walk.step
+                    || step == self.walk.step && uniform(page.0, self.walk.round) < self.walk.share;
+                if takes {
+                    record.set_state(State::Chosen);
+                    self.chosen.push_back(page);
+                    self.walk.taken += 1;
+                } else if best.is_none_or(|(largest, _)| key > largest) {
+                    best = Some((key, index));
+                }
             }
+            if let (true, Some((_, index))) = (probing, best) {
+                records[index].set_state(State::Chosen);
+                self.chosen.push_back(PageId((group_index * GROUP_PAGES + index) as u32));
+                self.walk.taken += 1;
+            }
+        } else {
+            records.iter_mut().for_each(|record| limit_age(record, sight.tick));
         }
+        self.table.leave_group(group_index);
     }
 }
 
-/// Levels of age for one arrival. Slower ageing misses a little less when nothing
-/// changes, faster ageing finds a moved hot set sooner (docs/policy.md).
-fn age_scale(census: Census) -> f32 {
-    1.0 / census.resident.max(1024) as f32
+/// Whether one more page of a neighbourhood with `out` absent pages leaves, to see
+/// whether it comes back.
+fn probing(walk: &Walk, surprise: &Surprise, suspicion: u32, out: u8) -> bool {
+    let change = surprise.change();
+    let at_once = if change > 0.0 { PROBES_IN_CHANGE } else { 1 };
+    if out >= at_once {
+        return u32::from(out) < suspicion;
+    }
+    let chance = walk.turns / PROBE_EVERY_TURNS * (1.0 + PROBE_SPEEDUP * change * change);
+    uniform(walk.group as u32, !walk.round) < chance
 }
 
-/// The queue with the largest key; the colder one of equals.
-fn largest(keys: &[f32; LEVELS]) -> Option<usize> {
-    let mut best = (f32::NEG_INFINITY, None);
-    for (level, &key) in keys.iter().enumerate() {
-        if key > f32::NEG_INFINITY && key >= best.0 {
-            best = (key, Some(level));
-        }
+/// Ages do not wrap around: whoever is older counts as this old.
+fn limit_age(record: &mut Record, tick: u16) {
+    if tick.wrapping_sub(record.stamp) > AGE_MAX_TICKS {
+        record.stamp = tick.wrapping_sub(AGE_MAX_TICKS);
     }
-    best.1
 }
 
-/// Marks `page`; false when it was marked before.
-fn first_sight(seen: &mut Vec<u64>, page: PageId) -> bool {
-    let (word, bit) = (page.0 as usize / 64, 1u64 << (page.0 % 64));
-    if word >= seen.len() {
-        seen.resize(word + 1, 0);
-    }
-    let first = seen[word] & bit == 0;
-    seen[word] |= bit;
-    first
+/// Between 0 and 1, the same for the same arguments.
+fn uniform(a: u32, b: u32) -> f32 {
+    let mut mixed = (u64::from(a) << 32 | u64::from(b)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    mixed = (mixed ^ (mixed >> 32)).wrapping_mul(0xd6e8_feb8_6659_fd93);
+    (mixed >> 40) as f32 / (1u64 << 24) as f32
 }
+
+const _: () = assert!(LEVELS <= 1 << 8 && LEVELS as f32 / LEVELS_PER_OCTAVE as f32 <= 40.0);

@@ -25,6 +25,7 @@ use strata_units::wire::{BATCH_PAGES, Command, Control, RESULT_CANCELLED, RESULT
 use strata_units::{Handle, PAGE_SIZE, PageBuffer, PageId};
 
 use crate::entry::Entry;
+use crate::fetch::Copies;
 use crate::scan::Excluded;
 use crate::space::{Agent, Space, lock};
 use crate::tenant::Tenant;
@@ -72,6 +73,8 @@ pub(crate) struct Evictor {
     /// Fingerprints of the kept copies of resident pages; some have left or lost
     /// them since.
     pub(crate) fingerprints: HashMap<PageId, Fingerprint>,
+    /// Whether they paid lately.
+    pub(crate) copies: Copies,
     /// Stored copies of the pages of the batch under way, by slot. In ordinary
     /// memory: a worker that dies leaves them to nobody, and recovery frees them.
     pub(crate) kept: Vec<Option<(Handle, Option<Fingerprint>)>>,
@@ -131,6 +134,7 @@ impl Evictor {
             page: PageBuffer::zeroed(),
             in_a_hurry: false,
             fingerprints: HashMap::new(),
+            copies: Copies::default(),
             kept: Vec::with_capacity(BATCH_PAGES),
         }
     }

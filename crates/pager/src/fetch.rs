@@ -24,11 +24,38 @@ use crate::tenant::Tenant;
 /// millisecond.
 const PART_PAGES: usize = 16;
 
+/// Evictions of pages with kept copies that count for whether copies pay.
+const COPIES_MEMORY: u32 = 8192;
+
 /// A page of the batch: its transfer slot, and its place in the buffer.
 #[derive(Clone, Copy, Debug)]
 struct Fetched {
     slot: usize,
     index: usize,
+}
+
+/// Whether kept copies pay: evictions of pages that had one, lately.
+#[derive(Debug, Default)]
+pub(crate) struct Copies {
+    seen: u32,
+    unchanged: u32,
+}
+
+impl Copies {
+    fn count(&mut self, unchanged: bool) {
+        self.seen += 1;
+        self.unchanged += u32::from(unchanged);
+        if self.seen >= COPIES_MEMORY {
+            self.seen /= 2;
+            self.unchanged /= 2;
+        }
+    }
+
+    /// Of a hundred pages so many had not changed; half of them before any was
+    /// evicted.
+    pub(crate) fn unchanged_percent(&self) -> u64 {
+        if self.seen == 0 { 50 } else { u64::from(self.unchanged) * 100 / u64::from(self.seen) }
+    }
 }
 
 /// What a batch is settled with.
@@ -126,11 +153,15 @@ impl Evictor {
         let Fetched { slot, index } = page;
         let page = &self.buffer[index * PAGE_SIZE..][..PAGE_SIZE];
         let page = page.try_into().expect("a page of the buffer");
+        let had_copy = self.kept.get(slot).is_some_and(Option::is_some);
         let unchanged = self.kept.get_mut(slot).and_then(|kept| {
             kept.take_if(|(handle, fingerprint)| {
                 fingerprint.is_some_and(|known| tenant.store.is_unchanged(*handle, known, page))
             })
         });
+        if had_copy {
+            self.copies.count(unchanged.is_some());
+        }
         if let Some((handle, _)) = unchanged {
             tenant.counters.add(Counter::EvictionsUnchanged, 1);
             return Some(handle);

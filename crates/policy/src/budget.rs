@@ -29,6 +29,15 @@ const STAGED_PART: u64 = 64;
 /// What kept copies of resident pages may cost: this part of the budget. They
 /// spare a compression per eviction; more of them would cost resident pages.
 const KEPT_PART: u64 = 32;
+/// Where evicting keeps a CPU busy for more than this part of the time and most
+/// copies spare their compression, they may have more: a page less in DRAM costs
+/// fewer misses than the CPU is worth.
+const BUSY_PERCENT: u64 = 50;
+const MOST_UNCHANGED_PERCENT: u64 = 60;
+const KEPT_PART_BUSY: u64 = 12;
+/// Where hardly any does, they get less: enough to notice when that changes.
+const FEW_UNCHANGED_PERCENT: u64 = 25;
+const KEPT_PART_USELESS: u64 = 256;
 /// From this part of the budget on, what is stored fast is packed densely: the
 /// pages won by it spare more misses than dense pages cost in decompression.
 const DENSE_PART: u64 = 4;
@@ -91,6 +100,11 @@ pub struct Observation {
     pub lands_dense: bool,
     /// Part of what is stored that belongs to pages which are resident again.
     pub kept_cost_bytes: u64,
+    /// Of the pages with kept copies that were evicted lately, so many of a
+    /// hundred had not changed.
+    pub kept_unchanged_percent: u64,
+    /// Of the time lately, so many hundredths were spent on evicting.
+    pub evicting_percent: u64,
     /// The pager's and the store's own memory for this tenant.
     pub metadata_bytes: u64,
     /// Anonymous memory in DRAM that is not managed.
@@ -186,7 +200,7 @@ pub fn decide(seen: &Observation) -> Actions {
     // itself stays while pages come and go (that is when it spares
     // compressions), but not beyond the budget.
     let kept = seen.kept_cost_bytes.min(seen.fast.cost_bytes + seen.dense.cost_bytes);
-    let share = budget / KEPT_PART;
+    let share = budget / kept_part(seen);
     actions.drop_kept_bytes = kept.min(over.max(kept.saturating_sub(share)));
     actions.keep_copies = kept < share && over == 0;
     need = need.saturating_sub(actions.drop_kept_bytes);
@@ -236,6 +250,18 @@ pub fn decide(seen: &Observation) -> Actions {
     let distance_us = mark.saturating_sub(cost) / GROWTH_BYTES_PER_US;
     actions.next_look_us = distance_us.clamp(LOOK_MIN_US, LOOK_MAX_US);
     actions
+}
+
+fn kept_part(seen: &Observation) -> u64 {
+    if seen.kept_unchanged_percent < FEW_UNCHANGED_PERCENT {
+        KEPT_PART_USELESS
+    } else if seen.evicting_percent > BUSY_PERCENT
+        && seen.kept_unchanged_percent > MOST_UNCHANGED_PERCENT
+    {
+        KEPT_PART_BUSY
+    } else {
+        KEPT_PART
+    }
 }
 
 /// What the tenant would cost with everything stored that can be, each page at

@@ -349,6 +349,9 @@ fn drive(stage: &Stage, setup: Setup, plan: &Plan, progress: &Progress) -> Resul
     if let Some(problem) = watch.measured.iter().find_map(Sample::intruder) {
         bail!("{problem}");
     }
+    if let Some(problem) = watch.measured.iter().find_map(Sample::unmanaged) {
+        bail!("{problem}");
+    }
     // Saturating: a worker that died and was replaced takes its counts along.
     let per_op = |of: fn(&Counters) -> u64| {
         of(&watch.end).saturating_sub(of(&watch.begin)) as f64 / 1e3 / run.operations.max(1) as f64

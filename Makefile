@@ -31,7 +31,7 @@ lint: ## Format and lints only
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 
-bench: ## Interleaved comparisons with confidence intervals, into bench/results
+bench: ## Interleaved comparisons with confidence intervals, into bench/results (about an hour)
 	@scripts/setup.sh bench
 	cargo build --release --workspace --locked
 	-@scripts/memtierd.sh

@@ -5,7 +5,7 @@
 
 use crate::{
     janitor::{Janitor, Registered, Undo, write},
-    process,
+    process::{self, Pagemap},
     redis::server::{scratch_directory, stop_child},
 };
 use anyhow::{Context, Result, bail};
@@ -13,10 +13,10 @@ use serde::Serialize;
 use std::{
     fmt::Write as _,
     fs::{self, File},
-    os::unix::fs::FileExt,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
 };
+use strata_units::PAGE_SIZE;
 
 /// Ways in which it can see that a page is used.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
@@ -119,15 +119,10 @@ fn probe_damon(janitor: &Janitor) -> Result<()> {
 
 /// A page that has just been written must be marked in `/proc/self/pagemap`.
 fn probe_soft_dirty() -> Result<()> {
-    const PAGE_BYTES: usize = 4096;
     const SOFT_DIRTY: u64 = 1 << 55;
-    let written = vec![1u8; 2 * PAGE_BYTES];
-    let page = (std::hint::black_box(&written).as_ptr() as usize).div_ceil(PAGE_BYTES);
-    let mut entry = [0; 8];
-    File::open("/proc/self/pagemap")
-        .and_then(|file| file.read_exact_at(&mut entry, page as u64 * 8))
-        .context("read /proc/self/pagemap")?;
-    if u64::from_ne_bytes(entry) & SOFT_DIRTY == 0 {
+    let written = vec![1u8; 2 * PAGE_SIZE];
+    let address = std::hint::black_box(&written).as_ptr() as usize + PAGE_SIZE;
+    if Pagemap::open()?.entry(address)? & SOFT_DIRTY == 0 {
         bail!("a page just written is not marked soft-dirty in /proc/self/pagemap");
     }
     Ok(())

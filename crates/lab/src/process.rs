@@ -5,7 +5,12 @@
 use anyhow::{Context, Result};
 use rustix::thread::{CpuSet, Pid, sched_setaffinity};
 use serde::Serialize;
-use std::{collections::BTreeSet, fs};
+use std::{
+    collections::BTreeSet,
+    fs::{self, File},
+    os::unix::fs::FileExt,
+};
+use strata_units::PAGE_SIZE;
 
 /// Memory of one process in bytes, from `/proc/PID/status`.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug, Serialize)]
@@ -25,8 +30,6 @@ pub(crate) struct Times {
     pub cpu_ns: u64,
     /// Faults that needed the swap or a file.
     pub major_faults: u64,
-    /// All others, those that a userfaultfd served among them.
-    pub minor_faults: u64,
     /// When it started, in ticks since boot: tells a pid from its next user.
     pub start_ticks: u64,
     /// Its parent.
@@ -44,7 +47,6 @@ fn parse_times(stat: &str) -> Option<Times> {
     Some(Times {
         parent: number(1)? as u32,
         major_faults: number(9)?,
-        minor_faults: number(7)?,
         cpu_ns: (number(11)? + number(12)?) * tick_ns(),
         start_ticks: number(19)?,
     })
@@ -59,6 +61,34 @@ pub(crate) fn is_zombie(pid: u32) -> bool {
 /// None when the process is gone.
 pub(crate) fn times(pid: u32) -> Option<Times> {
     parse_times(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
+}
+
+/// Which pages of this process are in place, from `/proc/self/pagemap`.
+pub(crate) struct Pagemap {
+    file: File,
+}
+
+impl Pagemap {
+    pub(crate) fn open() -> Result<Self> {
+        let file = File::open("/proc/self/pagemap").context("open /proc/self/pagemap")?;
+        Ok(Self { file })
+    }
+
+    /// The entry of the page with this address, as the kernel documents it
+    /// (`Documentation/admin-guide/mm/pagemap.rst`).
+    pub(crate) fn entry(&self, address: usize) -> Result<u64> {
+        let mut entry = [0; 8];
+        self.file
+            .read_exact_at(&mut entry, (address / PAGE_SIZE) as u64 * 8)
+            .context("read /proc/self/pagemap")?;
+        Ok(u64::from_ne_bytes(entry))
+    }
+
+    /// Whether reading there needs no fault.
+    pub(crate) fn is_present(&self, address: usize) -> Result<bool> {
+        const PRESENT: u64 = 1 << 63;
+        Ok(self.entry(address)? & PRESENT != 0)
+    }
 }
 
 fn parse_memory(status: &str) -> Memory {
@@ -170,7 +200,7 @@ mod tests {
         let line = "42 (a) b (c) S 7 1 1 0 -1 4194560 100 0 13 0 250 50 0 0 20 0 4 0 98765 1 2 3";
         let found = parse_times(line).expect("parses");
         assert_eq!(found.parent, 7);
-        assert_eq!((found.major_faults, found.minor_faults), (13, 100));
+        assert_eq!(found.major_faults, 13);
         assert_eq!(found.cpu_ns, 300 * tick_ns());
         assert_eq!(found.start_ticks, 98_765);
         assert_eq!(parse_times("42 (x S 7"), None);
@@ -189,6 +219,18 @@ mod tests {
     fn idle_and_stolen_time_is_not_busy() {
         let stat = "cpu  10 1 20 5000 300 2 3 999 0 0\ncpu0 1 1 1 1 1 1 1 1 0 0\n";
         assert_eq!(parse_machine_busy(stat), Some(36 * tick_ns()));
+    }
+
+    #[test]
+    fn touched_pages_are_present() {
+        let pagemap = Pagemap::open().expect("there is one");
+        let bytes = vec![0u8; 64 << 20];
+        let last = bytes.as_ptr() as usize + bytes.len() - 1;
+        // Fresh from the kernel, unless it gives huge pages.
+        let fresh = pagemap.is_present(last).expect("read");
+        let bytes = vec![1u8; 1 << 20];
+        let touched = bytes.as_ptr() as usize + bytes.len() / 2;
+        assert!(pagemap.is_present(touched).expect("read") && !fresh);
     }
 
     #[test]

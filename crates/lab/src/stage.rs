@@ -302,6 +302,13 @@ pub(crate) struct Sample {
 }
 
 impl Sample {
+    /// What to say when Strata does not know of the server's memory: it then
+    /// runs unmanaged, at native speed and for nothing.
+    pub(crate) fn unmanaged(&self) -> Option<String> {
+        self.stats.as_ref()?;
+        unmanaged(self.memory.resident_bytes, self.kernel_resident_bytes)
+    }
+
     /// What to say when the rival's store holds pages of others, or the server
     /// has pages in another swap: its DRAM is then not what it was measured to be.
     pub(crate) fn intruder(&self) -> Option<String> {
@@ -319,6 +326,17 @@ impl Sample {
     }
 }
 
+fn unmanaged(known_bytes: u64, kernel_bytes: u64) -> Option<String> {
+    let tolerated = kernel_bytes / 10 + (16 << 20);
+    (kernel_bytes > known_bytes + tolerated).then(|| {
+        format!(
+            "Strata knows of {} MiB of the {} MiB that the server has in DRAM: it is not managed",
+            known_bytes >> 20,
+            kernel_bytes >> 20
+        )
+    })
+}
+
 /// CPU times and faults since the start of each process.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Counters {
@@ -334,6 +352,13 @@ pub(crate) struct Counters {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_server_that_is_not_managed_is_noticed() {
+        assert_eq!(unmanaged(340 << 20, 350 << 20), None);
+        let said = unmanaged(0, 135 << 20).expect("it runs beside Strata");
+        assert!(said.contains("0 MiB of the 135 MiB"), "{said}");
+    }
 
     #[test]
     fn others_in_the_swap_are_noticed() {

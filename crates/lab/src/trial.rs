@@ -253,6 +253,8 @@ impl<'a> Watch<'a> {
 /// Attempts at a trial of the rival: under a tight limit the kernel sometimes
 /// kills the server although it could swap. The kills are counted and shown.
 const RIVAL_ATTEMPTS: u32 = 3;
+/// After a failure: until a server that was killed has gone.
+const DEATH_PATIENCE: Duration = Duration::from_secs(2);
 
 /// Runs one trial. Whatever it sets up is gone afterwards, also on an error.
 pub(crate) fn run(
@@ -299,6 +301,11 @@ fn attempt(
     if plan.client_core.is_some() {
         process::unpin_self(&cores)?;
     }
+    // Its connections are closed before a killed server can be collected.
+    let until = Instant::now() + DEATH_PATIENCE;
+    while result.is_err() && stage.is_running() && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(20));
+    }
     let died = !stage.is_running();
     let oom_killed = stage.was_oom_killed();
     stage.stop()?;
@@ -341,6 +348,9 @@ fn drive(stage: &Stage, setup: Setup, plan: &Plan, progress: &Progress) -> Resul
         bail!("nothing was sampled in the measured time");
     };
     if let Some(problem) = watch.measured.iter().find_map(Sample::intruder) {
+        bail!("{problem}");
+    }
+    if let Some(problem) = watch.measured.iter().find_map(Sample::unmanaged) {
         bail!("{problem}");
     }
     // Saturating: a worker that died and was replaced takes its counts along.

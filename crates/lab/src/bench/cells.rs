@@ -32,7 +32,7 @@ pub(super) struct Cell {
     /// Share of GETs.
     pub reads: f64,
     pub pipeline: usize,
-    /// Repeated as often as asked for; the others [`OTHER_REPETITIONS`] times.
+    /// Repeated as often as asked for, but for memtierd; the others [`OTHER_REPETITIONS`] times.
     pub is_quoted: bool,
     #[serde(skip)]
     pub subjects: &'static [Subject],
@@ -96,8 +96,10 @@ impl Cell {
         format!("{} {} %{reads}{pipeline}", self.pattern.name(), self.share)
     }
 
-    pub(super) fn repetitions(&self, asked: usize, is_narrowed: bool) -> usize {
-        if self.is_quoted || is_narrowed { asked } else { asked.min(OTHER_REPETITIONS) }
+    pub(super) fn repetitions(&self, subject: Subject, asked: usize, is_narrowed: bool) -> usize {
+        let is_quoted =
+            self.is_quoted && !matches!(subject, Subject::Memtierd | Subject::StrataAsMemtierd);
+        if is_quoted || is_narrowed { asked } else { asked.min(OTHER_REPETITIONS) }
     }
 }
 
@@ -173,7 +175,10 @@ mod tests {
         let error = chosen(&[Pattern::Zipf], &[66]).expect_err("none").to_string();
         assert!(error.contains("zipf 33 %"), "{error}");
         let other = found.iter().find(|cell| !cell.is_quoted).expect("the unpipelined one");
-        assert_eq!((other.repetitions(5, false), other.repetitions(5, true)), (2, 5));
+        let repetitions = |narrowed| other.repetitions(Subject::Strata, 5, narrowed);
+        assert_eq!((repetitions(false), repetitions(true)), (2, 5));
+        assert_eq!(CELLS[0].repetitions(Subject::Strata, 5, false), 5);
+        assert_eq!(CELLS[0].repetitions(Subject::Memtierd, 5, false), 2);
         assert_eq!(other.name(), "gaussian 66 %, unpipelined");
     }
 }

@@ -37,7 +37,7 @@ pub(super) struct Narrowing {
     /// `tight`: measured seconds of a trial [default: 8, with --quick 3]
     #[arg(long)]
     seconds: Option<f64>,
-    /// `tight`: seconds of load before [default: 8, with --quick 1]
+    /// `tight`: seconds of load before [default: 7, with --quick 1]
     #[arg(long)]
     warmup_seconds: Option<f64>,
     /// `tight`: the program memtierd; default: where scripts/memtierd.sh puts it
@@ -45,7 +45,7 @@ pub(super) struct Narrowing {
     memtierd: Option<PathBuf>,
 }
 
-/// Warm-up and measured time of a trial: two times this under load.
+const WARMUP_SECONDS: Duration = Duration::from_secs(7);
 const TRIAL_SECONDS: Duration = Duration::from_secs(8);
 /// Trials without a limit settle at once and differ little.
 const NATIVE_WARMUP: Duration = Duration::from_secs(1);
@@ -112,8 +112,8 @@ pub(super) fn tight(bench: &Bench, narrowing: &Narrowing, results: &mut PartResu
     results.text = matrix.markdown();
     results.pictures = plot::pictures(&matrix);
     ended?;
-    if !matrix.missing.is_empty() {
-        bail!("{}", matrix.missing.join("; "));
+    if let Some(first) = matrix.missing.first() {
+        bail!("{} not measured, first: {first}", matrix.missing.len());
     }
     Ok(())
 }
@@ -140,19 +140,21 @@ impl Run<'_> {
         self.matrix.prices = price::measure(self.bench, &mut |reason| missing.push(reason))?;
         for repetition in 0..self.bench.repetitions {
             for cell in cells {
-                let asked = cell.repetitions(self.bench.repetitions, self.narrowing.is_narrowed());
-                if repetition < asked {
-                    self.cell(cell, repetition, asked)?;
-                }
+                self.cell(cell, repetition)?;
             }
         }
         Ok(())
     }
 
-    fn cell(&mut self, cell: &Cell, repetition: usize, asked: usize) -> Result<()> {
+    fn cell(&mut self, cell: &Cell, repetition: usize) -> Result<()> {
         let mut seen = Seen::default();
         for &subject in cell.subjects {
             interrupt::check()?;
+            let asked =
+                cell.repetitions(subject, self.bench.repetitions, self.narrowing.is_narrowed());
+            if repetition >= asked {
+                continue;
+            }
             let what = format!("{}: {} ({}/{asked})", cell.name(), subject.name(), repetition + 1);
             if self.matrix.failures(cell, subject) >= PATIENCE {
                 continue;
@@ -235,13 +237,14 @@ impl Run<'_> {
         plan.memtierd = self.memtierd.clone().and_then(Result::ok);
         // Every value of every GET is checked all the same.
         plan.verify = repetition == 0;
-        let of = |given: Option<f64>, quick: Duration| match given {
+        let of = |given: Option<f64>, quick: Duration, usual: Duration| match given {
             Some(seconds) => Duration::from_secs_f64(seconds),
             None if self.bench.quick => quick,
-            None => TRIAL_SECONDS,
+            None => usual,
         };
-        plan.workload.duration = of(self.narrowing.seconds, plan.workload.duration);
-        plan.workload.warmup = of(self.narrowing.warmup_seconds, plan.workload.warmup);
+        let load = &mut plan.workload;
+        load.duration = of(self.narrowing.seconds, load.duration, TRIAL_SECONDS);
+        load.warmup = of(self.narrowing.warmup_seconds, load.warmup, WARMUP_SECONDS);
         if cell.pattern == Pattern::Jump {
             plan.workload.duration = plan.workload.duration.mul_f64(JUMP_SECONDS_FACTOR);
         } else if subject == Subject::Native {

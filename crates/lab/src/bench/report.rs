@@ -82,11 +82,10 @@ impl Results {
 
     /// A bench that could not measure something has failed.
     pub(crate) fn refuse_failed(&self) -> Result<()> {
-        let failed: Vec<&str> = self
+        let failed: Vec<String> = self
             .parts
             .iter()
-            .filter(|entry| entry.failure.is_some())
-            .map(|entry| entry.title)
+            .filter_map(|entry| Some(format!("{} ({})", entry.title, entry.failure.as_ref()?)))
             .collect();
         if !failed.is_empty() {
             bail!("could not be measured: {}", failed.join("; "));
@@ -111,7 +110,7 @@ impl Results {
         for Entry { title, results, failure } in &self.parts {
             out.push_str(&format!("\n## {title}\n\n"));
             if let Some(failure) = failure {
-                out.push_str(&format!("Ended early: {failure}\n\n"));
+                out.push_str(&format!("Not all could be measured: {failure}\n\n"));
             }
             if !results.series.is_empty() {
                 out.push_str(&table(&results.series).markdown());
@@ -199,7 +198,7 @@ mod tests {
         assert!(results.refuse_failed().is_ok());
         let failure = Err(anyhow::anyhow!("swap needs root"));
         results.add(Part::Tight, PartResults::default(), failure);
-        assert!(results.markdown().contains("Ended early: swap needs root"));
+        assert!(results.markdown().contains("Not all could be measured: swap needs root"));
         assert!(results.refuse_failed().is_err());
         assert!(results.stem().ends_with("-quick"));
     }

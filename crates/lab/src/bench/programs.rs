@@ -20,12 +20,21 @@ use crate::{interrupt, progress::Progress, stage::Setup};
 use anyhow::{Context, Result, bail};
 use place::Figures;
 use run::{Job, Trial};
-use std::{ffi::OsString, fs, path::PathBuf, process::Command};
+use std::{
+    ffi::OsString,
+    fs::{self, File},
+    path::PathBuf,
+    process::{Command, Stdio},
+    time::Duration,
+};
 
 /// Resident shares of the rival, in per cent of what the program takes natively.
 const SHARES: [u64; 2] = [66, 33];
 const LOOKUPS: &str = include_str!("../../programs/Lookups.java");
 const ANALYTICS: &str = include_str!("../../programs/analytics.py");
+
+/// A compiler of one small file that takes longer hangs.
+const COMPILE_PATIENCE: Duration = Duration::from_secs(120);
 
 /// What an operation of a program is, in the tables.
 struct Wording {
@@ -138,13 +147,14 @@ fn side(name: &str, figures: &[Figures], of: Of) -> Side {
 
 /// What is compared of every program.
 fn series(name: &str, wording: &Wording, pairs: &Pairs) -> Vec<Series> {
-    let figures: [(&str, &str, Of); 10] = [
+    let figures: [(&str, &str, Of); 11] = [
         ("throughput", wording.rate, |f| f.operations_per_second),
         ("p50", "µs", |f| f.done.p50_us.unwrap_or_default()),
         ("p99", "µs", |f| f.done.p99_us),
         ("CPU of program and daemon", wording.cpu, |f| f.program_cpu_us_per_op),
         ("CPU of the machine", wording.cpu, |f| f.machine_cpu_us_per_op),
         ("faults", "/s", |f| f.faults_per_second),
+        ("faults per operation", "", |f| f.faults as f64 / f.done.operations.max(1) as f64),
         ("resident", "MiB", |f| f.memory.resident_bytes as f64 / MIB),
         ("compressed and metadata", "MiB", |f| {
             (f.memory.compressed_bytes + f.memory.metadata_bytes) as f64 / MIB
@@ -212,13 +222,13 @@ pub(super) fn jvm(bench: &Bench, results: &mut PartResults) -> Result<()> {
     let (directory, files) = run::scratch(&bench.janitor, "classes")?;
     let source = directory.join("Lookups.java");
     fs::write(&source, LOOKUPS).context("write the Java source")?;
-    let compiled = Command::new(compiler)
-        .args(["-nowarn", "-d"])
-        .args([&directory, &source])
-        .output()
-        .context("run javac")?;
-    if !compiled.status.success() {
-        bail!("javac: {}", String::from_utf8_lossy(&compiled.stderr).trim());
+    let log = directory.join("javac.log");
+    let mut command = Command::new(compiler);
+    command.args(["-nowarn", "-d"]).args([&directory, &source]).stdin(Stdio::null());
+    command.stderr(File::create(&log).context("make javac's log")?);
+    let mut compiling = run::Subject::spawn(&bench.janitor, &mut command)?;
+    if !compiling.wait(COMPILE_PATIENCE, || Ok(())).context("wait for javac")?.success() {
+        bail!("javac: {}", run::last_line(&log));
     }
     let (records, heap) = if bench.quick { ("60000", "128m") } else { ("550000", "800m") };
     let mut line: Vec<OsString> = vec![machine.into()];
@@ -345,13 +355,11 @@ pub(super) fn threads(bench: &Bench, results: &mut PartResults) -> Result<()> {
         }
         Ok(())
     });
-    let side = |name: &str, faulting: &[Faulting], of: fn(&Faulting) -> f64| Side {
+    let side = |name: &str, faulting: &[Faulting], of: OfFaulting| Side {
         name: name.to_owned(),
         samples: faulting.iter().map(of).collect(),
     };
-    /// Name, unit, and how it is read off a run.
-    type Figure = (&'static str, &'static str, fn(&Faulting) -> f64);
-    let figures: [Figure; 8] = [
+    let figures: [(&str, &str, OfFaulting); 8] = [
         ("faults", "/s", |f| f.figures.faults_per_second),
         ("reads", "/s", |f| f.figures.operations_per_second),
         ("fault p50", "µs", |f| f.p50_us),
@@ -382,6 +390,8 @@ pub(super) fn threads(bench: &Bench, results: &mut PartResults) -> Result<()> {
     }
     outcome
 }
+
+type OfFaulting = fn(&Faulting) -> f64;
 
 /// A trial of reading threads, with the latency of those reads that faulted.
 struct Faulting {

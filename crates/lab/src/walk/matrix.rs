@@ -92,12 +92,14 @@ impl Iterator for Field {
 
     fn next(&mut self) -> Option<f64> {
         self.left = self.left.checked_sub(1)?;
-        // Two of four readings are the one before.
+        // One of four readings is the one before.
         self.level += match self.random.below(8) {
-            0 => -2.0,
-            1 => -1.0,
-            2 => 1.0,
-            3 => 2.0,
+            0 => -3.0,
+            1 => -2.0,
+            2 => -1.0,
+            3 => 1.0,
+            4 => 2.0,
+            5 => 3.0,
             _ => 0.0,
         };
         Some(self.level / STEPS_PER_DEGREE)

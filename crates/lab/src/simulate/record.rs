@@ -44,10 +44,11 @@ pub(crate) struct TraceArgs {
 /// Runs the command and writes the recording.
 pub(crate) fn run(args: &TraceArgs) -> anyhow::Result<()> {
     ensure!(args.recent_pages > 0, "--recent-pages 0: a page would be recorded for each byte");
-    // A shell moves the report to a descriptor of its own, apart from the program's.
+    // A shell moves the report to a descriptor of its own, apart from the program's;
+    // a recorder that is killed takes the program with it.
     let mut child = Command::new("sh")
         .arg("-c")
-        .arg("exec 9>&1 1>&2; exec valgrind -q --tool=lackey --trace-mem=yes --log-fd=9 \"$@\"")
+        .arg("exec 9>&1 1>&2; exec setpriv --pdeathsig KILL valgrind -q --tool=lackey --trace-mem=yes --log-fd=9 \"$@\"")
         .arg("sh")
         .args(&args.command)
         .stdout(Stdio::piped())

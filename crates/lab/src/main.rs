@@ -73,6 +73,8 @@ enum Command {
     Walk(walk::Walk),
     /// Replacement policies on page-level models and on recorded traces
     Simulate(simulate::SimulateArgs),
+    /// Record which pages a program touches, for `simulate --trace`
+    Trace(simulate::TraceArgs),
     /// Print the monotonic clock, in nanoseconds, and end
     Now,
     /// Puts the machine back as it was when the lab ends; started by the lab
@@ -102,6 +104,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
             Ok(())
         }
         Command::Simulate(options) => simulate::run(options),
+        Command::Trace(options) => simulate::record(options),
         Command::Alloc(options) => alloc::churn(options),
         Command::Touch(options) => alloc::touch(options),
         Command::Walk(walk) => walk::run(walk),

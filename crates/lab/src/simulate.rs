@@ -1,26 +1,28 @@
 //! `strata-lab simulate`: replays page touches through the production
-//! replacement and, beside it, through LRU, FIFO and CLOCK with perfect sight of
-//! every touch, and counts misses. Page-level: no memory is moved, nothing is
-//! timed, so it says what a policy misses, never how fast a program runs.
+//! replacement and, beside it, through policies with perfect sight of every
+//! touch, and counts misses. Page-level: no memory is moved, nothing is timed, so
+//! it says what a policy misses, never how fast a program runs.
 //!
 //! Two sources: a model of a Redis server (every GET touches two index pages and
-//! the page of its value), or a recorded trace (`u32` little-endian page ids, one
-//! for every touch).
+//! the page of its value), or a recorded trace ([`trace`], made by [`record`]).
 
-use std::collections::HashMap;
-use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context as _, bail, ensure};
+use anyhow::{Context as _, ensure};
 use clap::{Args, ValueEnum as _};
-use serde_json::{Value, json};
+use serde_json::Value;
 use strata_policy::replay::{Shape, Tenant, Touch};
 
 mod model;
+mod record;
+mod report;
 mod rivals;
+mod trace;
 
 use model::{KeyStream, Model, Workload};
-use rivals::{Clock, Lru, Replay};
+pub(crate) use record::{TraceArgs, run as record};
+use report::{Phase, Report, Row, WINDOWS};
+use rivals::{Clock, Lru, Opt, Replay, S3Fifo};
 
 /// Options of `strata-lab simulate`.
 #[derive(Args, Debug)]
@@ -28,10 +30,10 @@ pub(crate) struct SimulateArgs {
     /// Workloads to replay; all of them when none is named.
     #[arg(value_enum)]
     workloads: Vec<Workload>,
-    /// Share of the pages that may be resident.
-    #[arg(long, default_value_t = 0.3333)]
-    resident: f64,
-    /// Room in pages, instead of a share.
+    /// Shares of the pages that may be resident, separated by commas.
+    #[arg(long, value_delimiter = ',', default_value = "0.346,0.5,0.66,0.75")]
+    resident: Vec<f64>,
+    /// Room in pages, instead of shares.
     #[arg(long, conflicts_with = "resident")]
     resident_pages: Option<usize>,
     /// GETs between loading and measuring.
@@ -43,6 +45,9 @@ pub(crate) struct SimulateArgs {
     /// Divides the model (pages, keys, GETs) for a quick look.
     #[arg(long, default_value_t = 1)]
     scale_down: usize,
+    /// Values that are asked for alike do not lie beside each other.
+    #[arg(long)]
+    scattered: bool,
     /// Pages that production keeps raw after eviction, out of its room.
     #[arg(long, default_value_t = 0)]
     staged_pages: usize,
@@ -53,35 +58,40 @@ pub(crate) struct SimulateArgs {
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// Replay this recording instead of the model.
-    #[arg(long, conflicts_with_all = ["workloads", "scale_down"])]
+    #[arg(long, conflicts_with_all = ["workloads", "scale_down", "scattered"])]
     trace: Option<PathBuf>,
     /// Also write the figures here, as JSON.
     #[arg(long)]
     json: Option<PathBuf>,
 }
 
-/// Runs what the arguments ask for and prints a table for each workload.
+/// Runs what the arguments ask for and prints a table for each workload and size.
 pub(crate) fn run(args: &SimulateArgs) -> anyhow::Result<()> {
-    ensure!(
-        args.resident > 0.0 && args.resident < 1.0,
-        "--resident {} is not a share between 0 and 1",
-        args.resident
-    );
+    for share in &args.resident {
+        ensure!(*share > 0.0 && *share < 1.0, "--resident {share} is not a share between 0 and 1");
+    }
     ensure!(args.gets > 0, "--gets 0 leaves nothing to measure");
-    let mut results = Vec::new();
+    let mut values: Vec<Value> = Vec::new();
+    let mut show = |report: Report| {
+        print!("{}", report.table());
+        values.push(report.json());
+    };
     if let Some(path) = &args.trace {
-        results.push(replay_trace(args, path)?);
+        let touches = load_trace(path)?;
+        let managed_pages = distinct(&touches);
+        for room_pages in rooms(args, managed_pages) {
+            show(replay_trace(args, path, &touches, room_pages)?);
+        }
     } else {
         let all = Workload::value_variants();
         let chosen = if args.workloads.is_empty() { all } else { &args.workloads };
         for &workload in chosen {
-            results.push(replay_model(args, workload)?);
+            let model = Model::new(workload, args.scale_down.max(1), args.scattered);
+            for room_pages in rooms(args, model.value_pages + model.index_pages) {
+                show(replay_model(args, workload, &model, room_pages)?);
+            }
         }
     }
-    for result in &results {
-        print!("{}", result.table());
-    }
-    let values: Vec<Value> = results.iter().map(Report::json).collect();
     if let Some(path) = &args.json {
         let text = format!("{:#}\n", Value::Array(values));
         std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))?;
@@ -89,89 +99,13 @@ pub(crate) fn run(args: &SimulateArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Windows into which the measured part is cut, to see a change over time.
-const WINDOWS: usize = 8;
-
-struct Row {
-    policy: &'static str,
-    /// Misses of each window.
-    hard: [u64; WINDOWS],
-    soft: [u64; WINDOWS],
-}
-
-struct Report {
-    title: String,
-    unit: &'static str,
-    managed_pages: usize,
-    room_pages: usize,
-    window_units: u64,
-    /// Misses per unit of the best fixed set.
-    best_fixed: f64,
-    rows: Vec<Row>,
-    replacement_bytes: usize,
-}
-
-impl Report {
-    fn per_unit(&self, misses: &[u64]) -> f64 {
-        misses.iter().sum::<u64>() as f64 / (self.window_units * misses.len() as u64) as f64
-    }
-
-    fn table(&self) -> String {
-        let mut text = format!(
-            "\n{}: {} pages, room for {} ({:.1} %); best fixed set {:.3} misses per {}\n",
-            self.title,
-            self.managed_pages,
-            self.room_pages,
-            100.0 * self.room_pages as f64 / self.managed_pages as f64,
-            self.best_fixed,
-            self.unit,
-        );
-        let _ = writeln!(
-            text,
-            "{:<14}{:>8}{:>8}   all faults in each {} {}s",
-            "policy", "hard", "soft", self.window_units, self.unit
-        );
-        for row in &self.rows {
-            let _ = write!(
-                text,
-                "{:<14}{:>8.3}{:>8.3}  ",
-                row.policy,
-                self.per_unit(&row.hard),
-                self.per_unit(&row.soft)
-            );
-            for window in 0..WINDOWS {
-                let faults = row.hard[window] + row.soft[window];
-                let _ = write!(text, " {:.3}", faults as f64 / self.window_units as f64);
-            }
-            text.push('\n');
+fn rooms(args: &SimulateArgs, managed_pages: usize) -> Vec<usize> {
+    match args.resident_pages {
+        Some(pages) => vec![pages],
+        None => {
+            let room = |share: &f64| (managed_pages as f64 * share).round() as usize;
+            args.resident.iter().map(room).collect()
         }
-        text
-    }
-
-    fn json(&self) -> Value {
-        let rows: Vec<Value> = self
-            .rows
-            .iter()
-            .map(|row| {
-                json!({
-                    "policy": row.policy,
-                    "hard_per_unit": self.per_unit(&row.hard),
-                    "soft_per_unit": self.per_unit(&row.soft),
-                    "hard_by_window": row.hard,
-                    "soft_by_window": row.soft,
-                })
-            })
-            .collect();
-        json!({
-            "workload": self.title,
-            "unit": self.unit,
-            "managed_pages": self.managed_pages,
-            "room_pages": self.room_pages,
-            "window_units": self.window_units,
-            "best_fixed_per_unit": self.best_fixed,
-            "replacement_bytes": self.replacement_bytes,
-            "policies": rows,
-        })
     }
 }
 
@@ -184,70 +118,76 @@ impl Replay for Tenant {
 /// All policies over one stream of touches.
 struct Field {
     strata: Tenant,
-    rivals: [Box<dyn Replay>; 3],
+    rivals: Vec<Box<dyn Replay>>,
     rows: Vec<Row>,
 }
 
 impl Field {
-    fn new(args: &SimulateArgs, managed_pages: usize, room_pages: usize) -> anyhow::Result<Self> {
+    /// Page ids are below `ids`, of which `managed_pages` are in use.
+    fn new(
+        args: &SimulateArgs,
+        ids: usize,
+        managed_pages: usize,
+        room_pages: usize,
+    ) -> anyhow::Result<Self> {
         let least = args.staged_pages + args.batch_pages + 65;
         ensure!(
             room_pages >= least && room_pages < managed_pages,
             "room for {room_pages} of {managed_pages} pages: needs at least {least} and fewer \
              than there are"
         );
-        let row = |policy| Row { policy, hard: [0; WINDOWS], soft: [0; WINDOWS] };
         Ok(Self {
             strata: Tenant::new(Shape {
-                managed_pages,
+                managed_pages: ids,
                 capacity_pages: room_pages,
                 staged_pages: args.staged_pages,
                 batch_pages: args.batch_pages,
             }),
-            rivals: [
-                Box::new(Lru::new(managed_pages, room_pages)),
-                Box::new(Clock::new(managed_pages, room_pages, true)),
-                Box::new(Clock::new(managed_pages, room_pages, false)),
+            rivals: vec![
+                Box::new(Lru::new(ids, room_pages)),
+                Box::new(Clock::new(ids, room_pages, true)),
+                Box::new(Clock::new(ids, room_pages, false)),
+                Box::new(S3Fifo::new(ids, room_pages)),
             ],
-            rows: vec![row("strata"), row("LRU"), row("CLOCK"), row("FIFO")],
+            rows: ["strata", "LRU", "CLOCK", "FIFO", "S3-FIFO"].map(Row::new).into(),
         })
     }
 
-    fn touch(&mut self, page: u32, window: Option<usize>) {
+    fn add(&mut self, policy: &'static str, rival: Box<dyn Replay>) {
+        self.rivals.push(rival);
+        self.rows.push(Row::new(policy));
+    }
+
+    fn touch(&mut self, page: u32, phase: Phase) {
         let strata = self.strata.touch(page);
-        count(&mut self.rows[0], strata, window);
+        self.rows[0].count(strata, phase);
         for (index, rival) in self.rivals.iter_mut().enumerate() {
-            count(&mut self.rows[index + 1], rival.touch(page), window);
+            self.rows[index + 1].count(rival.touch(page), phase);
         }
     }
 }
 
-fn count(row: &mut Row, touch: Touch, window: Option<usize>) {
-    let Some(window) = window else { return };
-    match touch {
-        Touch::Hit | Touch::First => {}
-        Touch::Soft => row.soft[window] += 1,
-        Touch::Hard => row.hard[window] += 1,
-    }
-}
-
-fn replay_model(args: &SimulateArgs, workload: Workload) -> anyhow::Result<Report> {
-    let scale = args.scale_down.max(1);
-    let model = Model::new(workload, scale);
+fn replay_model(
+    args: &SimulateArgs,
+    workload: Workload,
+    model: &Model,
+    room_pages: usize,
+) -> anyhow::Result<Report> {
+    let scale = args.scale_down.max(1) as u64;
     let managed_pages = model.value_pages + model.index_pages;
-    let room_pages =
-        args.resident_pages.unwrap_or((managed_pages as f64 * args.resident).round() as usize);
-    let mut field = Field::new(args, managed_pages, room_pages)?;
+    let mut field = Field::new(args, managed_pages, managed_pages, room_pages)?;
     for key in 0..model.keys {
         for page in model.pages_of(key) {
-            field.touch(page, None);
+            field.touch(page, Phase::Warm);
         }
     }
-    let mut keys = KeyStream::new(&model, args.seed);
-    let window_units = (args.gets / scale as u64 / WINDOWS as u64).max(1);
-    for _ in 0..args.warm_gets / scale as u64 {
+    let mut keys = KeyStream::new(model, args.seed);
+    let window_units = (args.gets / scale / WINDOWS as u64).max(1);
+    let warm_gets = args.warm_gets / scale;
+    for get in 0..warm_gets {
+        let before = warm_gets - get <= window_units * 8;
         for page in model.pages_of(keys.next_key()) {
-            field.touch(page, None);
+            field.touch(page, if before { Phase::Before } else { Phase::Warm });
         }
     }
     if workload == Workload::Jump {
@@ -256,13 +196,13 @@ fn replay_model(args: &SimulateArgs, workload: Workload) -> anyhow::Result<Repor
     for window in 0..WINDOWS {
         for _ in 0..window_units {
             for page in model.pages_of(keys.next_key()) {
-                field.touch(page, Some(window));
+                field.touch(page, Phase::Window(window));
             }
         }
     }
     let name = workload.to_possible_value().map_or_else(String::new, |v| v.get_name().to_owned());
     Ok(Report {
-        title: name,
+        title: if args.scattered { format!("{name}, scattered") } else { name },
         unit: "GET",
         managed_pages,
         room_pages,
@@ -270,21 +210,46 @@ fn replay_model(args: &SimulateArgs, workload: Workload) -> anyhow::Result<Repor
         best_fixed: best_fixed(model.expected_touches(keys.offset()), room_pages),
         replacement_bytes: field.strata.replacement().memory_bytes(),
         rows: field.rows,
+        changes: workload == Workload::Jump,
     })
 }
 
-fn replay_trace(args: &SimulateArgs, path: &Path) -> anyhow::Result<Report> {
+fn load_trace(path: &Path) -> anyhow::Result<Vec<u32>> {
     let bytes = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
-    let (touches, managed_pages) = parse_trace(&bytes)
+    let touches = trace::decode(&bytes)
         .with_context(|| format!("{} is no usable recording", path.display()))?;
-    let room_pages =
-        args.resident_pages.unwrap_or((managed_pages as f64 * args.resident).round() as usize);
-    let mut field = Field::new(args, managed_pages, room_pages)?;
-    let window_units = (touches.len() / WINDOWS).max(1);
-    let mut repeats = vec![0.0; managed_pages];
-    let mut first_touches = vec![true; managed_pages];
+    ensure!(
+        touches.len() >= WINDOWS,
+        "{} has {} touches, too few to measure",
+        path.display(),
+        touches.len()
+    );
+    Ok(touches)
+}
+
+fn ids(touches: &[u32]) -> usize {
+    touches.iter().max().map_or(0, |&page| page as usize + 1)
+}
+
+fn distinct(touches: &[u32]) -> usize {
+    let mut seen = vec![false; ids(touches)];
+    touches.iter().filter(|&&page| !std::mem::replace(&mut seen[page as usize], true)).count()
+}
+
+fn replay_trace(
+    args: &SimulateArgs,
+    path: &Path,
+    touches: &[u32],
+    room_pages: usize,
+) -> anyhow::Result<Report> {
+    let (ids, managed_pages) = (ids(touches), distinct(touches));
+    let mut field = Field::new(args, ids, managed_pages, room_pages)?;
+    field.add("OPT", Box::new(Opt::new(ids, room_pages, touches)));
+    let window_units = touches.len() / WINDOWS;
+    let mut repeats = vec![0.0; ids];
+    let mut first_touches = vec![true; ids];
     for (at, &page) in touches.iter().take(window_units * WINDOWS).enumerate() {
-        field.touch(page, Some(at / window_units));
+        field.touch(page, Phase::Window(at / window_units));
         if !std::mem::replace(&mut first_touches[page as usize], false) {
             repeats[page as usize] += 1.0 / (window_units * WINDOWS) as f64;
         }
@@ -298,31 +263,8 @@ fn replay_trace(args: &SimulateArgs, path: &Path) -> anyhow::Result<Report> {
         best_fixed: best_fixed(repeats, room_pages),
         replacement_bytes: field.strata.replacement().memory_bytes(),
         rows: field.rows,
+        changes: false,
     })
-}
-
-/// The touches of a recording with its page ids made dense, and their number.
-fn parse_trace(bytes: &[u8]) -> anyhow::Result<(Vec<u32>, usize)> {
-    let (records, rest) = bytes.as_chunks::<4>();
-    if !rest.is_empty() {
-        bail!(
-            "it is cut short: {} bytes are {} whole records of 4 bytes and {} bytes of another; \
-             record it again, or cut those off",
-            bytes.len(),
-            records.len(),
-            rest.len()
-        );
-    }
-    ensure!(records.len() >= WINDOWS, "it has {} touches, too few to measure", records.len());
-    let mut dense = HashMap::new();
-    let touches = records
-        .iter()
-        .map(|&record| {
-            let next = dense.len() as u32;
-            *dense.entry(u32::from_le_bytes(record)).or_insert(next)
-        })
-        .collect();
-    Ok((touches, dense.len()))
 }
 
 /// What misses when the `room` pages with most touches are resident for ever.
@@ -335,14 +277,15 @@ fn best_fixed(mut touches: Vec<f64>, room: usize) -> f64 {
 mod tests {
     use super::*;
 
-    fn arguments() -> SimulateArgs {
+    fn arguments(scattered: bool) -> SimulateArgs {
         SimulateArgs {
             workloads: Vec::new(),
-            resident: 0.3333,
+            resident: vec![0.3333],
             resident_pages: None,
             warm_gets: 4_000_000,
             gets: 2_000_000,
             scale_down: 20,
+            scattered,
             staged_pages: 0,
             batch_pages: 4,
             seed: 1,
@@ -351,31 +294,50 @@ mod tests {
         }
     }
 
+    fn simulated(workload: Workload, scattered: bool) -> Report {
+        let args = arguments(scattered);
+        let model = Model::new(workload, args.scale_down, scattered);
+        let room = rooms(&args, model.value_pages + model.index_pages)[0];
+        replay_model(&args, workload, &model, room).expect("the model fits")
+    }
+
     #[test]
     fn production_beats_the_rivals_on_skewed_requests() {
-        for workload in [Workload::Gaussian, Workload::Zipf] {
-            let report = replay_model(&arguments(), workload).expect("the model fits");
+        for (workload, scattered) in
+            [(Workload::Gaussian, false), (Workload::Zipf, false), (Workload::Gaussian, true)]
+        {
+            let report = simulated(workload, scattered);
             let per_get: Vec<f64> =
-                report.rows.iter().map(|row| report.per_unit(&row.hard)).collect();
-            let [strata, lru, _, fifo] = per_get[..] else { panic!("four policies: {per_get:?}") };
+                report.rows.iter().map(|row| report.hard_per_unit(row)).collect();
+            let [strata, lru, _, fifo, s3] = per_get[..] else { panic!("{per_get:?}") };
             assert!(report.best_fixed < strata, "better than the optimum: {strata}");
             assert!(strata < 0.97 * lru && strata < 0.8 * fifo, "{workload:?}: {per_get:?}");
+            assert!(s3 < fifo && s3 > report.best_fixed, "{workload:?}: {per_get:?}");
         }
     }
 
     #[test]
-    fn a_recording_that_is_cut_short_says_so() {
-        let error = parse_trace(&[0; 4 * 20 + 3]).expect_err("three bytes too many").to_string();
-        assert!(error.contains("cut short") && error.contains("20 whole records"), "{error}");
-        let error = parse_trace(&[0; 8]).expect_err("two touches").to_string();
-        assert!(error.contains("2 touches"), "{error}");
+    fn after_a_jump_production_soon_misses_less_than_lru() {
+        let report = simulated(Workload::Jump, false);
+        let strata = report.hard_per_unit(&report.rows[0]);
+        let lru = report.hard_per_unit(&report.rows[1]);
+        assert!(strata < 0.95 * lru, "{strata} {lru}");
+        assert!(report.recovery_units(&report.rows[0]).is_some(), "{}", report.table());
     }
 
     #[test]
-    fn a_recording_is_replayed_with_dense_page_ids() {
-        let ids = [7u32, 1 << 31, 7, 9, 9, 9, u32::MAX, 7];
-        let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
-        let (touches, pages) = parse_trace(&bytes).expect("whole records");
-        assert_eq!((touches, pages), (vec![0, 1, 0, 2, 2, 2, 3, 0], 4));
+    fn a_recording_is_replayed_and_nobody_beats_the_optimum() {
+        let touches: Vec<u32> = (0..40_000u32)
+            .map(|n| if n % 3 == 0 { n / 3 % 900 } else { 1_024 + n * n % 300 })
+            .collect();
+        let args = arguments(false);
+        let report =
+            replay_trace(&args, Path::new("a trace"), &touches, 400).expect("there is room");
+        let misses: Vec<f64> = report.rows.iter().map(|row| report.hard_per_unit(row)).collect();
+        assert!(
+            misses[..5].iter().all(|&other| other > misses[5] && misses[5] > 0.0),
+            "{misses:?}"
+        );
+        assert!(report.managed_pages < 1_200, "ids without a page do not count");
     }
 }

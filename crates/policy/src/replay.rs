@@ -33,7 +33,7 @@ enum Place {
 /// Sizes of the model, in pages.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
-    /// All the pages there are.
+    /// Page ids are below this.
     pub managed_pages: usize,
     /// Room for resident and staged pages together.
     pub capacity_pages: usize,
@@ -51,6 +51,8 @@ pub struct Tenant {
     staged: VecDeque<PageId>,
     staged_live: usize,
     resident: usize,
+    /// Pages that are somewhere.
+    managed: usize,
     now: u32,
     swept: usize,
     victims: Vec<PageId>,
@@ -86,6 +88,7 @@ impl Tenant {
             staged: VecDeque::new(),
             staged_live: 0,
             resident: 0,
+            managed: 0,
             now: 0,
             swept: 0,
             victims: Vec::new(),
@@ -101,6 +104,7 @@ impl Tenant {
             Place::Staged => Touch::Soft,
             Place::Stored => Touch::Hard,
         };
+        self.managed += usize::from(touch == Touch::First);
         if touch == Touch::Soft {
             self.staged_live -= 1;
         } else if self.resident + self.staged_live >= self.shape.capacity_pages {
@@ -124,6 +128,7 @@ impl Tenant {
             Place::Staged => self.staged_live -= 1,
             Place::Nowhere | Place::Stored => {}
         }
+        self.managed -= usize::from(*place != Place::Nowhere);
         *place = Place::Nowhere;
         self.map.cells[page as usize] = gap::NEW;
     }
@@ -180,7 +185,7 @@ impl Tenant {
     }
 
     fn evict(&mut self, want: usize) {
-        let census = Census { managed: self.shape.managed_pages, resident: self.resident };
+        let census = Census { managed: self.managed, resident: self.resident };
         self.victims.clear();
         self.replacement.victims(self.now, want, census, &self.map, &mut self.victims);
         for &page in &self.victims {

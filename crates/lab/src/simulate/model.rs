@@ -59,10 +59,13 @@ pub(super) struct Model {
     pub(super) index_pages: usize,
     /// Zipf: the sum of all weights up to each key.
     cumulative: Vec<f64>,
+    /// Where each value page lies.
+    places: Vec<u32>,
 }
 
 impl Model {
-    pub(super) fn new(workload: Workload, scale_down: usize) -> Self {
+    /// `scattered`: keys that are asked for alike do not lie beside each other.
+    pub(super) fn new(workload: Workload, scale_down: usize, scattered: bool) -> Self {
         let keys = KEYS / scale_down;
         let mut cumulative = Vec::new();
         if workload == Workload::Zipf {
@@ -72,12 +75,20 @@ impl Model {
                 sum
             }));
         }
+        let mut places: Vec<u32> = (0..(VALUE_PAGES / scale_down) as u32).collect();
+        if scattered {
+            let mut random = Random(99);
+            for last in (1..places.len()).rev() {
+                places.swap(last, (random.next() % (last as u64 + 1)) as usize);
+            }
+        }
         Self {
             workload,
             keys,
             value_pages: VALUE_PAGES / scale_down,
             index_pages: INDEX_PAGES / scale_down,
             cumulative,
+            places,
         }
     }
 
@@ -85,8 +96,8 @@ impl Model {
     pub(super) fn pages_of(&self, key: usize) -> [u32; 3] {
         let hash = Random(key as u64).next();
         let index = |bits: u64| (self.value_pages as u64 + bits % self.index_pages as u64) as u32;
-        let value = key * self.value_pages / self.keys;
-        [index(hash & 0xffff_ffff), index(hash >> 32), value as u32]
+        let value = self.places[key * self.value_pages / self.keys];
+        [index(hash & 0xffff_ffff), index(hash >> 32), value]
     }
 
     /// How often a request asks for each key, `offset` keys moved on.
@@ -198,7 +209,7 @@ mod tests {
 
     /// Touches of each page, counted over a stream, against what is expected.
     fn farthest_from_expected(workload: Workload) -> f64 {
-        let model = Model::new(workload, 500);
+        let model = Model::new(workload, 500, true);
         let mut keys = KeyStream::new(&model, 3);
         keys.move_on(100);
         let requests = 600_000;
@@ -233,7 +244,7 @@ mod tests {
 
     #[test]
     fn every_request_names_three_pages_of_the_model() {
-        let model = Model::new(Workload::ScanHot, 1000);
+        let model = Model::new(Workload::ScanHot, 1000, true);
         for key in 0..model.keys {
             let [index_a, index_b, value] = model.pages_of(key);
             assert!((value as usize) < model.value_pages);

@@ -1,7 +1,7 @@
 //! What production is compared with: policies that see every touch, which the
 //! kernel only approximates and a pager cannot have.
 
-use std::collections::VecDeque;
+use std::collections::{BinaryHeap, VecDeque};
 
 use strata_policy::replay::Touch;
 
@@ -104,6 +104,138 @@ impl Replay for Clock {
     }
 }
 
+/// S3-FIFO (Yang, Zhang, Qiu, Yue, Vinayak: FIFO queues are all you need for cache
+/// eviction, 2023): a tenth of the room for newcomers, the rest for what was used
+/// again, and a memory of as many pages as the rest.
+pub(super) struct S3Fifo {
+    small_room: usize,
+    room: usize,
+    seen: Vec<bool>,
+    resident: Vec<bool>,
+    uses: Vec<u8>,
+    /// Evictions from the small queue when the page went, plus one; 0: never.
+    ghost: Vec<u32>,
+    ghosts: u32,
+    small: VecDeque<u32>,
+    main: VecDeque<u32>,
+}
+
+impl S3Fifo {
+    pub(super) fn new(pages: usize, room: usize) -> Self {
+        Self {
+            small_room: (room / 10).max(1),
+            room,
+            seen: vec![false; pages],
+            resident: vec![false; pages],
+            uses: vec![0; pages],
+            ghost: vec![0; pages],
+            ghosts: 0,
+            small: VecDeque::new(),
+            main: VecDeque::new(),
+        }
+    }
+
+    fn evict(&mut self) {
+        loop {
+            if self.small.len() >= self.small_room || self.main.is_empty() {
+                let Some(page) = self.small.pop_front() else { return };
+                if std::mem::take(&mut self.uses[page as usize]) > 1 {
+                    self.main.push_back(page);
+                    continue;
+                }
+                self.ghosts += 1;
+                self.ghost[page as usize] = self.ghosts;
+                self.resident[page as usize] = false;
+                return;
+            }
+            let Some(page) = self.main.pop_front() else { return };
+            if self.uses[page as usize] > 0 {
+                self.uses[page as usize] -= 1;
+                self.main.push_back(page);
+                continue;
+            }
+            self.resident[page as usize] = false;
+            return;
+        }
+    }
+}
+
+impl Replay for S3Fifo {
+    fn touch(&mut self, page: u32) -> Touch {
+        let index = page as usize;
+        let hit = self.resident[index];
+        if hit {
+            self.uses[index] = (self.uses[index] + 1).min(3);
+        } else {
+            if self.small.len() + self.main.len() >= self.room {
+                self.evict();
+            }
+            let remembered = self.ghost[index] != 0
+                && (self.ghosts - self.ghost[index]) as usize <= self.room - self.small_room;
+            let queue = if remembered { &mut self.main } else { &mut self.small };
+            queue.push_back(page);
+            self.ghost[index] = 0;
+            self.uses[index] = 0;
+            self.resident[index] = true;
+        }
+        outcome(hit, &mut self.seen[index])
+    }
+}
+
+/// What cannot be beaten: the page that is not needed for longest goes (Belady: A
+/// study of replacement algorithms for a virtual-storage computer, 1966). Knows
+/// the whole trace beforehand.
+pub(super) struct Opt {
+    room: usize,
+    resident: usize,
+    seen: Vec<bool>,
+    /// When each resident page is touched next; 0: not resident.
+    next: Vec<u32>,
+    order: BinaryHeap<(u32, u32)>,
+    /// For each touch, one more than the number of the same page's next.
+    nexts: VecDeque<u32>,
+}
+
+impl Opt {
+    pub(super) fn new(pages: usize, room: usize, touches: &[u32]) -> Self {
+        let mut nexts = vec![u32::MAX; touches.len()];
+        let mut last = vec![u32::MAX; pages];
+        for (at, &page) in touches.iter().enumerate().rev() {
+            nexts[at] = last[page as usize];
+            last[page as usize] = at as u32 + 1;
+        }
+        Self {
+            room,
+            resident: 0,
+            seen: vec![false; pages],
+            next: vec![0; pages],
+            order: BinaryHeap::new(),
+            nexts: nexts.into(),
+        }
+    }
+}
+
+impl Replay for Opt {
+    fn touch(&mut self, page: u32) -> Touch {
+        let next = self.nexts.pop_front().expect("the trace that it was made for");
+        let hit = self.next[page as usize] != 0;
+        if !hit {
+            while self.resident >= self.room {
+                let (time, victim) = self.order.pop().expect("what is resident is in the order");
+                // Else it was touched since.
+                if self.next[victim as usize] == time {
+                    self.next[victim as usize] = 0;
+                    self.resident -= 1;
+                }
+            }
+            self.resident += 1;
+        }
+        self.next[page as usize] = next;
+        self.order.push((next, page));
+        outcome(hit, &mut self.seen[page as usize])
+    }
+}
+
 fn outcome(hit: bool, seen: &mut bool) -> Touch {
     match (hit, std::mem::replace(seen, true)) {
         (true, _) => Touch::Hit,
@@ -127,6 +259,42 @@ mod tests {
         assert_eq!(seen, [true, true, true, false, true, false, true, true, true]);
         assert_eq!(lru.touch(9), Touch::First);
         assert_eq!(lru.touch(1), Touch::Hard);
+    }
+
+    #[test]
+    fn nobody_misses_less_than_the_optimum() {
+        let mut seed = 9u32;
+        let touches: Vec<u32> = (0..30_000)
+            .map(|_| {
+                seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (seed >> 16) % 90 * ((seed >> 24) % 90) / 90
+            })
+            .collect();
+        let count = |policy: &mut dyn Replay| {
+            misses(policy, &touches).into_iter().filter(|&missed| missed).count()
+        };
+        let best = count(&mut Opt::new(90, 30, &touches));
+        let rivals = [
+            count(&mut Lru::new(90, 30)),
+            count(&mut Clock::new(90, 30, true)),
+            count(&mut S3Fifo::new(90, 30)),
+        ];
+        assert!(rivals.iter().all(|&rival| rival > best + best / 10), "{best} {rivals:?}");
+        // Touched in circles, all but one of the room is kept.
+        let circle: Vec<u32> = (0..400).map(|n| n % 4).collect();
+        let missed = misses(&mut Opt::new(4, 3, &circle), &circle);
+        assert_eq!(missed.iter().filter(|&&missed| missed).count(), 4 + 396 / 3);
+    }
+
+    #[test]
+    fn s3_fifo_keeps_a_hot_set_through_a_scan() {
+        let mut policy = S3Fifo::new(10_000, 100);
+        let mut hot_misses = 0;
+        for n in 0..9_000u32 {
+            policy.touch(1_000 + n);
+            hot_misses += u32::from(policy.touch(n % 50) != Touch::Hit);
+        }
+        assert!(hot_misses < 200, "{hot_misses}");
     }
 
     #[test]

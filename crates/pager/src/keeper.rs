@@ -49,8 +49,6 @@ const SETTLE_SHARED_PART: u32 = 5;
 /// than this: what is new and not registered grows by some MiB in the meantime.
 const QUIET_ROUNDS: u32 = 50;
 const QUIET_LOOK: Duration = Duration::from_millis(4);
-/// Time over which the keeper's own is averaged.
-const BUSY_MEMORY: Duration = Duration::from_secs(1);
 /// Most leaves whose estimates are swept a round.
 const SWEEP_LEAVES: usize = 16;
 /// Records of arrivals that are kept for a keeper that is held up.
@@ -128,8 +126,6 @@ struct Keeper<'a> {
     time_before: u64,
     quiet_rounds: u32,
     over: Option<Over>,
-    /// Part of its time that the keeper lately worked instead of waiting.
-    busy: f64,
     /// Trains a dictionary for the store.
     trainer: Option<JoinHandle<()>>,
 }
@@ -165,13 +161,10 @@ pub(crate) fn run(tenant: &Arc<Tenant>) {
         time_before: 0,
         quiet_rounds: 0,
         over: None,
-        busy: 0.0,
         trainer: None,
     };
     let mut next_look = Duration::ZERO;
-    let mut round_began = now;
     loop {
-        let worked = round_began.elapsed();
         for order in wait_for_orders(tenant, next_look) {
             match order {
                 Order::Release(answer, progress) => {
@@ -188,8 +181,6 @@ pub(crate) fn run(tenant: &Arc<Tenant>) {
                 }
             }
         }
-        keeper.count_time(worked, round_began.elapsed());
-        round_began = Instant::now();
         next_look = keeper.round();
     }
 }
@@ -278,13 +269,6 @@ impl Keeper<'_> {
         self.time_before = time;
         let least = if self.quiet_rounds >= QUIET_ROUNDS { QUIET_LOOK } else { Duration::ZERO };
         Duration::from_micros(actions.next_look_us).max(least)
-    }
-
-    /// Of `whole` the last round took `worked`; the rest was waiting.
-    fn count_time(&mut self, worked: Duration, whole: Duration) {
-        let weight = (whole.as_secs_f64() / BUSY_MEMORY.as_secs_f64()).min(1.0);
-        let part = worked.as_secs_f64() / whole.as_secs_f64().max(1e-9);
-        self.busy += weight * (part - self.busy);
     }
 
     /// Whether the tenant has been over its budget for a while and hardly
@@ -433,7 +417,6 @@ impl Keeper<'_> {
             dense,
             lands_dense: store.lands_dense,
             kept_unchanged_percent: self.evictor.copies.unchanged_percent(),
-            evicting_percent: (self.busy * 100.0) as u64,
             kept_cost_bytes: tenant.kept_pages() * stored_page_cost(&store),
             metadata_bytes: usage.metadata_bytes,
             unmanaged_bytes: usage.anonymous_bytes - in_space,

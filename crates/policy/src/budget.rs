@@ -29,12 +29,6 @@ const STAGED_PART: u64 = 64;
 /// What kept copies of resident pages may cost: this part of the budget. They
 /// spare a compression per eviction; more of them would cost resident pages.
 const KEPT_PART: u64 = 32;
-/// Where evicting keeps a CPU busy for more than this part of the time and most
-/// copies spare their compression, they may have more: a page less in DRAM costs
-/// fewer misses than the CPU is worth.
-const BUSY_PERCENT: u64 = 50;
-const MOST_UNCHANGED_PERCENT: u64 = 60;
-const KEPT_PART_BUSY: u64 = 12;
 /// Where hardly any does, they get less: enough to notice when that changes.
 const FEW_UNCHANGED_PERCENT: u64 = 25;
 const KEPT_PART_USELESS: u64 = 256;
@@ -103,8 +97,6 @@ pub struct Observation {
     /// Of the pages with kept copies that were evicted lately, so many of a
     /// hundred had not changed.
     pub kept_unchanged_percent: u64,
-    /// Of the time lately, so many hundredths were spent on evicting.
-    pub evicting_percent: u64,
     /// The pager's and the store's own memory for this tenant.
     pub metadata_bytes: u64,
     /// Anonymous memory in DRAM that is not managed.
@@ -253,15 +245,7 @@ pub fn decide(seen: &Observation) -> Actions {
 }
 
 fn kept_part(seen: &Observation) -> u64 {
-    if seen.kept_unchanged_percent < FEW_UNCHANGED_PERCENT {
-        KEPT_PART_USELESS
-    } else if seen.evicting_percent > BUSY_PERCENT
-        && seen.kept_unchanged_percent > MOST_UNCHANGED_PERCENT
-    {
-        KEPT_PART_BUSY
-    } else {
-        KEPT_PART
-    }
+    if seen.kept_unchanged_percent < FEW_UNCHANGED_PERCENT { KEPT_PART_USELESS } else { KEPT_PART }
 }
 
 /// What the tenant would cost with everything stored that can be, each page at

@@ -61,6 +61,8 @@ const PINNED_FOR: Duration = Duration::from_secs(3);
 /// time has nothing more to evict; its faults are served beyond the budget.
 const STUCK_AFTER: Duration = Duration::from_millis(100);
 const STUCK_BELOW_PAGES: usize = 256;
+/// ...and in so many rounds.
+const STUCK_ROUNDS: u32 = 8;
 /// Unused parts of slots and slabs are put up with up to this part of what is
 /// stored.
 const SLACK_PART: u64 = 8;
@@ -134,6 +136,7 @@ struct Keeper<'a> {
 #[derive(Clone, Copy, Debug)]
 struct Over {
     since: Instant,
+    rounds: u32,
     evicted_pages: usize,
     stuck: bool,
 }
@@ -272,19 +275,26 @@ impl Keeper<'_> {
     }
 
     /// Whether the tenant has been over its budget for a while and hardly
-    /// anything left. Once so, until there is room again.
+    /// anything left, until there is room again or things leave again.
     fn is_stuck(&mut self, progress: &Progress) -> bool {
         if self.tenant.headroom_pages() > 0 {
             self.over = None;
             return false;
         }
-        let over =
-            self.over.get_or_insert(Over { since: Instant::now(), evicted_pages: 0, stuck: false });
+        let over = self.over.get_or_insert_with(|| Over {
+            since: Instant::now(),
+            rounds: 0,
+            evicted_pages: 0,
+            stuck: false,
+        });
         let shrank_pages = (progress.shrank_bytes / PAGE) as usize;
         over.evicted_pages += progress.evicted_pages + shrank_pages;
-        if over.since.elapsed() >= STUCK_AFTER {
-            over.stuck |= over.evicted_pages < STUCK_BELOW_PAGES;
+        over.rounds += 1;
+        // A keeper or an agent that gets no CPU is slow, not stuck.
+        if over.since.elapsed() >= STUCK_AFTER && over.rounds >= STUCK_ROUNDS {
+            over.stuck = over.evicted_pages < STUCK_BELOW_PAGES;
             over.since = Instant::now();
+            over.rounds = 0;
             over.evicted_pages = 0;
         }
         over.stuck

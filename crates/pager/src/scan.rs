@@ -8,7 +8,9 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use strata_sys::{Mapping, Range, Registration, page_presence, read_mapping_flags, read_maps};
+use strata_sys::{
+    Mapping, Range, Registration, page_presence, present_ranges, read_mapping_flags, read_maps,
+};
 use strata_units::wire::Control;
 use strata_units::{PAGE_SIZE, PageId, SpaceId};
 
@@ -168,25 +170,20 @@ pub(crate) fn register_new(space: &Arc<Space>, tenant: &Arc<Tenant>) -> bool {
 /// what a page discarded meanwhile must read as; and a page that was evicted
 /// meanwhile is not `Untouched`, so nothing is entered.
 fn note_resident(space: &Space, tenant: &Tenant, pid: u32, range: Range) {
-    let mut start = range.start;
-    while start < range.end {
-        let chunk = Range { start, end: (start + CHUNK_BYTES).min(range.end) };
-        start = chunk.end;
-        let mut present = Vec::new();
-        let read = page_presence(pid, chunk, |index, presence| {
-            if presence.present {
-                present.push(chunk.start + index * PAGE);
-            }
-        });
-        if read.is_err() || present.is_empty() {
-            continue;
-        }
+    let mut parts = Vec::new();
+    // Gone, then: there is nothing to enter.
+    let _ = present_ranges(pid, range, |found| {
+        let starts = (found.start..found.end).step_by(CHUNK_BYTES as usize);
+        parts
+            .extend(starts.map(|start| Range { start, end: (start + CHUNK_BYTES).min(found.end) }));
+    });
+    for part in parts {
         let mut gate = lock(&space.gate);
         // Unmapped meanwhile: the message has been acted on, or will be.
-        if !gate.is_registered(chunk) {
+        if !gate.is_registered(part) {
             continue;
         }
-        for address in present {
+        for address in (part.start..part.end).step_by(PAGE_SIZE) {
             let Some(page) = gate.page_or_new(&tenant.map, space.id, address) else { return };
             if tenant.map.replace(page, Entry::Untouched, Entry::Resident { shared: false }) {
                 tenant.charge_resident(page);

@@ -10,6 +10,7 @@ mod control_block;
 mod event;
 mod futex;
 mod own_memory;
+mod pagemap;
 pub mod peer;
 mod poll;
 pub mod probe;
@@ -24,6 +25,7 @@ pub use control_block::ControlBlock;
 pub use event::EventFd;
 pub use futex::{futex_wait, futex_wake};
 pub use own_memory::OwnMemory;
+pub use pagemap::present_ranges;
 pub use poll::{Polled, Poller, poll_readable};
 pub use process::{
     Mapping, MappingFlags, Pidfd, Presence, ReadOutcome, anonymous_rss, available_bytes,

@@ -13,8 +13,12 @@ use strata_units::{PAGE_SIZE, PageBuffer};
 
 use crate::SharedMemory;
 
+/// A request that reads and writes its argument.
+pub(crate) const fn iowr_of(kind: u8, number: u32, bytes: usize) -> libc::c_ulong {
+    ((3u32 << 30) | ((bytes as u32) << 16) | ((kind as u32) << 8) | number) as libc::c_ulong
+}
 const fn iowr(number: u32, bytes: usize) -> libc::c_ulong {
-    ((3u32 << 30) | ((bytes as u32) << 16) | (0xAA << 8) | number) as libc::c_ulong
+    iowr_of(0xAA, number, bytes)
 }
 const fn ior(number: u32, bytes: usize) -> libc::c_ulong {
     ((2u32 << 30) | ((bytes as u32) << 16) | (0xAA << 8) | number) as libc::c_ulong

@@ -13,7 +13,6 @@
 //! transfer range is emptied only after it. A page whose message says meanwhile
 //! that it was discarded has `slots[slot] = 0` and is dropped.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -24,8 +23,8 @@ use strata_sys::{Range, futex_wait, futex_wake, page_presence};
 use strata_units::wire::{BATCH_PAGES, Command, Control, RESULT_CANCELLED, RESULT_PENDING};
 use strata_units::{Handle, PAGE_SIZE, PageBuffer, PageId};
 
+use crate::copies::Copies;
 use crate::entry::Entry;
-use crate::fetch::Copies;
 use crate::scan::Excluded;
 use crate::space::{Agent, Space, lock};
 use crate::tenant::Tenant;
@@ -70,10 +69,7 @@ pub(crate) struct Evictor {
     pub(crate) page: Box<PageBuffer>,
     /// The keeper was evicting in its last round, too.
     pub(crate) in_a_hurry: bool,
-    /// Fingerprints of the kept copies of resident pages; some have left or lost
-    /// them since.
-    pub(crate) fingerprints: HashMap<PageId, Fingerprint>,
-    /// Whether they paid lately.
+    /// What is known of the kept copies of resident pages.
     pub(crate) copies: Copies,
     /// Stored copies of the pages of the batch under way, by slot. In ordinary
     /// memory: a worker that dies leaves them to nobody, and recovery frees them.
@@ -133,7 +129,6 @@ impl Evictor {
             buffer: vec![0; BATCH_PAGES * PAGE_SIZE],
             page: PageBuffer::zeroed(),
             in_a_hurry: false,
-            fingerprints: HashMap::new(),
             copies: Copies::default(),
             kept: Vec::with_capacity(BATCH_PAGES),
         }
@@ -271,7 +266,7 @@ impl Evictor {
             if copy.is_some() {
                 tenant.kept_pages.fetch_sub(1, Ordering::Relaxed);
             }
-            self.kept.push(copy.map(|handle| (handle, self.fingerprints.remove(&page))));
+            self.kept.push(copy.map(|handle| (handle, self.copies.forget(page))));
             count += 1;
         }
         count

@@ -24,38 +24,11 @@ use crate::tenant::Tenant;
 /// millisecond.
 const PART_PAGES: usize = 16;
 
-/// Evictions of pages with kept copies that count for whether copies pay.
-const COPIES_MEMORY: u32 = 8192;
-
 /// A page of the batch: its transfer slot, and its place in the buffer.
 #[derive(Clone, Copy, Debug)]
 struct Fetched {
     slot: usize,
     index: usize,
-}
-
-/// Whether kept copies pay: evictions of pages that had one, lately.
-#[derive(Debug, Default)]
-pub(crate) struct Copies {
-    seen: u32,
-    unchanged: u32,
-}
-
-impl Copies {
-    fn count(&mut self, unchanged: bool) {
-        self.seen += 1;
-        self.unchanged += u32::from(unchanged);
-        if self.seen >= COPIES_MEMORY {
-            self.seen /= 2;
-            self.unchanged /= 2;
-        }
-    }
-
-    /// Of a hundred pages so many had not changed; half of them before any was
-    /// evicted.
-    pub(crate) fn unchanged_percent(&self) -> u64 {
-        if self.seen == 0 { 50 } else { u64::from(self.unchanged) * 100 / u64::from(self.seen) }
-    }
 }
 
 /// What a batch is settled with.

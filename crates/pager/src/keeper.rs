@@ -2,7 +2,7 @@
 //! the policy what to do about it, and does some of it; then it looks again.
 //! Evicting runs ahead of demand: faults are served from what it keeps free.
 
-use std::collections::{BTreeMap, HashSet, VecDeque};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
@@ -11,10 +11,11 @@ use std::time::{Duration, Instant};
 use strata_policy::budget::{self, Actions, Observation, Packed};
 use strata_policy::replacement::Standing;
 use strata_policy::{Census, Pages, Replacement, gap};
-use strata_store::{Fingerprint, StoreStats};
+use strata_store::StoreStats;
 use strata_units::wire::BATCH_PAGES;
 use strata_units::{ByteSize, PAGE_SIZE, PAGES_PER_LEAF, PageId};
 
+use crate::copies::stored_page_cost;
 use crate::counters::Counter;
 use crate::entry::Entry;
 use crate::evict::{BatchReport, Evictor, Stayed, level_of};
@@ -53,8 +54,6 @@ const QUIET_LOOK: Duration = Duration::from_millis(4);
 const SWEEP_LEAVES: usize = 16;
 /// Records of arrivals that are kept for a keeper that is held up.
 pub(crate) const MOST_ARRIVALS: usize = 1 << 20;
-/// Of arrivals with a kept copy: more than come between two looks.
-pub(crate) const MOST_KEPT_ARRIVALS: usize = 1 << 16;
 /// A page that the kernel would not move is tried again after this.
 const PINNED_FOR: Duration = Duration::from_secs(3);
 /// A tenant over its budget from which fewer than so many pages left in this
@@ -68,10 +67,6 @@ const STUCK_ROUNDS: u32 = 8;
 const SLACK_PART: u64 = 8;
 /// Store memory given back a round by moving objects together.
 const COMPACT_BYTES_PER_ROUND: u64 = 1 << 20;
-
-/// Stale entries that the list of kept copies may have beyond as many as good
-/// ones.
-const KEPT_SLACK: u64 = 4096;
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
@@ -109,9 +104,6 @@ struct Keeper<'a> {
     replacement: Replacement,
     evictor: Evictor,
     excluded: BTreeMap<u32, Excluded>,
-    /// Resident pages with a stored copy, the oldest first; some have left or
-    /// lost it since.
-    kept: VecDeque<PageId>,
     /// Pages that the kernel refused, and when to try again.
     pinned: Vec<(Instant, PageId)>,
     scanned: Instant,
@@ -149,7 +141,6 @@ pub(crate) fn run(tenant: &Arc<Tenant>) {
         replacement: Replacement::new(),
         evictor: Evictor::new(),
         excluded: BTreeMap::new(),
-        kept: VecDeque::new(),
         pinned: Vec::new(),
         scanned: now,
         unmanaged_at_scan: 0,
@@ -203,13 +194,6 @@ fn packed(store: &StoreStats) -> (Packed, Packed) {
     (fast, Packed { original_bytes: rest, cost_bytes: cost - fast_cost })
 }
 
-/// What a stored page costs in DRAM on average, staged ones apart.
-fn stored_page_cost(store: &StoreStats) -> u64 {
-    let staged_pages = store.staged_bytes / PAGE;
-    let cost = store.dram_bytes.saturating_sub(store.staged_bytes);
-    cost / store.objects.saturating_sub(staged_pages).max(1)
-}
-
 fn wait_for_orders(tenant: &Tenant, patience: Duration) -> Vec<Order> {
     let inbox = lock(&tenant.inbox);
     let (mut inbox, _) = tenant
@@ -226,9 +210,7 @@ impl Keeper<'_> {
         let tenant = self.tenant;
         self.take_arrivals();
         let spaces = self.living_spaces();
-        let own = self.replacement.memory_bytes()
-            + self.kept.capacity() * size_of::<PageId>()
-            + self.evictor.fingerprints.capacity() * (size_of::<(PageId, Fingerprint)>() + 1);
+        let own = self.replacement.memory_bytes() + self.evictor.copies.memory_bytes();
         let usage = measure(tenant, own as u64);
         *lock(&tenant.usage) = usage;
         if tenant.is_released() {
@@ -308,13 +290,7 @@ impl Keeper<'_> {
             self.replacement.arrived(page, now);
         }
         // After the arrivals: of what the policy knows, all copies are known.
-        for (page, fingerprint) in std::mem::take(&mut *lock(&self.tenant.kept_arrivals)) {
-            self.kept.push_back(page);
-            self.evictor.fingerprints.insert(page, fingerprint);
-        }
-        if self.kept.len() as u64 > 2 * self.tenant.kept_pages() + KEPT_SLACK {
-            self.tidy_kept();
-        }
+        self.evictor.copies.take_arrivals(self.tenant);
         let due = Instant::now();
         let mut still = Vec::new();
         for (when, page) in self.pinned.drain(..) {
@@ -328,50 +304,6 @@ impl Keeper<'_> {
         if lost {
             self.rebuild();
         }
-    }
-
-    /// Forgets entries of pages that left or lost their copies.
-    fn tidy_kept(&mut self) {
-        let tenant = self.tenant;
-        let mut seen = HashSet::new();
-        // The newest entry of a page counts.
-        let mut tidy: VecDeque<PageId> = VecDeque::new();
-        for page in self.kept.drain(..).rev() {
-            if matches!(tenant.map.get(page), Entry::Kept(_)) && seen.insert(page) {
-                tidy.push_front(page);
-            }
-        }
-        self.kept = tidy;
-        self.evictor.fingerprints.retain(|page, _| seen.contains(page));
-        self.evictor.fingerprints.shrink_to(2 * seen.len());
-    }
-
-    /// Drops the oldest kept copies until about `bytes` are free.
-    fn drop_kept(&mut self, bytes: u64) {
-        let cost = stored_page_cost(&self.tenant.store.stats());
-        let mut pages = bytes.div_ceil(cost.max(1)).min(STORE_PAGES_PER_ROUND as u64);
-        while pages > 0 {
-            let Some(page) = self.kept.pop_front() else {
-                // Copies that no entry names: made before a worker's death.
-                if self.tenant.kept_pages() > 0 {
-                    self.collect_kept();
-                }
-                return;
-            };
-            self.evictor.fingerprints.remove(&page);
-            pages -= u64::from(self.tenant.drop_kept(page));
-        }
-    }
-
-    /// Makes the list of kept copies anew from the page map.
-    fn collect_kept(&mut self) {
-        let tenant = self.tenant;
-        let kept = tenant.map.leaves().into_iter().flat_map(|(leaf, _, _)| {
-            (0..PAGES_PER_LEAF)
-                .map(move |index| PageId::new(leaf, index))
-                .filter(|&page| matches!(tenant.map.get(page), Entry::Kept(_)))
-        });
-        self.kept = kept.collect();
     }
 
     /// Fills the queues from the page map: records were lost.
@@ -479,7 +411,7 @@ impl Keeper<'_> {
         let before = tenant.store.stats();
         tenant.keep_copies.store(actions.keep_copies, Ordering::Relaxed);
         if actions.drop_kept_bytes > 0 {
-            self.drop_kept(actions.drop_kept_bytes);
+            self.evictor.copies.drop_oldest(tenant, actions.drop_kept_bytes);
         }
         if tenant.store.wants_dictionary() {
             self.train_dictionary();

@@ -9,6 +9,7 @@
 //! who may change what.
 #![forbid(unsafe_code)]
 
+mod copies;
 mod counters;
 mod entry;
 mod events;

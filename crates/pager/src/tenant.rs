@@ -16,6 +16,7 @@ use strata_sys::{ControlBlock, EventFd, Pidfd, Range, Registration, SeqPacket, U
 use strata_units::wire::TRANSFER_PAGES;
 use strata_units::{Handle, PAGE_SIZE, PageId, SpaceId, TenantId};
 
+use crate::copies::MOST_KEPT_ARRIVALS;
 use crate::counters::{Counter, Counters};
 use crate::entry::Entry;
 use crate::page_map::PageMap;
@@ -559,7 +560,7 @@ impl Tenant {
     /// says so: there is no kept copy without its fingerprint.
     fn tell_kept(&self, page: PageId, fingerprint: Fingerprint) -> bool {
         let mut kept = lock(&self.kept_arrivals);
-        let room = kept.len() < keeper::MOST_KEPT_ARRIVALS;
+        let room = kept.len() < MOST_KEPT_ARRIVALS;
         if room {
             kept.push((page, fingerprint));
         }

@@ -1,7 +1,7 @@
 """The C programs of tests/programs: each checks itself; the runner sees that
 pages really were evicted. One line a case."""
 
-from strata import Skip
+from strata import Failure, Skip
 from suite import case
 
 
@@ -83,4 +83,28 @@ def memory_huge(run):
     if not run.native:
         run.daemon.strata("set", program.name, "--dram", "48MiB")
     program.answer()
+    program.finish()
+
+
+@case("memory-in-order", native=False, seconds=120)
+def memory_in_order(run):
+    """A reader that goes through its memory again and again: pages come ahead of
+    it, and pages that it does not write are evicted without packing them anew.
+    What it writes in between it finds again."""
+    program = run.start("hold", "160", budget="64MiB")
+    program.gate("ready")
+    for _ in range(3):
+        program.answer("check")
+        program.gate("ready")
+    stats = program.stats()
+    for figure in ("prefetched_pages_total", "evictions_unchanged_total"):
+        if stats[figure] < 1000:
+            raise Failure(f"{figure} is {stats[figure]} after three passes over 160 MiB in 64")
+    run.note(f"{stats['prefetched_pages_total']} pages came ahead, "
+             f"{stats['evictions_unchanged_total']} of {stats['evictions_total']} left unchanged")
+    program.answer("write")
+    program.gate("ready")
+    program.answer("check")
+    program.gate("ready")
+    program.answer("end")
     program.finish()

@@ -88,8 +88,8 @@ enum Filled {
     Arrived(Source, Option<Fingerprint>),
     /// It was in place already.
     WasThere,
-    /// It cannot be read.
-    Lost,
+    /// It cannot be read, and why.
+    Unreadable(String),
     /// Nothing was put in place.
     Not(Served),
 }
@@ -250,9 +250,11 @@ impl Ahead {
                     tenant.counters.add(Counter::PagesAhead, 1);
                 }
                 Filled::WasThere => tenant.arrived(page, handle, None),
-                Filled::Lost => {}
-                // Not worth a second try.
-                Filled::Not(_) => tenant.map.set(page, Entry::Stored(handle)),
+                // Not worth a second try. A page that cannot be read is lost only
+                // when somebody asks for it: by then it may be readable.
+                Filled::Unreadable(_) | Filled::Not(_) => {
+                    tenant.map.set(page, Entry::Stored(handle));
+                }
             }
         }
     }
@@ -387,7 +389,12 @@ impl Space {
                         self.uffd.wake(one_page(address));
                         Served::Done
                     }
-                    Filled::Lost => Served::Done,
+                    Filled::Unreadable(why) => {
+                        tenant.lost_page(self, page, address, &why);
+                        self.uffd.poison(address);
+                        self.uffd.wake(one_page(address));
+                        Served::Done
+                    }
                     Filled::Not(served) => served,
                 }
             }
@@ -454,12 +461,7 @@ impl Space {
         }
         let (source, fingerprint) = match got {
             Ok(got) => got,
-            Err(error) => {
-                tenant.lost_page(self, page, address, &error.to_string());
-                self.uffd.poison(address);
-                self.uffd.wake(one_page(address));
-                return Filled::Lost;
-            }
+            Err(error) => return Filled::Unreadable(error.to_string()),
         };
         match self.uffd.copy(address, buffer) {
             Fill::Done { .. } => Filled::Arrived(source, fingerprint),

@@ -477,6 +477,8 @@ impl Keeper<'_> {
                 strata_sys::set_thread_name(&format!("trainer-{}", tenant.id));
                 strata_sys::yield_to_others();
                 let outcome = tenant.store.train_dictionary();
+                // Training took megabytes that no budget counts.
+                strata_sys::trim_heap();
                 tenant.log(&outcome.to_string());
             });
         // Without it pages are packed as they were; the store asks again.

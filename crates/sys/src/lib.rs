@@ -29,7 +29,7 @@ pub use pagemap::present_ranges;
 pub use poll::{Polled, Poller, poll_readable};
 pub use process::{
     Mapping, MappingFlags, Pidfd, Presence, ReadOutcome, anonymous_rss, available_bytes,
-    page_presence, read_mapping_flags, read_maps, read_process, thread_cpu, total_bytes,
+    page_presence, read_mapping_flags, read_maps, read_process, thread_cpu, total_bytes, trim_heap,
 };
 pub use sched::{current_cpu, pin_current_thread, set_thread_name, yield_to_others};
 pub use shared_memory::{SharedMemory, punch_hole};

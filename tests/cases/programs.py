@@ -31,7 +31,7 @@ for which in ("dont-need", "lazy-free", "unmap", "map-over", "remap-move", "rema
              budget="64MiB" if which in ("remap-grow", "lock") else "48MiB")
 register("memory-remap-keep", "mapping", "remap-keep", budget="64MiB")
 
-for which in ("anywhere", "slots", "discard"):
+for which in ("anywhere", "slots", "neighbours", "discard"):
     register(f"race-{which}", "race", which, budget="32MiB")
 
 register("syscalls-buffers", "syscalls", "buffers", directory=True)

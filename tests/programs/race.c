@@ -7,6 +7,7 @@
 #include <stdatomic.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #define BALLAST (80 * MIB)
 #define THREADS 4
@@ -20,6 +21,9 @@ static struct {
     uint64_t seed;
 } slots[SLOTS];
 static unsigned rounds;
+/* Between the slots is memory that stays, of the same kind: the kernel makes one
+ * mapping of both as long as both are there. */
+static bool neighbours;
 
 static char *address_of(size_t slot) { return arena + slot * 2 * SLOT; }
 
@@ -53,6 +57,8 @@ static void *shared_slots(void *thread)
         bool over = t_next(&random) % 2;
         if (slots[slot].mapped && !over)
             T_SYS(munmap(start, SLOT));
+        if (neighbours)
+            usleep(t_next(&random) % 64);
         int flags = over ? MAP_FIXED : MAP_FIXED_NOREPLACE;
         T_ASSERT(mmap(start, SLOT, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | flags, -1,
                       0) == start,
@@ -103,6 +109,10 @@ int main(int argc, char **argv)
     } else if (!strcmp(argv[1], "slots")) {
         body = shared_slots;
         rounds = t_times(600);
+    } else if (!strcmp(argv[1], "neighbours")) {
+        body = shared_slots;
+        rounds = t_times(600);
+        neighbours = true;
     } else if (!strcmp(argv[1], "discard")) {
         body = discard;
         rounds = t_times(400);
@@ -110,12 +120,16 @@ int main(int argc, char **argv)
         t_fail("no case '%s'", argv[1]);
     }
     arena = T_SYS(mmap(NULL, SLOTS * 2 * SLOT, PROT_NONE,
-                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+                       MAP_PRIVATE | MAP_ANONYMOUS | (neighbours ? 0 : MAP_NORESERVE), -1, 0));
     for (size_t slot = 0; slot < SLOTS; slot++) {
         if (body == discard)
             T_SYS(mprotect(address_of(slot), SLOT, PROT_READ | PROT_WRITE));
         else
             T_SYS(munmap(address_of(slot), SLOT));
+        if (neighbours) {
+            T_SYS(mprotect(address_of(slot) + SLOT, SLOT, PROT_READ | PROT_WRITE));
+            t_fill(address_of(slot) + SLOT, SLOT, slot);
+        }
     }
     t_ballast(BALLAST);
     pthread_t presser, threads[THREADS];
@@ -128,5 +142,7 @@ int main(int argc, char **argv)
     atomic_store(&stop, true);
     pthread_join(presser, NULL);
     t_check_ballast();
+    for (size_t slot = 0; neighbours && slot < SLOTS; slot++)
+        t_check(address_of(slot) + SLOT, SLOT, slot);
     t_done();
 }

@@ -211,6 +211,25 @@ impl Evictor {
         if read.is_err() {
             return report;
         }
+        // A worker that died while it put a page back left it in both places, and
+        // the program has gone on with the one that it sees.
+        let leaving: Vec<(usize, u64)> = lock(&space.gate)
+            .slots
+            .iter()
+            .enumerate()
+            .filter(|&(slot, &address)| address != 0 && results.get(slot) == Some(&Moved::Yes))
+            .map(|(slot, &address)| (slot, address))
+            .collect();
+        for (slot, address) in leaving {
+            let one = Range { start: address, end: address + PAGE };
+            let mut in_place = false;
+            if page_presence(agent.pid, one, |_, _| in_place = true).is_err() {
+                return report;
+            }
+            if in_place {
+                results[slot] = Moved::No(RESULT_CANCELLED);
+            }
+        }
         space.has_strays.store(false, Ordering::Release);
         self.fetch(space, tenant, &agent, &results, &mut report);
         if !space.has_strays.load(Ordering::Acquire) {

@@ -54,8 +54,6 @@ const MOST_DEFERRED: usize = 4096;
 /// What is to be done about one fault.
 #[derive(Debug)]
 enum Claim {
-    /// Map zeroes from this page on.
-    Zero(Range, PageId),
     /// Nothing more to do.
     Done,
     /// Put this stored page in place.
@@ -292,19 +290,22 @@ impl Space {
         waits_long: bool,
     ) -> Claim {
         let address = fault.address;
-        if let Some(agent) = self.agent()
-            && (agent.ranges.transfer.contains(address) || agent.ranges.own.contains(address))
-        {
-            return self.zero_here(address);
+        if let Some(agent) = self.agent() {
+            if agent.ranges.own.contains(address) {
+                return self.zero_here(address);
+            }
+            // What has not been moved there is elsewhere: whoever reads it, the
+            // evictor too, is told so.
+            if agent.ranges.transfer.contains(address) {
+                return Claim::Poison(address);
+            }
         }
         let Some(page) = gate.page_or_new(&tenant.map, self.id, address) else {
             return Claim::Defer;
         };
         match tenant.map.get(page) {
             // Discarded unseen (MADV_FREE), or another thread's fault on the
-            // same page came first: then it is there, and this only wakes. At
-            // once, under the gate: later the page could have been evicted, and
-            // a zero page would stand where a stored one belongs.
+            // same page came first: then it is there, and this only wakes.
             Entry::Resident { .. } | Entry::Kept(_) => self.zero_here(address),
             Entry::Leaving { slot, .. } => {
                 tenant.map.set(page, Entry::Leaving { slot, wanted: true });
@@ -316,7 +317,8 @@ impl Space {
                 Claim::Defer
             }
             Entry::Untouched | Entry::Discarded => {
-                Claim::Zero(self.zero_window(tenant, gate, address), page)
+                let window = self.zero_window(tenant, gate, address);
+                self.zero_new(tenant, window, page)
             }
             Entry::Stored(handle) | Entry::Arriving(handle) => {
                 tenant.map.set(page, Entry::Arriving(handle));
@@ -369,7 +371,6 @@ impl Space {
                 self.uffd.wake(one_page(address));
                 Served::Done
             }
-            Claim::Zero(range, first) => self.serve_zero(tenant, range, first),
             Claim::Fill { page, address, handle, to_write } => {
                 let served = self.serve_stored(tenant, page, address, handle, buffer);
                 match served {
@@ -401,46 +402,48 @@ impl Space {
         }
     }
 
-    /// A zero page at `address` unless there is a page.
+    /// A zero page at `address` unless there is a page. Under the gate, as all
+    /// zero pages are put in place: later the page could have been evicted, and
+    /// zeroes would stand where a stored page belongs.
     fn zero_here(&self, address: u64) -> Claim {
-        match self.uffd.zero(one_page(address)) {
+        let outcome = self.uffd.zero(one_page(address));
+        match outcome {
             Fill::Done { .. } => Claim::Done,
-            Fill::Present | Fill::Unmapped => {
-                self.uffd.wake(one_page(address));
-                Claim::Done
-            }
-            Fill::Changing | Fill::NoMemory => Claim::Defer,
-            Fill::Gone => {
-                self.gone.store(true, Ordering::Release);
-                Claim::Done
-            }
+            other => self.not_zeroed(address, other),
         }
     }
 
-    fn serve_zero(&self, tenant: &Tenant, range: Range, first: PageId) -> Served {
-        let filled = match self.uffd.zero(range) {
+    /// Zero pages in `window`, whose first page is `first`. The caller holds the
+    /// gate: see [`Self::zero_here`].
+    fn zero_new(&self, tenant: &Tenant, window: Range, first: PageId) -> Claim {
+        let filled = match self.uffd.zero(window) {
             // The window may span mappings of different kinds.
-            Fill::Unmapped if range.len() > PAGE_SIZE as u64 => {
-                self.uffd.zero(one_page(range.start))
+            Fill::Unmapped if window.len() > PAGE_SIZE as u64 => {
+                self.uffd.zero(one_page(window.start))
             }
             other => other,
         };
-        match filled {
-            Fill::Done { pages } => {
-                tenant.counters.add(Counter::ZeroFaults, 1);
-                for offset in 0..pages as u32 {
-                    let page = PageId(first.0 + offset);
-                    let resident = Entry::Resident { shared: false };
-                    let before = tenant.map.get(page);
-                    if before.reads_zero() && tenant.map.replace(page, before, resident) {
-                        tenant.charge_resident(page);
-                    }
-                }
-                Served::Done
+        let Fill::Done { pages } = filled else {
+            if filled == Fill::NoMemory {
+                tenant.wake_keeper();
             }
-            // Also when another message filled it: its entry says so already,
-            // or it is just being discarded.
-            other => self.not_filled(tenant, range, other),
+            // Present: entered by nobody yet, or just being discarded.
+            return self.not_zeroed(window.start, filled);
+        };
+        tenant.counters.add(Counter::ZeroFaults, 1);
+        for offset in 0..pages as u32 {
+            let page = PageId(first.0 + offset);
+            tenant.map.set(page, Entry::Resident { shared: false });
+            tenant.charge_resident(page);
+        }
+        Claim::Done
+    }
+
+    /// What a zero fill that put nothing in place means for its fault.
+    fn not_zeroed(&self, address: u64, outcome: Fill) -> Claim {
+        match self.not_filled(address, outcome) {
+            Served::Done => Claim::Done,
+            Served::Defer => Claim::Defer,
         }
     }
 
@@ -472,23 +475,22 @@ impl Space {
                     // handle.
                     tenant.map.set(page, Entry::Stored(handle));
                 }
-                Filled::Not(self.not_filled(tenant, one_page(address), other))
+                if other == Fill::NoMemory {
+                    tenant.wake_keeper();
+                }
+                Filled::Not(self.not_filled(address, other))
             }
         }
     }
 
     /// What a fill that put nothing in place means for its fault.
-    fn not_filled(&self, tenant: &Tenant, range: Range, outcome: Fill) -> Served {
+    fn not_filled(&self, address: u64, outcome: Fill) -> Served {
         match outcome {
-            Fill::Changing => Served::Defer,
-            Fill::NoMemory => {
-                tenant.wake_keeper();
-                Served::Defer
-            }
+            Fill::Changing | Fill::NoMemory => Served::Defer,
             // The thread that waits there touched what is no longer mapped:
             // woken, it learns so from the kernel.
             Fill::Done { .. } | Fill::Present | Fill::Unmapped => {
-                self.uffd.wake(one_page(range.start));
+                self.uffd.wake(one_page(address));
                 Served::Done
             }
             Fill::Gone => {

@@ -29,10 +29,16 @@ const LARGEST_STACK_BYTES: u64 = 64 << 20;
 /// Pages around a thread control block (below, above) that are never evicted:
 /// the kernel writes there when a thread ends, and cannot wait for a page then.
 const CONTROL_BLOCK_PAGES: (u64, u64) = (1, 3);
+/// Mappings registered under one hold of the gate.
+const REGISTERED_AT_ONCE: usize = 64;
 /// Pages whose entries are changed under one hold of the gate.
 const CHUNK_BYTES: u64 = 16 << 20;
 
 const PAGE: u64 = PAGE_SIZE as u64;
+
+/// The process is gone.
+#[derive(Debug)]
+struct Gone;
 
 /// Addresses that are never evicted, in order.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -135,32 +141,54 @@ pub(crate) fn register_new(space: &Arc<Space>, tenant: &Arc<Tenant>) -> bool {
     if space.uffd.register(agent.ranges.transfer) == Registration::Gone {
         return false;
     }
-    for mapping in maps {
-        if !is_eligible(&mapping, &agent, &stacks) {
-            continue;
-        }
-        if lock(&space.gate).is_registered(mapping.range) {
-            continue;
-        }
-        // Under the gate: were the range unmapped in between and the message
-        // taken, it would be forgotten before it was remembered, and a new
-        // mapping in its place would be taken for registered.
-        let registration = {
-            let mut gate = lock(&space.gate);
-            let registration = space.uffd.register(mapping.range);
-            if registration == Registration::Done {
-                gate.add_registered(mapping.range);
-            }
-            registration
-        };
-        match registration {
-            Registration::Done => note_resident(space, tenant, agent.pid, mapping.range),
-            // Gone or changed since the map was read; or not ours to manage.
-            Registration::Refused => {}
-            Registration::Gone => return false,
+    let new: Vec<Range> = {
+        let gate = lock(&space.gate);
+        maps.iter()
+            .filter(|mapping| is_eligible(mapping, &agent, &stacks))
+            .map(|mapping| mapping.range)
+            .filter(|&range| !gate.is_registered(range))
+            .collect()
+    };
+    for few in new.chunks(REGISTERED_AT_ONCE) {
+        let Ok(registered) = register(space, agent.pid, few) else { return false };
+        for range in registered {
+            note_resident(space, tenant, agent.pid, range);
         }
     }
     true
+}
+
+/// Registers those of `ranges` that are still one mapping each, and remembers
+/// them: memory that is taken for registered and is not would be evicted, and
+/// then read as zero.
+///
+/// The kernel registers what is mapped in a range and says nothing of holes, and
+/// the memory map from which `ranges` were taken is old by now. So the map is
+/// read again: a mapping is registered as a whole or not at all, so a range that
+/// lies within one mapping is registered, or has been mapped anew since, and a
+/// message that says so is on its way. The gate is held from the first to the
+/// last: that message cannot be acted on before its range is remembered.
+fn register(space: &Space, pid: u32, ranges: &[Range]) -> Result<Vec<Range>, Gone> {
+    let mut gate = lock(&space.gate);
+    let mut registered = Vec::with_capacity(ranges.len());
+    for &range in ranges {
+        match space.uffd.register(range) {
+            Registration::Done => registered.push(range),
+            // Gone or changed since the map was read; or not ours to manage.
+            Registration::Refused => {}
+            Registration::Gone => return Err(Gone),
+        }
+    }
+    let maps = read_maps(pid).map_err(|_| Gone)?;
+    // What is not whole is looked at again when the map is read the next time.
+    registered.retain(|&range| {
+        maps.iter()
+            .any(|mapping| mapping.range.start <= range.start && range.end <= mapping.range.end)
+    });
+    for &range in &registered {
+        gate.add_registered(range);
+    }
+    Ok(registered)
 }
 
 /// Enters pages of `range` that are in the address space already.
@@ -291,4 +319,30 @@ pub(crate) fn settle_shared(space: &Space, tenant: &Tenant) {
         left |= crate::space::ids_in(leaf, part).any(|(_, page)| tenant.map.get(page) == shared);
     }
     space.has_shared.store(left, Ordering::Release);
+}
+
+#[cfg(test)]
+mod tests {
+    use strata_sys::OwnMemory;
+
+    use super::*;
+    use crate::testing;
+
+    #[test]
+    fn a_range_with_a_hole_is_not_taken_for_registered() {
+        // Dropped last: while its userfaultfd is open, that would wait.
+        let mut memory = OwnMemory::create(64).expect("memory");
+        let Some(uffd) = testing::userfaultfd() else { return };
+        let tenant = testing::tenant();
+        let space = testing::space(&tenant, uffd);
+        let whole = memory.range();
+        // After the memory map was read, half of it goes.
+        memory.shrink_to(32);
+        let pid = std::process::id();
+        assert_eq!(register(&space, pid, &[whole]).expect("this process lives"), []);
+        assert!(lock(&space.gate).registered.is_empty());
+        let half = memory.range();
+        assert_eq!(register(&space, pid, &[half]).expect("this process lives"), [half]);
+        assert_eq!(lock(&space.gate).registered, [half]);
+    }
 }

@@ -267,6 +267,41 @@ fn pages_leave_and_come_back_and_what_was_discarded_is_zero() {
     world.end();
 }
 
+#[test]
+fn a_page_in_both_places_is_the_one_that_the_program_sees() {
+    let Some(mut world) = World::of(testing::tenant()) else { return };
+    world.write(0, 1);
+    world.wait_for(0, Entry::Resident { shared: false });
+    // As a worker leaves it that dies while it puts a page back: the old content
+    // in the transfer range, a newer one in place.
+    let (id, address) = (world.id(0).expect("touched"), world.memory.address(0));
+    let transfer = world.space.agent().expect("attached").ranges.transfer;
+    let filled = world.space.uffd.copy(transfer.start, &testing::page(1));
+    assert_eq!(filled, strata_sys::Fill::Done { pages: 1 });
+    lock(&world.space.gate).slots[0] = address;
+    world.tenant.map.set(id, Entry::Leaving { slot: 0, wanted: false });
+    world.write(0, 2);
+    world.space.has_strays.store(true, Ordering::Release);
+    assert_eq!(world.evict_once(std::iter::empty()), 0);
+    assert_eq!(world.entry(0), Entry::Resident { shared: false });
+    world.evict_all(&[0]);
+    world.expect(0, 2);
+    world.wait_for(0, Entry::Resident { shared: false });
+    world.wait_for_references();
+    world.end();
+}
+
+#[test]
+fn what_is_not_in_the_transfer_range_is_never_read_as_zero() {
+    let Some(world) = World::of(testing::tenant()) else { return };
+    let transfer = world.space.agent().expect("attached").ranges.transfer;
+    let slot = Range { start: transfer.start, end: transfer.start + PAGE_SIZE as u64 };
+    let mut buffer = vec![0; PAGE_SIZE];
+    let outcome = strata_sys::read_process(std::process::id(), &[slot], &mut buffer);
+    assert_eq!(outcome, strata_sys::ReadOutcome::Failed);
+    world.end();
+}
+
 /// What the program thread does: random writes, reads and discards, all checked.
 fn live(memory: &OwnMemory, steps: usize) -> BTreeMap<usize, u8> {
     let mut state = 0x2545_f491_4f6c_dd1du64;

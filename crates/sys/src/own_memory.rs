@@ -118,6 +118,14 @@ impl OwnMemory {
         }
     }
 
+    /// Reads the first word of the page `index`.
+    ///
+    /// # Panics
+    /// Behind the last page.
+    pub fn touch(&self, index: usize) -> u64 {
+        self.word(index, 0).load(Ordering::Relaxed)
+    }
+
     /// Copies the page `index` out, as a program would read it.
     ///
     /// # Panics
@@ -148,6 +156,21 @@ impl OwnMemory {
     /// Behind the last page.
     pub fn discard(&self, first: usize, count: usize) -> io::Result<()> {
         self.advise(first, count, libc::MADV_DONTNEED)
+    }
+
+    /// Unmaps all but the first `pages` pages.
+    ///
+    /// # Panics
+    /// When there are not so many.
+    pub fn shrink_to(&mut self, pages: usize) {
+        assert!(pages <= self.pages, "{pages} of {} pages", self.pages);
+        // SAFETY: inside the mapping (asserted), which holds no Rust object; with
+        // `self.pages` below it, nothing is accessed there again.
+        unsafe {
+            let start = self.base.as_ptr().add(pages * PAGE_SIZE);
+            libc::munmap(start.cast(), (self.pages - pages) * PAGE_SIZE);
+        }
+        self.pages = pages;
     }
 
     fn advise(&self, first: usize, count: usize, advice: libc::c_int) -> io::Result<()> {

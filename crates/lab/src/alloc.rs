@@ -3,6 +3,7 @@
 //! of Strata; run them natively, under a control group, or under `strata run`.
 
 use crate::{
+    histogram::Histogram,
     process::Pagemap,
     random::{Random, mix},
     records::{RECORD_BYTES, Records},
@@ -120,6 +121,9 @@ pub(crate) struct TouchResult {
     pub pages_per_second: f64,
     /// Part of them that were not in place just before.
     pub misses: u64,
+    /// What reading the first byte of those took.
+    pub miss_p50_us: f64,
+    pub miss_p99_us: f64,
 }
 
 /// Fills memory with compressible pages and reads it in random order, checking
@@ -142,6 +146,7 @@ pub(crate) fn touch(options: &TouchOptions) -> Result<()> {
     let pagemap = Pagemap::open()?;
     let start = memory.as_ptr() as usize;
     let mut misses = 0;
+    let mut latencies = Histogram::default();
     let started = Instant::now();
     let mut pages_read = 0;
     while started.elapsed() < Duration::from_secs_f64(options.seconds) {
@@ -151,7 +156,13 @@ pub(crate) fn touch(options: &TouchOptions) -> Result<()> {
             let part = random.below(RECORDS_PER_PAGE as u64) as usize;
             let at = page * PAGE_SIZE + part * RECORD_BYTES;
             records.fill((page * RECORDS_PER_PAGE + part) as u64, 0, &mut record);
-            misses += u64::from(!pagemap.is_present(start + at)?);
+            let missing = !pagemap.is_present(start + at)?;
+            let touched = Instant::now();
+            black_box(memory[at]);
+            if missing {
+                latencies.record(touched.elapsed().as_nanos() as u64, 1);
+                misses += 1;
+            }
             if black_box(&memory[at..at + RECORD_BYTES]) != record {
                 bail!("page {page} does not hold what was written");
             }
@@ -164,6 +175,8 @@ pub(crate) fn touch(options: &TouchOptions) -> Result<()> {
         seconds,
         pages_per_second: pages_read as f64 / seconds,
         misses,
+        miss_p50_us: latencies.quantile_us(0.5),
+        miss_p99_us: latencies.quantile_us(0.99),
     })
 }
 

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod alloc;
+mod bare;
 mod bench;
 mod cgroup;
 mod demo;
@@ -68,6 +69,8 @@ enum Command {
     Alloc(alloc::AllocOptions),
     /// Fill memory once and read it in random order (a program to be measured)
     Touch(alloc::TouchOptions),
+    /// Touch pages that a userfaultfd serves, without Strata (a program to be measured)
+    BareFault(bare::BareOptions),
     /// Walk a graph, a matrix or pages (programs to be measured)
     #[command(subcommand)]
     Walk(walk::Walk),
@@ -107,6 +110,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
         Command::Trace(options) => simulate::record(options),
         Command::Alloc(options) => alloc::churn(options),
         Command::Touch(options) => alloc::touch(options),
+        Command::BareFault(options) => bare::run(options),
         Command::Walk(walk) => walk::run(walk),
         Command::Now => {
             alloc::now();

@@ -140,31 +140,33 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
     let mut deferred: Vec<FaultMessage> = Vec::new();
     let mut waiting_since: Option<Instant> = None;
     let mut ahead = Ahead { streams: Streams::default(), ranges: VecDeque::new() };
+    let mut served = false;
     let mut follow = Follow { looked: Instant::now(), cpu: None };
     let Some(poller) = poller(space, tenant) else { return };
     while !space.is_gone() {
-        let timeout = if !ahead.ranges.is_empty() {
-            Some(Duration::ZERO)
-        } else if !deferred.is_empty() {
-            Some(RETRY_AFTER)
-        } else {
+        let wait = if served || !ahead.ranges.is_empty() {
+            // The next fault is often here by now: the thread that was woken
+            // ran at once. Asked for without asking first whether there is one.
             None
+        } else {
+            Some((!deferred.is_empty()).then_some(RETRY_AFTER))
         };
-        let kicked = match poller.wait(timeout) {
-            Ok([_, kicked]) => kicked,
+        let kicked = match wait.map(|timeout| poller.wait(timeout)) {
+            None => false,
+            Some(Ok([_, kicked])) => kicked,
             // Nothing that a wait on open descriptors can say; look at both.
-            Err(_) => true,
+            Some(Err(_)) => true,
         };
         let began = Instant::now();
         if kicked {
             space.kick.clear();
-            let handed = std::mem::take(&mut *lock(&space.kicked));
-            faults.extend(handed.into_iter().map(|address| FaultMessage {
-                address,
-                tid: 0,
-                to_write: false,
-            }));
         }
+        let handed = std::mem::take(&mut *lock(&space.kicked));
+        faults.extend(handed.into_iter().map(|address| FaultMessage {
+            address,
+            tid: 0,
+            to_write: false,
+        }));
         let waits_long = match (deferred.is_empty(), waiting_since) {
             (true, _) => {
                 waiting_since = None;
@@ -187,6 +189,7 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
                 claims.push((fault, claim));
             }
         }
+        served = !claims.is_empty();
         for (fault, claim) in claims.drain(..) {
             if fault.tid != 0 {
                 follow.beside(space, fault.tid, began);

@@ -7,6 +7,7 @@ use super::{
 };
 use crate::{
     alloc::{AllocResult, TouchResult, monotonic_ns},
+    bare::BareResult,
     interrupt,
     keys::Pattern,
     progress::Progress,
@@ -232,6 +233,8 @@ pub(super) fn fault(bench: &Bench, results: &mut PartResults) -> Result<()> {
         if bench.quick { ("64MiB", 32 << 20) } else { ("512MiB", 256 << 20) };
     let seconds = if bench.quick { "2" } else { "8" };
     let mut sides = [
+        ("fault p50, as the thread sees it", "µs", Side::new("Strata")),
+        ("fault p99, as the thread sees it", "µs", Side::new("Strata")),
         ("fault p50, as the daemon sees it", "µs", Side::new("Strata")),
         ("fault p99, as the daemon sees it", "µs", Side::new("Strata")),
         ("pages read at random, half of them stored", "pages/s", Side::new("Strata")),
@@ -239,8 +242,15 @@ pub(super) fn fault(bench: &Bench, results: &mut PartResults) -> Result<()> {
         ("all metadata, per stored object", "B", Side::new("Strata")),
         ("original : compressed", "×", Side::new("Strata")),
     ];
+    let mut bare = [Side::new("bare userfaultfd"), Side::new("bare userfaultfd")];
     for repetition in 0..bench.repetitions {
         interrupt::check()?;
+        let child = subject(&Wrapping::default(), &["bare-fault", "--seconds", "2"])?;
+        let least: BareResult =
+            serde_json::from_str(&output_of(child)?).context("read what bare-fault printed")?;
+        for (side, value) in bare.iter_mut().zip([least.p50_us, least.p99_us]) {
+            side.samples.push(value);
+        }
         let name = format!("touch-{}-{repetition}", std::process::id());
         let wrapping = strata.wrapping(&name, budget_bytes);
         let child = subject(&wrapping, &["touch", "--size", size, "--seconds", seconds])?;
@@ -250,6 +260,8 @@ pub(super) fn fault(bench: &Bench, results: &mut PartResults) -> Result<()> {
             bail!("no page was ever stored: the budget did not bind");
         }
         let values = [
+            seen.miss_p50_us,
+            seen.miss_p99_us,
             stats.fault_latency_us.p50,
             stats.fault_latency_us.p99,
             seen.pages_per_second,
@@ -263,13 +275,15 @@ pub(super) fn fault(bench: &Bench, results: &mut PartResults) -> Result<()> {
         results.raw.push(serde_json::to_value(&stats)?);
     }
     strata.stop()?;
+    // The first two stand beside what the kernel alone needs for them.
+    let mut bare = bare.into_iter();
     results.series = sides
         .into_iter()
         .map(|(name, unit, left)| Series {
             name: name.into(),
             unit: unit.into(),
             left,
-            right: None,
+            right: bare.next(),
         })
         .collect();
     Ok(())

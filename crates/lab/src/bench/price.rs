@@ -127,6 +127,8 @@ mod tests {
             seconds: 0.010,
             pages_per_second: 100_000.0,
             misses: 500,
+            miss_p50_us: 0.0,
+            miss_p99_us: 0.0,
         };
         // 10 ms, 2 of them for the reading itself: 8 ms for 500 faults.
         let price = price_us(&seen, 500_000.0).expect("there were faults");

@@ -47,7 +47,8 @@ pub(crate) fn run(options: &BareOptions) -> Result<()> {
     Ok(())
 }
 
-fn measure(time: Duration) -> Result<BareResult> {
+/// Touches pages for `time`.
+pub(crate) fn measure(time: Duration) -> Result<BareResult> {
     let memory = OwnMemory::create(PAGES)?;
     let uffd = Userfaultfd::for_own_process()
         .map_err(|error| anyhow::anyhow!("open a userfaultfd (root may): {error:?}"))?;

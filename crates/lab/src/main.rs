@@ -8,6 +8,7 @@ mod alloc;
 mod bare;
 mod bench;
 mod cgroup;
+mod contention;
 mod demo;
 mod drawing;
 mod histogram;
@@ -71,6 +72,8 @@ enum Command {
     Touch(alloc::TouchOptions),
     /// Touch pages that a userfaultfd serves, without Strata (a program to be measured)
     BareFault(bare::BareOptions),
+    /// Simulate many cores that fault at once, from costs measured here
+    Contention(contention::ContentionOptions),
     /// Walk a graph, a matrix or pages (programs to be measured)
     #[command(subcommand)]
     Walk(walk::Walk),
@@ -111,6 +114,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
         Command::Alloc(options) => alloc::churn(options),
         Command::Touch(options) => alloc::touch(options),
         Command::BareFault(options) => bare::run(options),
+        Command::Contention(options) => contention::run(options),
         Command::Walk(walk) => walk::run(walk),
         Command::Now => {
             alloc::now();

@@ -189,7 +189,7 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
                 claims.push((fault, claim));
             }
         }
-        served = !claims.is_empty();
+        served = false;
         for (fault, claim) in claims.drain(..) {
             if fault.tid != 0 {
                 follow.beside(space, fault.tid, began);
@@ -201,6 +201,7 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
             match space.serve(tenant, claim, &mut page, began) {
                 Served::Done => {
                     if counts {
+                        served = true;
                         tenant.counters.add(Counter::Faults, 1);
                     }
                 }

@@ -28,6 +28,7 @@ mod simulate;
 mod stage;
 mod statistics;
 mod strata;
+mod subject;
 mod table;
 mod trial;
 mod walk;

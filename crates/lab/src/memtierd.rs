@@ -5,8 +5,8 @@
 
 use crate::{
     janitor::{Janitor, Registered, Undo, write},
-    process::{self, Pagemap},
-    redis::server::{scratch_directory, stop_child},
+    process::Pagemap,
+    subject::{Subject, last_line, scratch},
 };
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
@@ -14,7 +14,7 @@ use std::{
     fmt::Write as _,
     fs::{self, File},
     path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
+    process::{Command, Stdio},
 };
 use strata_units::PAGE_SIZE;
 
@@ -171,68 +171,41 @@ fn configuration(pid: u32, tracker: Tracker) -> String {
 
 /// memtierd at work on one process.
 pub(crate) struct Memtierd {
-    child: Child,
+    subject: Subject,
     log: PathBuf,
-    killed: Option<Registered>,
-    files: Option<Registered>,
 }
 
 impl Memtierd {
     pub(crate) fn start(janitor: &Janitor, tool: &Tool, pid: u32) -> Result<Self> {
-        let directory = scratch_directory("memtierd");
-        let files = janitor.register(Undo::RemoveFiles { path: directory.clone() })?;
-        fs::create_dir_all(&directory).with_context(|| format!("make {}", directory.display()))?;
+        let (directory, files) = scratch(janitor, "memtierd")?;
         let settings = directory.join("memtierd.yaml");
         fs::write(&settings, configuration(pid, tool.tracker)).context("configure memtierd")?;
         let log = directory.join("log");
         let output = File::create(&log).context("make memtierd's log")?;
-        let child = Command::new(&tool.program)
+        let mut command = Command::new(&tool.program);
+        command
             .arg("-config")
             .arg(&settings)
             .stdin(Stdio::null())
             .stdout(output.try_clone().context("share memtierd's log")?)
-            .stderr(output)
-            .spawn()
-            .with_context(|| format!("start {}", tool.program.display()))?;
-        let mut this = Self { child, log, killed: None, files: Some(files) };
-        if let Some(times) = process::times(this.pid()) {
-            let undo = Undo::Kill { pid: this.pid(), start_ticks: times.start_ticks };
-            this.killed = Some(janitor.register(undo)?);
-        }
-        Ok(this)
+            .stderr(output);
+        Ok(Self { subject: Subject::spawn(janitor, &mut command)?.with(files), log })
     }
 
     pub(crate) fn pid(&self) -> u32 {
-        self.child.id()
+        self.subject.pid()
     }
 
     /// An error with its last words when it has ended on its own.
     pub(crate) fn check(&mut self) -> Result<()> {
-        let Some(status) = self.child.try_wait().context("look at memtierd")? else {
+        let Some(status) = self.subject.child().try_wait().context("look at memtierd")? else {
             return Ok(());
         };
-        let said = fs::read_to_string(&self.log).unwrap_or_default();
-        bail!("memtierd ended ({status}): {}", said.lines().last().unwrap_or("it said nothing"))
+        bail!("memtierd ended ({status}): {}", last_line(&self.log))
     }
 
-    pub(crate) fn stop(mut self) -> Result<()> {
-        self.end()
-    }
-
-    fn end(&mut self) -> Result<()> {
-        stop_child(&mut self.child)?;
-        if let Some(killed) = self.killed.take() {
-            killed.undo()?;
-        }
-        self.files.take().map_or(Ok(()), Registered::undo)
-    }
-}
-
-impl Drop for Memtierd {
-    fn drop(&mut self) {
-        if let Err(error) = self.end() {
-            eprintln!("strata-lab: end memtierd: {error:#}");
-        }
+    pub(crate) fn stop(self) -> Result<()> {
+        self.subject.stop()
     }
 }
 

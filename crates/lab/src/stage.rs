@@ -11,7 +11,7 @@ use crate::{
         resp::Endpoint,
         server::{Server, Wrapping},
     },
-    strata::{self, Strata},
+    strata::Strata,
     trial::Plan,
     zram::{Stored, Zram},
     zswap::Zswap,
@@ -236,22 +236,7 @@ impl Stage {
             sample.memory.metadata_bytes = sample.daemon_bytes;
         }
         if let Some((strata, tenant)) = &self.around.strata {
-            let stats = strata.stats(tenant)?;
-            sample.memory = MemoryUse {
-                resident_bytes: stats.resident_bytes + stats.unmanaged_bytes,
-                compressed_bytes: stats.compressed_bytes,
-                metadata_bytes: stats.metadata_bytes,
-                stored_bytes: stats.stored_bytes,
-            };
-            debug_assert_eq!(sample.memory.total_bytes(), strata::total_bytes(&stats));
-            sample.daemon_bytes = strata
-                .pids()
-                .into_iter()
-                .map(process::memory)
-                .map(|memory| memory.anonymous_bytes + memory.shared_bytes)
-                .max()
-                .unwrap_or(0);
-            sample.stats = Some(stats);
+            strata.sample(tenant, &mut sample)?;
         }
         Ok(sample)
     }

@@ -8,7 +8,9 @@ use crate::{
     interrupt,
     janitor::{Janitor, Registered, Undo},
     process,
-    redis::server::{Wrapping, scratch_directory, stop_child},
+    redis::server::Wrapping,
+    stage::{MemoryUse, Sample},
+    subject::{last_line, scratch_directory, stop_child},
 };
 use anyhow::{Context, Result, bail};
 use std::{
@@ -91,15 +93,11 @@ impl Strata {
             if UnixStream::connect(self.socket()).is_ok() {
                 return Ok(());
             }
-            let said = || {
-                let text = fs::read_to_string(log).unwrap_or_default();
-                text.lines().last().unwrap_or("it said nothing").to_owned()
-            };
             if let Some(status) = self.daemon.try_wait().context("look at stratad")? {
-                bail!("stratad ended at once ({status}): {}", said());
+                bail!("stratad ended at once ({status}): {}", last_line(log));
             }
             if Instant::now() >= until {
-                bail!("stratad does not listen on {}: {}", self.socket().display(), said());
+                bail!("stratad does not listen on {}: {}", self.socket().display(), last_line(log));
             }
             thread::sleep(Duration::from_millis(20));
         }
@@ -138,7 +136,37 @@ impl Strata {
         if !output.status.success() {
             bail!("strata stats: {}", String::from_utf8_lossy(&output.stderr).trim());
         }
-        serde_json::from_slice(&output.stdout).context("read what strata stats printed")
+        let mut stats: Stats =
+            serde_json::from_slice(&output.stdout).context("read what strata stats printed")?;
+        // Results are published: where this machine keeps things is nobody's
+        // business.
+        for word in &mut stats.command {
+            if let Some((_, file)) = word.rsplit_once('/') {
+                *word = file.to_owned();
+            }
+        }
+        Ok(stats)
+    }
+
+    /// What `tenant` and the daemon cost now, into `sample`.
+    pub(crate) fn sample(&self, tenant: &str, sample: &mut Sample) -> Result<()> {
+        let stats = self.stats(tenant)?;
+        sample.memory = MemoryUse {
+            resident_bytes: stats.resident_bytes + stats.unmanaged_bytes,
+            compressed_bytes: stats.compressed_bytes,
+            metadata_bytes: stats.metadata_bytes,
+            stored_bytes: stats.stored_bytes,
+        };
+        debug_assert_eq!(sample.memory.total_bytes(), total_bytes(&stats));
+        sample.daemon_bytes = self
+            .pids()
+            .into_iter()
+            .map(process::memory)
+            .map(|memory| memory.anonymous_bytes + memory.shared_bytes)
+            .max()
+            .unwrap_or(0);
+        sample.stats = Some(stats);
+        Ok(())
     }
 
     /// A private daemon ends with its last tenant: this one outlives those that

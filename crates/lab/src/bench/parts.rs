@@ -106,14 +106,7 @@ pub(super) fn output_of(child: Child) -> Result<String> {
 fn watch(strata: &Strata, name: &str, mut child: Child) -> Result<(String, Stats)> {
     let mut stats = None;
     while child.try_wait().context("look at a program")?.is_none() {
-        if let Ok(mut newest) = strata.stats(name) {
-            // Results are published: where this machine keeps the program is
-            // nobody's business.
-            if let Some(program) = newest.command.first_mut()
-                && let Some((_, file)) = program.rsplit_once('/')
-            {
-                *program = file.to_owned();
-            }
+        if let Ok(newest) = strata.stats(name) {
             stats = Some(newest);
         }
         thread::sleep(Duration::from_millis(100));

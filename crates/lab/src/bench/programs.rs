@@ -16,7 +16,12 @@ use super::{
     Bench,
     report::{PartResults, Series, Side},
 };
-use crate::{interrupt, progress::Progress, stage::Setup};
+use crate::{
+    interrupt,
+    progress::Progress,
+    stage::Setup,
+    subject::{Subject, last_line, scratch},
+};
 use anyhow::{Context, Result, bail};
 use place::Figures;
 use run::{Job, Trial};
@@ -219,16 +224,16 @@ fn gated(bench: &Bench, results: &mut PartResults, job: &Job, wording: &Wording)
 pub(super) fn jvm(bench: &Bench, results: &mut PartResults) -> Result<()> {
     let compiler = installed(&["javac"], "default-jdk-headless")?;
     let machine = installed(&["java"], "default-jre-headless")?;
-    let (directory, files) = run::scratch(&bench.janitor, "classes")?;
+    let (directory, files) = scratch(&bench.janitor, "classes")?;
     let source = directory.join("Lookups.java");
     fs::write(&source, LOOKUPS).context("write the Java source")?;
     let log = directory.join("javac.log");
     let mut command = Command::new(compiler);
     command.args(["-nowarn", "-d"]).args([&directory, &source]).stdin(Stdio::null());
     command.stderr(File::create(&log).context("make javac's log")?);
-    let mut compiling = run::Subject::spawn(&bench.janitor, &mut command)?;
+    let mut compiling = Subject::spawn(&bench.janitor, &mut command)?;
     if !compiling.wait(COMPILE_PATIENCE, || Ok(())).context("wait for javac")?.success() {
-        bail!("javac: {}", run::last_line(&log));
+        bail!("javac: {}", last_line(&log));
     }
     let (records, heap) = if bench.quick { ("60000", "128m") } else { ("550000", "800m") };
     let mut line: Vec<OsString> = vec![machine.into()];
@@ -247,7 +252,7 @@ pub(super) fn jvm(bench: &Bench, results: &mut PartResults) -> Result<()> {
 /// CPython with dicts and lists.
 pub(super) fn cpython(bench: &Bench, results: &mut PartResults) -> Result<()> {
     let python = installed(&["python3"], "python3")?;
-    let (directory, files) = run::scratch(&bench.janitor, "analytics")?;
+    let (directory, files) = scratch(&bench.janitor, "analytics")?;
     let source = directory.join("analytics.py");
     fs::write(&source, ANALYTICS).context("write the Python source")?;
     let orders = if bench.quick { "120000" } else { "620000" };

@@ -9,7 +9,7 @@
 use super::{
     Bench, installed,
     place::{Done, Figures, Meter, Place},
-    run::{self, Subject},
+    run,
 };
 use crate::{
     janitor::{Janitor, Registered},
@@ -17,6 +17,7 @@ use crate::{
     progress::Progress,
     redis::server::Wrapping,
     stage::Setup,
+    subject::{Subject, last_line, scratch},
 };
 use anyhow::{Context, Result, bail};
 use std::{
@@ -108,7 +109,7 @@ impl Database {
                 bail!("{} is missing: apt-get install --reinstall sysbench", script.display());
             }
         }
-        let (data, files) = run::scratch(&bench.janitor, "database")?;
+        let (data, files) = scratch(&bench.janitor, "database")?;
         let (rows, pool, data_bytes) =
             if bench.quick { (150_000, "64M", 64 << 20) } else { (1_700_000, "512M", 640 << 20) };
         let mut database = Self {
@@ -143,7 +144,7 @@ impl Database {
         running.query("SHUTDOWN", nothing)?;
         let status = running.subject.wait(PATIENCE, || Ok(()))?;
         if !status.success() {
-            bail!("mariadbd ended badly ({status}): {}", run::last_line(&running.log));
+            bail!("mariadbd ended badly ({status}): {}", last_line(&running.log));
         }
         Ok(())
     }
@@ -227,7 +228,7 @@ impl Database {
         wrapping: &Wrapping,
         progress: &Progress,
     ) -> Result<Vec<Figures>> {
-        let (data, files) = run::scratch(&bench.janitor, "mariadb")?;
+        let (data, files) = scratch(&bench.janitor, "mariadb")?;
         progress.part("copying the data");
         copy(&self.data, &data)?;
         progress.part("filling the pool");
@@ -314,7 +315,7 @@ impl Database {
         let text = fs::read_to_string(&output).context("read sysbench's output")?;
         if !status.success() {
             let fatal = text.lines().find(|line| line.contains("FATAL"));
-            let reason = fatal.map_or_else(|| run::last_line(&output), str::to_owned);
+            let reason = fatal.map_or_else(|| last_line(&output), str::to_owned);
             bail!("sysbench failed ({status}): {reason}");
         }
         Ok((parse(&text).context("read what sysbench printed")?, cpu_ns))
@@ -337,10 +338,10 @@ impl Running {
         while self.query("SELECT 1", &mut || Ok(())).is_err() {
             crate::interrupt::check()?;
             if let Some(status) = self.subject.child().try_wait().context("look at mariadbd")? {
-                bail!("mariadbd ended at once ({status}): {}", run::last_line(&self.log));
+                bail!("mariadbd ended at once ({status}): {}", last_line(&self.log));
             }
             if Instant::now() >= until {
-                bail!("mariadbd does not answer: {}", run::last_line(&self.log));
+                bail!("mariadbd does not answer: {}", last_line(&self.log));
             }
             thread::sleep(Duration::from_millis(50));
         }

@@ -89,28 +89,7 @@ impl Place {
             sample.memory.stored_bytes = stored.original_bytes;
         }
         if let Some((strata, tenant)) = &self.strata {
-            let mut stats = strata.stats(tenant)?;
-            // Results are published: where this machine keeps things is
-            // nobody's business.
-            for word in &mut stats.command {
-                if let Some((_, file)) = word.rsplit_once('/') {
-                    *word = file.to_owned();
-                }
-            }
-            sample.memory = MemoryUse {
-                resident_bytes: stats.resident_bytes + stats.unmanaged_bytes,
-                compressed_bytes: stats.compressed_bytes,
-                metadata_bytes: stats.metadata_bytes,
-                stored_bytes: stats.stored_bytes,
-            };
-            sample.daemon_bytes = strata
-                .pids()
-                .into_iter()
-                .map(process::memory)
-                .map(|memory| memory.anonymous_bytes + memory.shared_bytes)
-                .max()
-                .unwrap_or(0);
-            sample.stats = Some(stats);
+            strata.sample(tenant, &mut sample)?;
         }
         Ok(sample)
     }

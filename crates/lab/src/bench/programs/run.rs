@@ -4,20 +4,20 @@
 use super::place::{Done, Figures, Meter, Place};
 use crate::{
     interrupt,
-    janitor::{Janitor, Registered, Undo},
-    process,
+    janitor::Janitor,
     progress::Progress,
-    redis::server::{Wrapping, scratch_directory},
+    redis::server::Wrapping,
     stage::Setup,
+    subject::{Subject, last_line, scratch},
     walk::{Gate, Work},
 };
 use anyhow::{Context, Result, bail};
 use std::{
     ffi::OsString,
-    fs::{self, File},
+    fs::File,
     io::{BufRead, BufReader, Write},
     path::{Path, PathBuf},
-    process::{Child, ChildStdin, Command, Stdio},
+    process::{ChildStdin, Command, Stdio},
     sync::mpsc::{Receiver, RecvTimeoutError, sync_channel},
     thread,
     time::{Duration, Instant},
@@ -48,76 +48,6 @@ pub(super) struct Trial {
     pub work: Work,
 }
 
-/// A directory for one thing of this run, gone with the guard.
-pub(super) fn scratch(janitor: &Janitor, name: &str) -> Result<(PathBuf, Registered)> {
-    let path = scratch_directory(name);
-    let files = janitor.register(Undo::RemoveFiles { path: path.clone() })?;
-    fs::create_dir_all(&path).with_context(|| format!("make {}", path.display()))?;
-    Ok((path, files))
-}
-
-/// A child that is killed when the guard drops, and by the janitor when the lab
-/// dies first.
-pub(super) struct Subject {
-    child: Child,
-    killed: Option<Registered>,
-}
-
-impl Subject {
-    pub(super) fn spawn(janitor: &Janitor, command: &mut Command) -> Result<Self> {
-        let child = command.spawn().with_context(|| {
-            let program = Path::new(command.get_program());
-            format!("start {}", program.file_name().unwrap_or_default().to_string_lossy())
-        })?;
-        let mut subject = Self { child, killed: None };
-        // Whatever it is wrapped in executes the program: same pid.
-        if let Some(times) = process::times(subject.pid()) {
-            let undo = Undo::Kill { pid: subject.pid(), start_ticks: times.start_ticks };
-            subject.killed = Some(janitor.register(undo)?);
-        }
-        Ok(subject)
-    }
-
-    pub(super) fn pid(&self) -> u32 {
-        self.child.id()
-    }
-
-    pub(super) const fn child(&mut self) -> &mut Child {
-        &mut self.child
-    }
-
-    /// Waits for its end for at most `patience`; `tick` is called meanwhile.
-    pub(super) fn wait(
-        &mut self,
-        patience: Duration,
-        mut tick: impl FnMut() -> Result<()>,
-    ) -> Result<std::process::ExitStatus> {
-        let until = Instant::now() + patience;
-        loop {
-            if let Some(status) = self.child.try_wait().context("look at a program")? {
-                return Ok(status);
-            }
-            interrupt::check()?;
-            if Instant::now() >= until {
-                bail!("it does not end within {} s", patience.as_secs());
-            }
-            tick()?;
-            thread::sleep(LOOK);
-        }
-    }
-}
-
-impl Drop for Subject {
-    fn drop(&mut self) {
-        // Nothing it has is kept: no grace.
-        let killed = self.child.kill().and_then(|()| self.child.wait());
-        if let Err(error) = killed {
-            eprintln!("strata-lab: end a program: {error}");
-        }
-        drop(self.killed.take());
-    }
-}
-
 /// A command line in its wrapping.
 pub(super) fn wrapped(wrapping: &Wrapping, line: &[OsString]) -> Command {
     let mut words = wrapping.prefix.iter().chain(line);
@@ -125,12 +55,6 @@ pub(super) fn wrapped(wrapping: &Wrapping, line: &[OsString]) -> Command {
     command.args(words);
     command.envs(wrapping.environment.iter().map(|(key, value)| (key, value)));
     command
-}
-
-/// The last thing that a log says.
-pub(super) fn last_line(log: &Path) -> String {
-    let text = fs::read_to_string(log).unwrap_or_default();
-    text.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("it said nothing").to_owned()
 }
 
 /// A program with its gates.
@@ -294,6 +218,7 @@ const OUT_OF_TURN: &str = "the program said its gates out of turn";
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
 
     fn shell(script: &str) -> Job {
         let line = ["sh", "-c", script].map(OsString::from).to_vec();
@@ -324,7 +249,7 @@ mod tests {
                 }
             }
         });
-        Gated { subject: Subject { child, killed: None }, answers, lines, log }
+        Gated { subject: Subject::of(child), answers, lines, log }
     }
 
     #[test]

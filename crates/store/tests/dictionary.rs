@@ -6,7 +6,7 @@ mod common;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
-use common::{Page, Random, page, sentences, store_with_file};
+use common::{Page, Random, keep_house, page, sentences, store_with_file};
 use strata_store::{Descriptors, GetError, MemoryBacking, Put, Store, StoreStats, Training};
 use strata_sys::SharedMemory;
 use strata_units::Handle;
@@ -352,18 +352,7 @@ fn training_goes_on_beside_everything_else() {
                 }
             });
         }
-        scope.spawn(|| {
-            let mut random = Random::new(9);
-            while !done.load(Relaxed) {
-                let max = random.below(100);
-                match random.below(4) {
-                    0 => _ = store.settle(max),
-                    1 => _ = store.repack(max),
-                    2 => _ = store.demote(max),
-                    _ => _ = store.compact(1 << 20),
-                }
-            }
-        });
+        scope.spawn(|| keep_house(&store, &done, 9));
         let slots: Vec<_> =
             writers.into_iter().flat_map(|writer| writer.join().expect("a writer")).collect();
         done.store(true, Relaxed);

@@ -5,7 +5,7 @@ mod common;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
-use common::{Page, Random, page, store_with_file};
+use common::{Page, Random, keep_house, page, store_with_file};
 use strata_store::{Put, Source, Store};
 use strata_units::Handle;
 
@@ -71,18 +71,7 @@ fn readers_see_the_right_bytes_while_objects_move() {
             let (store, slots, done, seen) = (&store, &slots, &done, &seen);
             scope.spawn(move || read(store, slots, done, seen, 200 + reader));
         }
-        scope.spawn(|| {
-            let mut random = Random::new(300);
-            while !done.load(Relaxed) {
-                let max = random.below(100);
-                match random.below(4) {
-                    0 => _ = store.settle(max),
-                    1 => _ = store.repack(max),
-                    2 => _ = store.demote(max),
-                    _ => _ = moved.fetch_add(store.compact(1 << 20).moved_bytes, Relaxed),
-                }
-            }
-        });
+        scope.spawn(|| moved.fetch_add(keep_house(&store, &done, 300), Relaxed));
         for writer in writers {
             writer.join().expect("a writer");
         }

@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test file uses its own part")]
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use strata_store::{Backing, Faults, Faulty, MemoryBacking, Store};
 
@@ -100,4 +101,21 @@ pub(crate) fn sentences(flavour: u64, seed: u64) -> Page {
     let mut page = [0; 4096];
     page.copy_from_slice(&text.as_bytes()[..4096]);
     page
+}
+
+/// Moves objects about, as a keeper does, until `done`; bytes that compaction
+/// moved.
+pub(crate) fn keep_house(store: &Store, done: &AtomicBool, seed: u64) -> u64 {
+    let mut random = Random::new(seed);
+    let mut moved_bytes = 0;
+    while !done.load(Relaxed) {
+        let max = random.below(100);
+        match random.below(4) {
+            0 => _ = store.settle(max),
+            1 => _ = store.repack(max),
+            2 => _ = store.demote(max),
+            _ => moved_bytes += store.compact(1 << 20).moved_bytes,
+        }
+    }
+    moved_bytes
 }

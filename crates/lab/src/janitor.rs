@@ -9,6 +9,10 @@
 use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, Signal, kill_process};
 use serde::{Deserialize, Serialize};
+use signal_hook::{
+    consts::{SIGHUP, SIGINT, SIGTERM},
+    flag,
+};
 use std::{
     collections::BTreeMap,
     fs,
@@ -147,7 +151,13 @@ impl Drop for Registered {
 }
 
 /// The second process: obeys until its input ends, then undoes what is left.
+///
+/// Signals that ask a program to end do not end it: whoever sends them to the
+/// lab's processes one by one wants the machine back as it was, too.
 pub(crate) fn serve() -> Result<()> {
+    for signal in [SIGINT, SIGTERM, SIGHUP] {
+        flag::register(signal, Arc::default()).context("ignore a signal")?;
+    }
     let mut registered: BTreeMap<u64, Undo> = BTreeMap::new();
     let mut out = std::io::stdout();
     for line in std::io::stdin().lines() {

@@ -243,12 +243,11 @@ impl Ahead {
             }
             let address = range.start;
             range.start += PAGE_SIZE as u64;
-            let claim = space.claim_ahead(tenant, &lock(&space.gate), address);
-            let Some(Claim::Fill { page, handle, .. }) = claim else { continue };
+            let claimed = space.claim_ahead(tenant, &lock(&space.gate), address);
+            let Some((page, handle)) = claimed else { continue };
             match space.serve_stored(tenant, page, address, handle, buffer) {
                 Filled::Arrived(_, fingerprint) => {
-                    let keep = tenant.keeps_copies();
-                    tenant.arrived(page, handle, fingerprint.filter(|_| keep));
+                    tenant.arrived(page, handle, fingerprint);
                     tenant.counters.add(Counter::PagesAhead, 1);
                 }
                 Filled::WasThere => tenant.arrived(page, handle, None),
@@ -333,11 +332,11 @@ impl Space {
 
     /// The stored page at `address`, to be brought although nobody asked. The
     /// caller holds the gate.
-    fn claim_ahead(&self, tenant: &Tenant, gate: &Gate, address: u64) -> Option<Claim> {
+    fn claim_ahead(&self, tenant: &Tenant, gate: &Gate, address: u64) -> Option<(PageId, Handle)> {
         let page = gate.page(address)?;
         let Entry::Stored(handle) = tenant.map.get(page) else { return None };
         tenant.map.set(page, Entry::Arriving(handle));
-        Some(Claim::Fill { page, address, handle, to_write: false })
+        Some((page, handle))
     }
 
     /// How much to map at a first touch: one page, but twice as much each time
@@ -379,8 +378,7 @@ impl Space {
                 let served = self.serve_stored(tenant, page, address, handle, buffer);
                 match served {
                     Filled::Arrived(source, fingerprint) => {
-                        let keep = !to_write && tenant.keeps_copies();
-                        tenant.arrived(page, handle, fingerprint.filter(|_| keep));
+                        tenant.arrived(page, handle, fingerprint.filter(|_| !to_write));
                         tenant.counters.record_latency(began.elapsed());
                         match source {
                             Source::Staged => tenant.counters.add(Counter::SoftFaults, 1),

@@ -179,9 +179,9 @@ pub(crate) fn run(tenant: &Arc<Tenant>) {
     }
 }
 
-/// What lz4 packed, and everything else in DRAM that is not staged (zstd, and
-/// pages that do not compress): what each was and costs, unused parts of slots
-/// and slabs shared out in proportion.
+/// What lz4 packed, and everything else in DRAM that is not staged (zstd, with a
+/// dictionary or without, and pages that do not compress): what each was and
+/// costs, unused parts of slots and slabs shared out in proportion.
 fn packed(store: &StoreStats) -> (Packed, Packed) {
     let payload = store.payload_bytes - store.staged_bytes.min(store.payload_bytes);
     let cost = store.dram_bytes.saturating_sub(store.staged_bytes);

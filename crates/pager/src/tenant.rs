@@ -573,24 +573,21 @@ impl Tenant {
         self.count_in(page);
     }
 
-    /// Whether a page that comes back should keep its stored copy.
-    pub(crate) fn keeps_copies(&self) -> bool {
-        self.keep_copies.load(Ordering::Relaxed)
-    }
-
     /// Resident pages with a stored copy.
     #[must_use]
     pub fn kept_pages(&self) -> u64 {
         self.kept_pages.load(Ordering::Relaxed).max(0) as u64
     }
 
-    /// A stored page is in place again: its entry owns the handle no more,
-    /// unless it keeps its copy, of which this is the fingerprint.
-    pub(crate) fn arrived(&self, page: PageId, handle: Handle, keep: Option<Fingerprint>) {
+    /// A stored page is in place again: its entry owns the handle no more, unless
+    /// there is room to keep its copy, of which this is the fingerprint. None: the
+    /// copy is good for nothing.
+    pub(crate) fn arrived(&self, page: PageId, handle: Handle, copy: Option<Fingerprint>) {
         let cell = self.map.age(page);
         let (age, _) = gap::arrived(cell.load(Ordering::Relaxed), self.policy_now());
         cell.store(age, Ordering::Relaxed);
-        if keep.is_some_and(|fingerprint| self.tell_kept(page, fingerprint)) {
+        let copy = copy.filter(|_| self.keep_copies.load(Ordering::Relaxed));
+        if copy.is_some_and(|fingerprint| self.tell_kept(page, fingerprint)) {
             self.kept_pages.fetch_add(1, Ordering::Relaxed);
             self.map.set(page, Entry::Kept(handle));
         } else {

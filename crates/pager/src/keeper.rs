@@ -502,7 +502,9 @@ impl Keeper<'_> {
             }
         }
         let mut evicted = 0;
-        for (id, pages) in by_space {
+        for (id, mut pages) in by_space {
+            // Neighbours side by side: the agent moves them together.
+            pages.sort_unstable();
             let Some(space) = spaces.iter().find(|space| space.id.0 == id) else { continue };
             for batch in pages.chunks(BATCH_PAGES) {
                 let Some(agent) = space.agent() else {

@@ -16,6 +16,9 @@ use crate::kernel::{self, Fd};
 /// How often to see whether the daemon that keeps us waiting still lives.
 const LIVENESS: Duration = Duration::from_secs(1);
 
+/// Pages moved by one call: the daemon's fault handler may wait for it.
+const MOST_AT_ONCE: usize = 8;
+
 /// How a command ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Progress {
@@ -46,40 +49,66 @@ pub(crate) fn execute(
         discard(transfer, first_slot, count);
         return Progress::Done;
     }
-    for (i, entry) in control.entries.iter().enumerate().take(count.min(BATCH_PAGES)) {
+    let entries = &control.entries[..count.min(BATCH_PAGES)];
+    let mut at = 0;
+    while let Some(entry) = entries.get(at) {
         // A command that was interrupted is carried out again.
         if entry.result.load(Ordering::Relaxed) != RESULT_PENDING {
+            at += 1;
             continue;
         }
-        let result = if command == Command::Move as u32 {
-            let slot = first_slot.saturating_add(i);
-            match move_one(control, userfaultfd, entry, transfer, slot, &daemon_gone) {
-                Some(result) => result,
+        if command == Command::Move as u32 {
+            let slot = first_slot.saturating_add(at);
+            let run = &entries[at..at + run_length(&entries[at..])];
+            match move_run(control, userfaultfd, run, transfer, slot, &daemon_gone) {
+                Some(done) => at += done,
                 None => return Progress::Interrupted,
             }
-        } else if command == Command::Populate as u32 {
-            populate(entry)
-        } else {
-            -libc::ENOSYS
-        };
+            continue;
+        }
+        let result =
+            if command == Command::Populate as u32 { populate(entry) } else { -libc::ENOSYS };
         entry.result.store(result, Ordering::Release);
+        at += 1;
     }
     Progress::Done
 }
 
-/// Moves one page, unless the daemon is taking messages just now or knows more
-/// than when it made the batch. None: it is gone.
-fn move_one(
+/// How many of the first of `entries` are to be moved and lie one behind the
+/// other: at least one, at most [`MOST_AT_ONCE`].
+fn run_length(entries: &[Entry]) -> usize {
+    let address = |entry: &Entry| entry.address.load(Ordering::Relaxed);
+    let follows = |pair: &[Entry]| {
+        pair[1].result.load(Ordering::Relaxed) == RESULT_PENDING
+            && address(&pair[1]) == address(&pair[0]).wrapping_add(PAGE_SIZE as u64)
+    };
+    let at_once = &entries[..entries.len().min(MOST_AT_ONCE)];
+    1 + at_once.windows(2).take_while(|pair| follows(pair)).count()
+}
+
+/// Moves pages that lie one behind the other to as many slots from `slot` on,
+/// unless the daemon is taking messages just now or knows more than when it made
+/// the batch. Returns how many of them have their results now, at least one.
+/// None: it is gone.
+///
+/// Together, because the kernel interrupts the program's other cores once for
+/// all of them (Linux 6.18; `UFFDIO_MOVE` of one page costs mostly that).
+fn move_run(
     control: &Control,
     userfaultfd: &Fd,
-    entry: &Entry,
+    run: &[Entry],
     transfer: u64,
     slot: usize,
     daemon_gone: &impl Fn() -> bool,
-) -> Option<i32> {
-    if slot >= TRANSFER_PAGES {
-        return Some(-libc::EINVAL);
+) -> Option<usize> {
+    let first = run.first()?;
+    let free = TRANSFER_PAGES.saturating_sub(slot);
+    if free == 0 {
+        first.result.store(-libc::EINVAL, Ordering::Release);
+        return Some(1);
     }
+    let run = &run[..run.len().min(free)];
+    let source = first.address.load(Ordering::Relaxed);
     let destination = transfer + (slot * PAGE_SIZE) as u64;
     if !enter(control, daemon_gone) {
         return None;
@@ -88,18 +117,31 @@ fn move_one(
         == control.batch_epoch.load(Ordering::Relaxed)
         && control.thread_seq.load(Ordering::SeqCst)
             == control.batch_thread_seq.load(Ordering::Relaxed);
-    let result = if current {
-        // SAFETY: a page of the transfer range; the daemon, which alone writes
+    let (moved, error) = if current {
+        // SAFETY: pages of the transfer range; the daemon, which alone writes
         // commands, answers faults on what it has moved, and no range changed
-        // since it chose the page.
-        unsafe {
-            kernel::move_page(userfaultfd, entry.address.load(Ordering::Relaxed), destination)
+        // since it chose the pages.
+        let move_first =
+            |pages| unsafe { kernel::move_pages(userfaultfd, source, destination, pages) };
+        match move_first(run.len()) {
+            // What is wrong may be wrong with another of them, or with moving
+            // them together: two mappings, perhaps.
+            (0, _) if run.len() > 1 => move_first(1),
+            outcome => outcome,
         }
     } else {
-        RESULT_CANCELLED
+        (0, RESULT_CANCELLED)
     };
     leave(control);
-    Some(result)
+    for entry in &run[..moved] {
+        entry.result.store(0, Ordering::Release);
+    }
+    if moved > 0 {
+        // Whatever stopped it there is found again, and said of that page.
+        return Some(moved);
+    }
+    first.result.store(error, Ordering::Release);
+    Some(1)
 }
 
 /// Dekker's entry: afterwards the daemon takes no messages until [`leave`].

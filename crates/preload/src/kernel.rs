@@ -107,21 +107,32 @@ pub(crate) fn new_userfaultfd(device: &Fd) -> Result<Fd, c_int> {
         .map(|raw| Fd::own(raw as c_int))
 }
 
-/// Moves the page at `source` to `destination`: 0 or a negative errno.
+/// Moves `pages` pages from `source` on to `destination`, in order, until one
+/// does not go: how many went, and a negative errno if not all did.
 ///
 /// # Safety
-/// `destination` must be a page of the transfer range. The content of `source`
-/// is the daemon's from then on: it must answer faults there.
-pub(crate) unsafe fn move_page(userfaultfd: &Fd, source: u64, destination: u64) -> i32 {
-    let mut request =
-        UffdioMove { dst: destination, src: source, len: PAGE_SIZE as u64, mode: 0, moved: 0 };
+/// `destination` must be so many pages of the transfer range. The content of
+/// what was moved is the daemon's from then on: it must answer faults there.
+pub(crate) unsafe fn move_pages(
+    userfaultfd: &Fd,
+    source: u64,
+    destination: u64,
+    pages: usize,
+) -> (usize, i32) {
+    let bytes = (pages * PAGE_SIZE) as u64;
+    let mut request = UffdioMove { dst: destination, src: source, len: bytes, mode: 0, moved: 0 };
     let arguments = [userfaultfd.word(), UFFDIO_MOVE, &raw mut request as u64, 0, 0, 0];
     // SAFETY: the request is valid for the call; the caller vouches for the
-    // two pages, and the kernel refuses what it may not move.
-    match unsafe { call(libc::SYS_ioctl, arguments) } {
-        Err(error) => -error,
-        Ok(_) if request.moved == PAGE_SIZE as i64 => 0,
-        Ok(_) => i32::try_from(request.moved).ok().filter(|e| *e < 0).unwrap_or(-libc::EIO),
+    // pages, and the kernel refuses what it may not move.
+    let answer = unsafe { call(libc::SYS_ioctl, arguments) };
+    // Negative: an errno; refused before anything else, it is as it was.
+    let moved = usize::try_from(request.moved).unwrap_or(0) / PAGE_SIZE;
+    match answer {
+        Ok(_) if moved == pages => (moved, 0),
+        Ok(_) => {
+            (moved, i32::try_from(request.moved).ok().filter(|e| *e < 0).unwrap_or(-libc::EIO))
+        }
+        Err(error) => (moved, -error),
     }
 }
 

@@ -83,6 +83,47 @@ fn moved_pages_come_back_as_they_were() {
 }
 
 #[test]
+fn neighbours_go_together_and_each_has_its_own_result() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let mut program = Program::start(&daemon);
+    let space = daemon.manage();
+    let memory = program.fill(PAGES);
+    space.register(memory, PAGES);
+    space.register_transfer();
+    let page = |index: usize| memory + (index * PAGE_SIZE) as u64;
+    let keep = |index: usize, slot: usize| {
+        let there = space.hello.transfer + (slot * PAGE_SIZE) as u64;
+        let content = raw::read_memory(space.pid, there, PAGE_SIZE).expect("readable");
+        space.served.stored.lock().expect("no panic").insert(page(index), content);
+    };
+    // Page 5 is gone already, and lies in slot 30.
+    assert_eq!(space.batch(Command::Move, &[page(5)], 30), [0]);
+    keep(5, 30);
+    // Twenty in a row, with a hole; slots 20 to 39, of which one is in use.
+    let row: Vec<u64> = (0..20).map(page).collect();
+    let mut expected = vec![0; 20];
+    expected[5] = -libc::ENOENT;
+    expected[10] = -libc::EEXIST;
+    assert_eq!(space.batch(Command::Move, &row, 20), expected);
+    for index in (0..20).filter(|&index| expected[index] == 0) {
+        keep(index, 20 + index);
+    }
+    // A row that is longer than what is left of the transfer range.
+    let last = TRANSFER_PAGES - 2;
+    let row: Vec<u64> = (30..34).map(page).collect();
+    let expected = [0, 0, -libc::EINVAL, -libc::EINVAL];
+    assert_eq!(space.batch(Command::Move, &row, last as u32), expected);
+    keep(30, last);
+    keep(31, last + 1);
+    space.give(Command::Discard, &[], 0, TRANSFER_PAGES as u32);
+    space.done(0);
+    assert_eq!(program.ask("verify"), "0");
+}
+
+#[test]
 fn a_busy_program_sees_no_wrong_byte() {
     if cannot_run() {
         return;

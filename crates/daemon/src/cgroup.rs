@@ -5,6 +5,7 @@
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use strata_units::ByteSize;
 
@@ -26,6 +27,9 @@ pub(crate) struct Cgroups {
 /// Room above the budget before the kernel slows a tenant down (v2): fills are
 /// charged there too and must not wait for it.
 const HIGH_MARGIN_BYTES: u64 = 16 << 20;
+/// A process that has ended is in its cgroup for a little longer: its memory goes
+/// first.
+const DYING: Duration = Duration::from_millis(200);
 
 /// Finds the memory controller's mount in the text of `/proc/mounts`.
 fn hierarchy_in(mounts: &str) -> Option<Hierarchy> {
@@ -124,10 +128,17 @@ impl Cgroups {
         })
     }
 
-    /// Removes a tenant's cgroup, and the daemon's own with the last. One that
-    /// still has processes (a dying one) stays: the next removal finds it.
+    /// Removes a tenant's cgroup, and the daemon's own with the last. A process
+    /// that is just dying is waited for, for a moment; one that still has
+    /// processes then stays, and the next removal finds it.
     pub(crate) fn remove(&self, directory: &Path) {
-        let _ = fs::remove_dir(directory);
+        let until = Instant::now() + DYING;
+        while let Err(error) = fs::remove_dir(directory)
+            && error.kind() == io::ErrorKind::ResourceBusy
+            && Instant::now() < until
+        {
+            std::thread::sleep(DYING / 20);
+        }
         if let Some(parent) = directory.parent() {
             if let Ok(entries) = fs::read_dir(parent) {
                 for entry in entries.flatten().filter(|entry| entry.path().is_dir()) {

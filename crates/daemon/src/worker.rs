@@ -21,6 +21,9 @@ pub(crate) const DONE: i32 = 0;
 pub(crate) const CANNOT_START: i32 = 3;
 /// How often ended tenants are looked for.
 const TIDY_EVERY: Duration = Duration::from_millis(100);
+/// How long a daemon that is told to end waits for tenants whose last process has
+/// ended and that it has not taken down yet.
+const JUST_ENDED: Duration = Duration::from_millis(400);
 /// A private daemon that gets no tenant ends after this.
 const PRIVATE_IDLE: Duration = Duration::from_secs(10);
 
@@ -112,6 +115,12 @@ fn terminate(tenants: &Tenants) -> bool {
             );
             all = false;
         }
+    }
+    // Nobody looks after this what those left that have just ended.
+    let until = Instant::now() + JUST_ENDED;
+    while all && !tenants.is_empty() && Instant::now() < until {
+        tenants.end_finished();
+        std::thread::sleep(JUST_ENDED / 20);
     }
     all
 }

@@ -6,11 +6,15 @@
 //! (moving, compressing, writing pages) is the pager's and the store's business.
 #![forbid(unsafe_code)]
 
+pub mod advice;
 pub mod budget;
+pub mod curve;
+pub mod exchange;
 pub mod gap;
 mod neighbours;
 pub mod replacement;
 pub mod replay;
+pub mod sampler;
 mod table;
 
 pub use gap::Level;

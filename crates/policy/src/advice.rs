@@ -1,0 +1,216 @@
+//! What a tenant's miss-ratio curve ([`crate::curve`]) means for its budget: how
+//! much slower it runs with how much DRAM, and how a total is best shared out.
+//!
+//! The *loss* is the part of its speed that a tenant loses to waiting for pages:
+//! with `m` misses a second of its own processor time, each of which makes a
+//! thread wait for `c` seconds, the work of a second takes `1 + m c`, and the loss
+//! is `m c / (1 + m c)`. A thread that has other things to wait for loses less.
+
+use crate::curve::Curve;
+
+const PAGE_BYTES: f64 = strata_units::PAGE_SIZE as f64;
+/// Part of a budget that is not there for pages in place or stored: what is kept
+/// free ahead of demand, staged pages, kept copies (see [`crate::budget`]).
+const SPARE_PART: f64 = 1.0 / 32.0;
+/// Points of a curve, by the share of the pages that has room.
+const POINTS: usize = 40;
+/// Part of the budget above which stored pages go to the file tier.
+const STORED_PART: f64 = 0.5;
+/// Standard errors between an estimate and its bounds (95 %).
+pub const ERRORS: f64 = 2.0;
+/// From this drift on ([`crate::sampler::Sampler::drift`]) a workload changes too
+/// fast: more of its uses than this would miss for being foretold wrongly.
+pub const TOO_FAST: f64 = 0.08;
+
+/// What is known of a tenant beside its curve.
+#[derive(Clone, Copy, PartialEq, Debug, Default)]
+pub struct Facts {
+    /// Its pages, wherever they are.
+    pub pages: f64,
+    /// What a stored page costs in DRAM.
+    pub stored_page_bytes: f64,
+    /// What it costs beside its pages: unmanaged memory and our records.
+    pub fixed_bytes: f64,
+    /// How long a thread waits for a page.
+    pub miss_seconds: f64,
+    /// There is a file tier with room.
+    pub has_file_tier: bool,
+}
+
+impl Facts {
+    /// The share of the pages that has room within a budget.
+    #[must_use]
+    pub fn room(&self, budget_bytes: f64) -> f64 {
+        let usable = budget_bytes * (1.0 - SPARE_PART) - self.fixed_bytes;
+        let stored = self.stored_page_bytes.min(PAGE_BYTES - 1.0);
+        let mut pages = (usable - self.pages * stored) / (PAGE_BYTES - stored);
+        let most_stored = budget_bytes * STORED_PART;
+        if self.has_file_tier && (self.pages - pages) * stored > most_stored {
+            pages = (usable - most_stored) / PAGE_BYTES;
+        }
+        (pages / self.pages.max(1.0)).clamp(0.0, 1.0)
+    }
+
+    /// The least budget that has room for a share of the pages.
+    #[must_use]
+    pub fn budget_bytes(&self, room: f64) -> f64 {
+        let (mut low, mut high) =
+            (0.0, (self.fixed_bytes + self.pages * PAGE_BYTES) / (1.0 - SPARE_PART) + PAGE_BYTES);
+        for _ in 0..48 {
+            let middle = f64::midpoint(low, high);
+            if self.room(middle) >= room && middle >= self.least_bytes() {
+                high = middle;
+            } else {
+                low = middle;
+            }
+        }
+        high
+    }
+
+    /// What it costs with nothing in place.
+    fn least_bytes(&self) -> f64 {
+        let stored = if self.has_file_tier { 0.0 } else { self.pages * self.stored_page_bytes };
+        (self.fixed_bytes + stored) / (1.0 - SPARE_PART)
+    }
+}
+
+/// What a budget would mean.
+#[derive(Clone, Copy, PartialEq, Debug, Default)]
+pub struct Point {
+    /// The budget.
+    pub budget_bytes: u64,
+    /// Misses a second of processor time.
+    pub misses_per_second: f64,
+    /// The loss, ...
+    pub loss: f64,
+    /// ...and its upper bound.
+    pub loss_at_most: f64,
+}
+
+/// Whether a drift with this standard error says that a workload changes too fast.
+#[must_use]
+pub fn changes_too_fast((drift, error): (f64, f64)) -> bool {
+    drift > TOO_FAST && drift > ERRORS * error
+}
+
+/// The loss of so many misses a second.
+#[must_use]
+pub fn loss(misses_per_second: f64, miss_seconds: f64) -> f64 {
+    let waits = misses_per_second * miss_seconds;
+    waits / (1.0 + waits)
+}
+
+/// The point of a budget.
+#[must_use]
+pub fn point(curve: &Curve, facts: &Facts, budget_bytes: u64) -> Point {
+    let (misses, error) = curve.misses(facts.room(budget_bytes as f64));
+    let (misses, error) = (misses * facts.pages, error * facts.pages);
+    Point {
+        budget_bytes,
+        misses_per_second: misses,
+        loss: loss(misses, facts.miss_seconds),
+        loss_at_most: loss(misses + ERRORS * error, facts.miss_seconds),
+    }
+}
+
+/// The whole curve, from the least budget to one with room for everything: budgets
+/// rise, losses fall.
+#[must_use]
+pub fn points(curve: &Curve, facts: &Facts) -> Vec<Point> {
+    let mut points: Vec<Point> = (1..=POINTS)
+        .map(|step| facts.budget_bytes(step as f64 / POINTS as f64) as u64)
+        .map(|budget_bytes| point(curve, facts, budget_bytes))
+        .collect();
+    points.dedup_by_key(|point| point.budget_bytes);
+    // A hundredth of a room is no room for the last page: everything has it.
+    if let Some(last) = points.last_mut() {
+        (last.misses_per_second, last.loss, last.loss_at_most) = (0.0, 0.0, 0.0);
+    }
+    let mut most = f64::INFINITY;
+    let mut most_bound = f64::INFINITY;
+    for point in &mut points {
+        most = point.loss.min(most);
+        most_bound = point.loss_at_most.min(most_bound);
+        (point.loss, point.loss_at_most) = (most, most_bound);
+    }
+    points
+}
+
+/// The loss at a budget, between the points of a curve: by `of` of each point.
+#[must_use]
+pub fn between(points: &[Point], budget_bytes: u64, of: impl Fn(&Point) -> f64) -> f64 {
+    let after = points.partition_point(|point| point.budget_bytes < budget_bytes);
+    match (after.checked_sub(1).and_then(|before| points.get(before)), points.get(after)) {
+        (None, None) => 0.0,
+        (None, Some(only)) | (Some(only), None) => of(only),
+        (Some(before), Some(after)) => {
+            let span = (after.budget_bytes - before.budget_bytes).max(1) as f64;
+            let part = (budget_bytes - before.budget_bytes) as f64 / span;
+            of(before) + (of(after) - of(before)) * part
+        }
+    }
+}
+
+/// The least budget with which no more than `limit` is lost, by `of` of each
+/// point; none when every budget loses more.
+#[must_use]
+pub fn budget_for(points: &[Point], limit: f64, of: impl Fn(&Point) -> f64) -> Option<u64> {
+    let first = points.iter().position(|point| of(point) <= limit)?;
+    let Some(before) = first.checked_sub(1) else { return Some(points[first].budget_bytes) };
+    let (before, after) = (&points[before], &points[first]);
+    let part = (of(before) - limit) / (of(before) - of(after)).max(f64::MIN_POSITIVE);
+    let span = (after.budget_bytes - before.budget_bytes) as f64;
+    Some(before.budget_bytes + (span * part.clamp(0.0, 1.0)).ceil() as u64)
+}
+
+/// Shares out `total_bytes` so that the sum of the losses is least. Each tenant is
+/// its curve, of at least one point; it gets at least its first budget and at most
+/// its last. None: the first budgets are more than there is.
+///
+/// Curves are replaced by their lower convex hulls, whose segments are served by
+/// what a byte saves. For the hulls that is the least sum (Fox 1966: marginal
+/// allocation); a curve lies above its hull within a segment that ends in the
+/// middle, and at most one does.
+#[must_use]
+pub fn share_out(tenants: &[Vec<Point>], total_bytes: u64) -> Option<Vec<u64>> {
+    let mut budgets: Vec<u64> = tenants.iter().map(|points| points[0].budget_bytes).collect();
+    let least = budgets.iter().try_fold(0u64, |sum, &budget| sum.checked_add(budget))?;
+    let mut left = total_bytes.checked_sub(least)?;
+    let mut segments: Vec<(f64, usize, u64)> = Vec::new();
+    for (tenant, points) in tenants.iter().enumerate() {
+        let hull = lower_hull(points);
+        for pair in hull.windows(2) {
+            let bytes = pair[1].budget_bytes - pair[0].budget_bytes;
+            let saved = (pair[0].loss - pair[1].loss).max(0.0);
+            segments.push((saved / bytes.max(1) as f64, tenant, bytes));
+        }
+    }
+    // Stable: the segments of a hull stay in order.
+    segments.sort_by(|a, b| b.0.total_cmp(&a.0));
+    for (saved, tenant, bytes) in segments {
+        if saved <= 0.0 {
+            break;
+        }
+        let given = bytes.min(left);
+        budgets[tenant] += given;
+        left -= given;
+    }
+    Some(budgets)
+}
+
+fn lower_hull(points: &[Point]) -> Vec<Point> {
+    let mut hull: Vec<Point> = Vec::new();
+    for &point in points {
+        while let [.., a, b] = hull[..] {
+            let slope = |from: Point, to: Point| {
+                (to.loss - from.loss) / (to.budget_bytes - from.budget_bytes).max(1) as f64
+            };
+            if slope(b, point) > slope(a, b) {
+                break;
+            }
+            hull.pop();
+        }
+        hull.push(point);
+    }
+    hull
+}

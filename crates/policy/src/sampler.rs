@@ -1,0 +1,439 @@
+//! Which pages are watched for the miss-ratio curve, and when each is taken out
+//! of its address space so that its next use shows. The curve itself is made in
+//! [`crate::curve`].
+//!
+//! Pages are sampled by a hash of their number, of which the limit falls as the
+//! tenant grows, so that a fixed number of them is watched (SHARDS: Waldspurger,
+//! Park, Garthwaite, Ahmad: Efficient MRC construction with SHARDS, FAST 2015).
+//! SHARDS sees all uses of a sampled page; here a page that is mapped is used
+//! unseen. So each is *probed*: moved out, it comes back by a fault when it is
+//! used, and is moved out once more at once. The second absence is a whole gap
+//! between two uses; the first began at an arbitrary moment, and is half a gap
+//! for a page that is used like clockwork. Only for pages that have no whole gaps
+//! yet does it count.
+//!
+//! What the tenant's own replacement evicts of the sample is seen the same way.
+//!
+//! Samples are kept for two *epochs*, the one under way and the one before.
+//! Whether the workload changes is seen by how well the one foretells the other:
+//! see [`Sampler::drift`].
+
+use std::collections::{BTreeMap, VecDeque};
+
+use strata_units::PageId;
+
+use crate::curve::{GROUPS, Seen};
+
+/// Pages watched at most.
+pub const MOST_PAGES: usize = 1024;
+/// Pages that the drift is told from, at least.
+const LEAST_PAGES: usize = 48;
+/// Samples a page after which an epoch may end.
+pub const EPOCH_RETURNS: f64 = 4.0;
+
+/// Pages that lie so close are left out of the sample together when its error is
+/// estimated.
+const NEIGHBOURS: u32 = 16;
+
+/// Where a watched page is.
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Place {
+    /// Mapped; `used`: it came back then from its first absence, the second is due.
+    In { used: Option<f64> },
+    /// Out since then; `used`: last used then, shortly before. What came before
+    /// `counted` belongs to an earlier epoch.
+    Out { since: f64, counted: f64, used: Option<f64> },
+}
+
+/// What was seen of a page in an epoch: all that shows how often pages are used
+/// that chance visits.
+#[derive(Clone, Copy, PartialEq, Debug, Default)]
+struct Exposure {
+    returns: f32,
+    /// Time out, whether it ended in a return or not.
+    away: f32,
+}
+
+impl Exposure {
+    fn plus(self, other: Self) -> Self {
+        Self { returns: self.returns + other.returns, away: self.away + other.away }
+    }
+
+    fn rate(self) -> f64 {
+        f64::from(self.returns) / f64::from(self.away).max(f64::MIN_POSITIVE)
+    }
+}
+
+/// Whole gaps.
+#[derive(Clone, Copy, PartialEq, Debug, Default)]
+struct Sum {
+    returns: f32,
+    away: f32,
+    away_squared: f32,
+    /// Time between the use before the gap and the page's leaving.
+    held: f32,
+}
+
+impl Sum {
+    fn add(&mut self, away: f64, held: f64) {
+        self.held += held as f32;
+        self.returns += 1.0;
+        self.away += away as f32;
+        self.away_squared += (away * away) as f32;
+    }
+
+    fn plus(self, other: Self) -> Self {
+        Self {
+            returns: self.returns + other.returns,
+            away: self.away + other.away,
+            away_squared: self.away_squared + other.away_squared,
+            held: self.held + other.held,
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Debug)]
+struct Watch {
+    place: Place,
+    /// Waits in the queue of those to be probed.
+    queued: bool,
+    /// Whole gaps, by epoch (before, now).
+    whole: [Sum; 2],
+    /// By epoch, and by halves of its time that take turns.
+    exposure: [[Exposure; 2]; 2],
+}
+
+impl Watch {
+    fn new(place: Place) -> Self {
+        Self { place, queued: false, whole: Default::default(), exposure: Default::default() }
+    }
+
+    /// Everything, the absence under way included.
+    fn seen(&self, now: f64, group: u8) -> Seen {
+        let whole = self.whole[0].plus(self.whole[1]);
+        let exposure = self.epoch(0).plus(self.epoch(1));
+        let (open, uncounted) = match self.place {
+            Place::Out { since, counted, .. } => ((now - since).max(0.0), (now - counted).max(0.0)),
+            Place::In { .. } => (0.0, 0.0),
+        };
+        Seen {
+            gaps: f64::from(whole.returns),
+            gap_time: f64::from(whole.away),
+            gap_squares: f64::from(whole.away_squared),
+            held: f64::from(whole.held),
+            returns: f64::from(exposure.returns),
+            away: f64::from(exposure.away) + uncounted,
+            open,
+            group,
+        }
+    }
+
+    fn epoch(&self, epoch: usize) -> Exposure {
+        self.exposure[epoch][0].plus(self.exposure[epoch][1])
+    }
+
+    fn half(&self, half: usize) -> Exposure {
+        self.exposure[0][half].plus(self.exposure[1][half])
+    }
+
+    /// Counts an absence up to now.
+    fn count(&mut self, half: usize, now: f64) {
+        if let Place::Out { counted, .. } = &mut self.place {
+            self.exposure[1][half].away += (now - *counted).max(0.0) as f32;
+            *counted = now;
+        }
+    }
+}
+
+/// The sample of one tenant. See the module's text.
+#[derive(Clone, Debug)]
+pub struct Sampler {
+    /// Pages whose hash is below this are watched.
+    limit: u64,
+    pages: BTreeMap<u32, Watch>,
+    /// To be moved out for a whole gap, before all others.
+    again: VecDeque<u32>,
+    queue: VecDeque<u32>,
+    returns_now: f64,
+    /// Epochs that have ended.
+    epochs: u64,
+    /// Of an epoch, the half of its time that is under way.
+    half: usize,
+}
+
+impl Default for Sampler {
+    fn default() -> Self {
+        Self {
+            limit: 1 << 32,
+            pages: BTreeMap::new(),
+            again: VecDeque::new(),
+            queue: VecDeque::new(),
+            returns_now: 0.0,
+            epochs: 0,
+            half: 0,
+        }
+    }
+}
+
+/// The hash that decides: 32 bits, evenly spread.
+#[must_use]
+pub fn hash(page: PageId) -> u32 {
+    let mixed = (u64::from(page.0) ^ 0x5bd1_e995).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let mixed = (mixed ^ (mixed >> 29)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    (mixed >> 32) as u32
+}
+
+impl Sampler {
+    /// The limit of hashes, exclusive; at most 2^32.
+    #[must_use]
+    pub fn limit(&self) -> u64 {
+        self.limit
+    }
+
+    /// Whether `page` is one to be watched.
+    #[must_use]
+    pub fn takes(&self, page: PageId) -> bool {
+        u64::from(hash(page)) < self.limit
+    }
+
+    /// Pages watched.
+    #[must_use]
+    pub fn watched(&self) -> usize {
+        self.pages.len()
+    }
+
+    /// Those watched.
+    pub fn pages(&self) -> impl Iterator<Item = PageId> {
+        self.pages.keys().copied().map(PageId)
+    }
+
+    /// Watches `page` from now on, if it is of the sample and not watched yet.
+    /// `mapped`: it is in its address space.
+    pub fn found(&mut self, page: PageId, mapped: bool, now: f64) {
+        if !self.takes(page) || self.pages.contains_key(&page.0) {
+            return;
+        }
+        let place = if mapped {
+            Place::In { used: None }
+        } else {
+            Place::Out { since: now, counted: now, used: None }
+        };
+        self.pages.insert(page.0, Watch::new(place));
+        if mapped {
+            self.enqueue(page.0);
+        }
+        if self.pages.len() > MOST_PAGES {
+            self.shrink();
+        }
+    }
+
+    /// The page's content was given up, or the page is no more.
+    pub fn gone(&mut self, page: PageId) {
+        self.pages.remove(&page.0);
+    }
+
+    /// A page left its address space, whoever moved it.
+    pub fn left(&mut self, page: PageId, now: f64) {
+        if let Some(watch) = self.pages.get_mut(&page.0) {
+            let used = match watch.place {
+                Place::In { used } => used,
+                Place::Out { .. } => None,
+            };
+            watch.place = Place::Out { since: now, counted: now, used };
+        }
+    }
+
+    /// It is mapped again: somebody uses it.
+    pub fn returned(&mut self, page: PageId, now: f64) {
+        let Some(watch) = self.pages.get_mut(&page.0) else { return };
+        let Place::Out { since, used, .. } = watch.place else { return };
+        watch.count(self.half, now);
+        watch.exposure[1][self.half].returns += 1.0;
+        self.returns_now += 1.0;
+        if let Some(used) = used {
+            watch.whole[1].add((now - since).max(0.0), (since - used).max(0.0));
+            watch.place = Place::In { used: None };
+            self.enqueue(page.0);
+        } else {
+            watch.place = Place::In { used: Some(now) };
+            self.again.push_back(page.0);
+        }
+    }
+
+    /// Up to `most` pages to move out now. Each is answered by [`Self::left`], or by
+    /// [`Self::stayed`].
+    pub fn probes(&mut self, most: usize) -> Vec<PageId> {
+        let mut probes = Vec::new();
+        while probes.len() < most {
+            let again = self.again.pop_front();
+            let Some(page) = again.or_else(|| self.queue.pop_front()) else { break };
+            let Some(watch) = self.pages.get_mut(&page) else { continue };
+            watch.queued &= again.is_some();
+            if matches!(watch.place, Place::In { .. }) {
+                probes.push(PageId(page));
+            }
+        }
+        probes
+    }
+
+    /// A page that was to be moved out could not be.
+    pub fn stayed(&mut self, page: PageId) {
+        if let Some(watch) = self.pages.get_mut(&page.0)
+            && matches!(watch.place, Place::In { .. })
+        {
+            // By the time it is tried again it has been used unseen.
+            watch.place = Place::In { used: None };
+            self.enqueue(page.0);
+        }
+    }
+
+    /// Adapts the sample to how many pages there are: fewer than were watched let
+    /// the limit rise. The owner finds the new ones.
+    pub fn fit_to(&mut self, pages: usize) {
+        let share = MOST_PAGES as f64 * 0.8 / pages.max(1) as f64;
+        let limit = (share.min(1.0) * (1u64 << 32) as f64) as u64;
+        if limit > self.limit / 4 * 5 {
+            self.limit = limit;
+        } else if limit < self.limit / 5 * 4
+            && (self.pages.is_empty() || self.pages.len() > MOST_PAGES / 2)
+        {
+            self.limit = limit;
+            let kept = |page: &u32, _: &mut Watch| u64::from(hash(PageId(*page))) < limit;
+            self.pages.retain(kept);
+        }
+    }
+
+    /// Samples a watched page in this epoch.
+    #[must_use]
+    pub fn epoch_returns(&self) -> f64 {
+        self.returns_now / self.pages.len().max(1) as f64
+    }
+
+    /// It is the turn of the other half of the epoch's time. The owner calls it many
+    /// times in an epoch.
+    pub fn turn(&mut self, now: f64) {
+        for watch in self.pages.values_mut() {
+            watch.count(self.half, now);
+        }
+        self.half = 1 - self.half;
+    }
+
+    /// Begins an epoch; what is older than the last one is forgotten.
+    pub fn end_epoch(&mut self, now: f64) {
+        for watch in self.pages.values_mut() {
+            watch.count(self.half, now);
+            watch.whole[0] = std::mem::take(&mut watch.whole[1]);
+            watch.exposure[0] = std::mem::take(&mut watch.exposure[1]);
+        }
+        self.returns_now = 0.0;
+        self.epochs += 1;
+    }
+
+    /// Epochs that have ended.
+    #[must_use]
+    pub fn epochs(&self) -> u64 {
+        self.epochs
+    }
+
+    /// What was seen of each page.
+    #[must_use]
+    pub fn seen(&self, now: f64) -> Vec<Seen> {
+        self.pages.iter().map(|(&page, watch)| watch.seen(now, group_of(page))).collect()
+    }
+
+    /// How much the workload has changed between the epochs: by how much the
+    /// misses with room for a third, half or two thirds of the pages, as a share
+    /// of all uses (those of the hottest pages counted in part), exceed what they would be had it not.
+    ///
+    /// The pages that one part of the time takes for hottest are kept, and what the
+    /// other part misses is counted: once with the halves that take turns, which
+    /// saw the same, once with one epoch against the other. Chance mistakes as many
+    /// pages in the one as in the other. The second figure is the standard error.
+    /// None: too little was seen.
+    #[must_use]
+    pub fn drift(&self) -> Option<(f64, f64)> {
+        let mut pages = Vec::new();
+        for (&page, watch) in &self.pages {
+            let parts = [watch.half(0), watch.half(1), watch.epoch(0), watch.epoch(1)];
+            if parts.iter().all(|part| part.away > 0.0) {
+                pages.push((group_of(page), parts.map(Exposure::rate)));
+            }
+        }
+        if pages.len() < LEAST_PAGES {
+            return None;
+        }
+        // A few pages that are used all the time would outweigh the others: they are
+        // nobody's victims, and count as the hottest tenth begins.
+        let mut rates: Vec<f64> = pages.iter().flat_map(|page| page.1).collect();
+        rates.sort_by(f64::total_cmp);
+        let most = rates[rates.len() / 10 * 9].max(f64::MIN_POSITIVE);
+        for (_, rates) in &mut pages {
+            *rates = rates.map(|rate| rate.min(most));
+        }
+        let all = drift_of(pages.iter().map(|page| page.1));
+        let without = |group| {
+            let others = pages.iter().filter(move |page| page.0 != group);
+            drift_of(others.map(|page| page.1))
+        };
+        let parts: Vec<f64> = (0..GROUPS as u8).map(without).collect();
+        let mean = parts.iter().sum::<f64>() / GROUPS as f64;
+        let squares: f64 = parts.iter().map(|part| (part - mean).powi(2)).sum();
+        Some((all, (squares * (GROUPS - 1) as f64 / GROUPS as f64).sqrt()))
+    }
+
+    /// Memory held.
+    #[must_use]
+    pub fn memory_bytes(&self) -> usize {
+        let entry = size_of::<Watch>() + size_of::<u32>();
+        size_of::<Self>()
+            + self.pages.len() * entry * 3 / 2
+            + (self.queue.capacity() + self.again.capacity()) * size_of::<u32>()
+    }
+
+    fn enqueue(&mut self, page: u32) {
+        if let Some(watch) = self.pages.get_mut(&page)
+            && !std::mem::replace(&mut watch.queued, true)
+        {
+            self.queue.push_back(page);
+        }
+    }
+
+    /// Lowers the limit until an eighth fewer pages are watched.
+    fn shrink(&mut self) {
+        let mut hashes: Vec<u32> = self.pages.keys().map(|&page| hash(PageId(page))).collect();
+        hashes.sort_unstable();
+        self.limit = u64::from(hashes[MOST_PAGES / 8 * 7]);
+        let limit = self.limit;
+        self.pages.retain(|&page, _| u64::from(hash(PageId(page))) < limit);
+    }
+}
+
+/// Which part of the sample a page belongs to. By neighbourhood: neighbours are used
+/// alike, and to leave out one of them would not tell how much depends on which
+/// were drawn.
+fn group_of(page: u32) -> u8 {
+    (hash(PageId(page / NEIGHBOURS)) as usize % GROUPS) as u8
+}
+
+/// The drift of pages with these rates: in either half, and in either epoch.
+fn drift_of(pages: impl Iterator<Item = [f64; 4]>) -> f64 {
+    let pages: Vec<[f64; 4]> = pages.collect();
+    let both_ways = |a: usize, b: usize, room: f64| {
+        let mut there: Vec<(f64, f64)> = pages.iter().map(|page| (page[a], page[b])).collect();
+        let mut back: Vec<(f64, f64)> = pages.iter().map(|page| (page[b], page[a])).collect();
+        f64::midpoint(missed(&mut there, room), missed(&mut back, room))
+    };
+    [1.0 / 3.0, 0.5, 2.0 / 3.0]
+        .into_iter()
+        .map(|room| both_ways(2, 3, room) - both_ways(0, 1, room))
+        .fold(f64::NEG_INFINITY, f64::max)
+}
+
+/// What share of the second rates belongs to pages that are not among the `room`
+/// hottest by the first.
+fn missed(pairs: &mut [(f64, f64)], room: f64) -> f64 {
+    pairs.sort_by(|a, b| b.0.total_cmp(&a.0));
+    let kept = (pairs.len() as f64 * room) as usize;
+    let sum = |pairs: &[(f64, f64)]| pairs.iter().map(|pair| pair.1).sum::<f64>();
+    sum(&pairs[kept..]) / sum(pairs).max(f64::MIN_POSITIVE)
+}

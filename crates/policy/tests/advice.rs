@@ -1,0 +1,288 @@
+//! The advisor against the replacement that it foretells, and the sharing out of a
+//! total against every other way to share it.
+
+use proptest::prelude::*;
+use strata_policy::advice::{
+    Facts, Point, between, budget_for, changes_too_fast, points, share_out,
+};
+use strata_policy::curve::Curve;
+use strata_policy::replay::{Shape, Tenant, Touch};
+use strata_policy::sampler::{EPOCH_RETURNS, MOST_PAGES, Sampler};
+use strata_units::PageId;
+
+const PAGES: usize = 4000;
+/// Touches between two looks, and probes each.
+const TICK: u64 = 200;
+const PROBES: usize = 4;
+
+/// Deterministic uniform numbers in 0..1.
+struct Random(u64);
+
+impl Random {
+    fn uniform(&mut self) -> f64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((mixed ^ (mixed >> 31)) >> 11) as f64 / (1u64 << 53) as f64
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Use {
+    Uniform,
+    Gaussian,
+    Zipf,
+    Scan,
+}
+
+/// Pages touched, one after the other.
+struct Stream {
+    random: Random,
+    how: Use,
+    cumulative: Vec<f64>,
+    at: usize,
+    offset: usize,
+}
+
+impl Stream {
+    fn new(how: Use, seed: u64) -> Self {
+        let mut sum = 0.0;
+        let weight = |page: usize| match how {
+            Use::Uniform | Use::Scan => 1.0,
+            Use::Gaussian => (-0.5 * ((page as f64 / PAGES as f64 - 0.5) * 6.0).powi(2)).exp(),
+            Use::Zipf => 1.0 / (page + 1) as f64,
+        };
+        let cumulative = (0..PAGES).map(|page| {
+            sum += weight(page);
+            sum
+        });
+        let cumulative = cumulative.collect();
+        Self { random: Random(seed), how, cumulative, at: 0, offset: 0 }
+    }
+
+    fn next(&mut self) -> u32 {
+        self.at += 1;
+        let page = if self.how == Use::Scan {
+            self.at
+        } else {
+            let at = self.random.uniform() * self.cumulative[PAGES - 1];
+            self.cumulative.partition_point(|&upto| upto <= at)
+        };
+        ((page + self.offset) % PAGES) as u32
+    }
+}
+
+/// A sampler that watches a tenant with room for all.
+struct Watched {
+    sampler: Sampler,
+    out: Vec<bool>,
+    now: u64,
+    drifts: Vec<(f64, f64)>,
+}
+
+impl Watched {
+    fn new() -> Self {
+        let mut sampler = Sampler::default();
+        sampler.fit_to(PAGES);
+        for page in 0..PAGES as u32 {
+            sampler.found(PageId(page), true, 0.0);
+        }
+        Self { sampler, out: vec![false; PAGES], now: 0, drifts: Vec::new() }
+    }
+
+    fn touch(&mut self, page: u32) {
+        self.now += 1;
+        let now = self.now as f64;
+        if std::mem::take(&mut self.out[page as usize]) {
+            self.sampler.returned(PageId(page), now);
+        }
+        if self.now.is_multiple_of(TICK) {
+            for page in self.sampler.probes(PROBES) {
+                self.out[page.0 as usize] = true;
+                self.sampler.left(page, now);
+            }
+            if self.now.is_multiple_of(TICK * 16) {
+                self.sampler.turn(now);
+            }
+            if self.sampler.epoch_returns() >= EPOCH_RETURNS {
+                self.drifts.extend(self.sampler.drift());
+                self.sampler.end_epoch(now);
+            }
+        }
+    }
+}
+
+/// Misses a touch of the production replacement with room for `room` pages.
+fn replayed(how: Use, room: usize) -> f64 {
+    let shape =
+        Shape { managed_pages: PAGES, capacity_pages: room, staged_pages: 0, batch_pages: 4 };
+    let mut tenant = Tenant::new(shape);
+    let mut stream = Stream::new(how, 77);
+    for page in 0..PAGES as u32 {
+        tenant.touch(page);
+    }
+    for _ in 0..300_000 {
+        tenant.touch(stream.next());
+    }
+    let counted = 200_000;
+    let missed = (0..counted).filter(|_| tenant.touch(stream.next()) != Touch::Hit).count();
+    missed as f64 / f64::from(counted)
+}
+
+#[test]
+fn what_is_foretold_is_what_the_replacement_misses() {
+    for how in [Use::Uniform, Use::Gaussian, Use::Zipf, Use::Scan] {
+        let mut watched = Watched::new();
+        let mut stream = Stream::new(how, 5);
+        (0..600_000).for_each(|_| watched.touch(stream.next()));
+        let seen = watched.sampler.seen(watched.now as f64);
+        let curve = Curve::of(&seen).expect("enough was seen");
+        // With room for less than a circle, which part stays is the replacement's luck
+        // in so small a tenant: what it misses is compared with the best.
+        let missed = |room: usize| match how {
+            Use::Scan => 1.0 - room as f64 / PAGES as f64,
+            _ => replayed(how, room),
+        };
+        for room in [PAGES / 3, PAGES / 2] {
+            let (foretold, error) = curve.misses(room as f64 / PAGES as f64);
+            let (foretold, error) = (foretold * PAGES as f64, error * PAGES as f64);
+            let missed = missed(room);
+            assert!(
+                (foretold - missed).abs() <= 0.05,
+                "{how:?}, room for {room}: {foretold} ± {error} foretold, {missed} missed"
+            );
+            assert!(error > 0.0 && error < 0.05, "{how:?}: ± {error}");
+        }
+        assert!(curve.misses(1.0).0 == 0.0 && curve.misses(0.0).0 > curve.misses(0.1).0);
+        let drifts = &watched.drifts;
+        let changes = drifts[1..].iter().any(|&drift| changes_too_fast(drift));
+        assert!(watched.sampler.epochs() >= 2 && !changes, "{how:?}: {drifts:?}");
+    }
+}
+
+#[test]
+fn a_hot_set_that_moves_is_seen_to_move() {
+    let mut watched = Watched::new();
+    let mut stream = Stream::new(Use::Gaussian, 5);
+    // It moves on by a quarter of the pages about once an epoch.
+    for touch in 0..1_200_000u64 {
+        if touch % 200_000 == 150_000 {
+            stream.offset += PAGES / 4;
+        }
+        watched.touch(stream.next());
+    }
+    assert!(watched.drifts.iter().any(|&drift| changes_too_fast(drift)), "{:?}", watched.drifts);
+}
+
+#[test]
+fn the_sample_stays_as_large_as_it_may_be() {
+    let mut sampler = Sampler::default();
+    for page in 0..200_000u32 {
+        sampler.found(PageId(page), true, 0.0);
+        assert!(sampler.watched() <= MOST_PAGES);
+    }
+    assert!(sampler.watched() > MOST_PAGES / 2);
+    assert!((0..200_000).filter(|&page| sampler.takes(PageId(page))).count() <= MOST_PAGES);
+    // Most of the tenant goes: the limit rises, and the rest is found.
+    for page in 3000..200_000u32 {
+        sampler.gone(PageId(page));
+    }
+    sampler.fit_to(3000);
+    (0..3000).for_each(|page| sampler.found(PageId(page), true, 0.0));
+    assert!(sampler.watched() > MOST_PAGES / 2, "{}", sampler.watched());
+    let probes = sampler.probes(usize::MAX);
+    assert!(probes.len() >= sampler.watched(), "each is probed");
+    assert!(sampler.probes(usize::MAX).is_empty(), "once");
+    sampler.stayed(probes[0]);
+    assert_eq!(sampler.probes(usize::MAX), [probes[0]]);
+}
+
+#[test]
+fn budgets_and_rooms_are_each_others_inverse() {
+    for has_file_tier in [false, true] {
+        let facts = Facts {
+            pages: 100_000.0,
+            stored_page_bytes: 1500.0,
+            fixed_bytes: 30e6,
+            miss_seconds: 18e-6,
+            has_file_tier,
+        };
+        for room in [0.1, 0.35, 0.5, 0.9, 1.0] {
+            let budget = facts.budget_bytes(room);
+            assert!((facts.room(budget) - room).abs() < 1e-3, "{room}: {budget}");
+            assert!(facts.room(budget - 1e6) < room);
+        }
+    }
+}
+
+#[test]
+fn a_curve_of_budgets_falls_to_nothing() {
+    let mut watched = Watched::new();
+    let mut stream = Stream::new(Use::Zipf, 5);
+    (0..300_000).for_each(|_| watched.touch(stream.next()));
+    let curve = Curve::of(&watched.sampler.seen(watched.now as f64)).expect("enough was seen");
+    let facts = Facts {
+        pages: PAGES as f64,
+        stored_page_bytes: 1500.0,
+        fixed_bytes: 1e6,
+        miss_seconds: 0.5,
+        has_file_tier: false,
+    };
+    let points = points(&curve, &facts);
+    assert!(points.is_sorted_by(|a, b| a.budget_bytes < b.budget_bytes && a.loss >= b.loss));
+    assert!(points.iter().all(|point| point.loss <= point.loss_at_most));
+    assert!(points[0].loss > 0.1 && points.last().is_some_and(|last| last.loss == 0.0));
+    for limit in [0.01, 0.05, 0.1] {
+        let budget = budget_for(&points, limit, |point| point.loss).expect("there is one");
+        let loss = between(&points, budget, |point| point.loss);
+        assert!((loss - limit).abs() < 1e-3, "{limit}: {loss}");
+    }
+}
+
+/// Convex curves: each step saves less a byte than the one before.
+fn curves() -> impl Strategy<Value = Vec<Vec<Point>>> {
+    let curve = (1u64..20, prop::collection::vec((1u64..10, 0.0f64..0.2), 0..5));
+    prop::collection::vec(curve, 1..4).prop_map(|curves| {
+        let built = curves.into_iter().map(|(first, mut steps)| {
+            steps.sort_by(|a, b| (b.1 / b.0 as f64).total_cmp(&(a.1 / a.0 as f64)));
+            let mut loss = steps.iter().map(|step| step.1).sum::<f64>();
+            let mut budget_bytes = first;
+            let mut points = vec![Point { budget_bytes, loss, ..Point::default() }];
+            for (bytes, saved) in steps {
+                budget_bytes += bytes;
+                loss -= saved;
+                points.push(Point { budget_bytes, loss, ..Point::default() });
+            }
+            points
+        });
+        built.collect()
+    })
+}
+
+/// The least sum of losses, by trying every whole number of bytes.
+fn least(curves: &[Vec<Point>], total: u64) -> f64 {
+    let Some((points, rest)) = curves.split_first() else { return 0.0 };
+    let others: u64 = rest.iter().map(|points| points[0].budget_bytes).sum();
+    (points[0].budget_bytes..=total - others)
+        .map(|budget| between(points, budget, |point| point.loss) + least(rest, total - budget))
+        .fold(f64::INFINITY, f64::min)
+}
+
+proptest! {
+    #[test]
+    fn no_other_shares_lose_less(curves in curves(), more in 0u64..40) {
+        let first: u64 = curves.iter().map(|points| points[0].budget_bytes).sum();
+        let total = first + more;
+        let budgets = share_out(&curves, total).expect("there is enough");
+        prop_assert!(budgets.iter().sum::<u64>() <= total);
+        let mut lost = 0.0;
+        for (points, &budget) in curves.iter().zip(&budgets) {
+            prop_assert!(budget >= points[0].budget_bytes);
+            prop_assert!(budget <= points[points.len() - 1].budget_bytes);
+            lost += between(points, budget, |point| point.loss);
+        }
+        let best = least(&curves, total);
+        prop_assert!(lost <= best + 1e-9, "{lost} is lost, {best} would do");
+        prop_assert!(share_out(&curves, first - 1).is_none());
+    }
+}

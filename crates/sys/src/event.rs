@@ -1,7 +1,7 @@
 //! A wake-up that can be polled beside other descriptors.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
 use crate::uffd::own;
 
@@ -37,6 +37,11 @@ impl EventFd {
         // SAFETY: eight writable bytes. EAGAIN means that nobody rang.
         unsafe { libc::read(self.fd.as_raw_fd(), (&raw mut count).cast(), 8) };
     }
+}
+
+/// Its number.
+pub(crate) fn raw(event: &EventFd) -> RawFd {
+    event.fd.as_raw_fd()
 }
 
 impl AsFd for EventFd {

@@ -6,39 +6,69 @@
 //! says what happened; no other crate looks at an errno.
 #![allow(unsafe_code, reason = "this crate wraps system calls; each block says why it holds")]
 
+mod answer;
 mod control_block;
 mod event;
+mod file;
 mod futex;
+mod large_buffer;
+mod mapped_file;
+mod numa;
 mod own_memory;
 mod pagemap;
 pub mod peer;
+mod placement;
 mod poll;
 pub mod probe;
 mod process;
+mod read_queue;
 mod sched;
 mod shared_memory;
 mod socket;
+mod spawn;
 mod supervise;
+mod tcp_diag;
 mod uffd;
+mod unix_diag;
 
+pub use answer::{IoctlCall, IoctlListener, ask_about_ioctl};
 pub use control_block::ControlBlock;
 pub use event::EventFd;
+pub use file::{OPEN_NO_LINK, file_system_bytes, try_lock};
 pub use futex::{futex_wait, futex_wake};
+pub use large_buffer::{LARGE_BUFFER_BYTES, LargeBuffer};
+pub use mapped_file::{MappedFile, MappingKind};
+pub use numa::{
+    MOST_NODES, MemoryNode, NodeRefusal, PagePlace, find_pages, home_of, memory_node, memory_nodes,
+    move_pages,
+};
 pub use own_memory::OwnMemory;
-pub use pagemap::present_ranges;
+pub use pagemap::{ProcessPages, present_ranges};
+pub use placement::{MappedMemory, PlacementError, advise_memory, memory_tiers, placement_reason};
 pub use poll::{Polled, Poller, poll_readable};
 pub use process::{
     Mapping, MappingFlags, Pidfd, Presence, ReadOutcome, anonymous_rss, available_bytes,
-    page_presence, read_mapping_flags, read_maps, read_process, thread_cpu, total_bytes, trim_heap,
+    is_page_present, is_zombie, page_presence, parent_of, read_mapping_flags, read_maps,
+    read_process, stack_pointers, start_of, thread_cpu, total_bytes, trim_heap,
 };
-pub use sched::{current_cpu, pin_current_thread, set_thread_name, yield_to_others};
+pub use read_queue::{READ_BYTES, ReadId, ReadQueue};
+pub use sched::{
+    current_cpu, idle_time, pin_current_thread, process_time, set_thread_name, thread_time,
+    yield_to_others,
+};
 pub use shared_memory::{SharedMemory, punch_hole};
-pub use socket::{SeqPacket, SeqPacketListener};
-pub use supervise::{
-    Signal, WorkerExit, adopt_fd, block_signals, close_fd, close_inherited_fds,
-    is_living_userfaultfd, kill_process, lock_memory, open_fds, raise_descriptor_limit,
-    spawn_sharing_files, wait_for_signal, wait_worker,
+pub use socket::{SeqPacket, SeqPacketListener, receive_with_fds};
+pub use spawn::{
+    Ended, Own, bind_mount, enter_namespaces_of, enter_network_of, inherit_fds, own_session,
+    prepare_child, raise_loopback, unshare, wait_any_child,
 };
+pub use supervise::{
+    Signal, WorkerExit, adopt_fd, adopt_orphans, block_signals, close_fd, close_inherited_fds,
+    collect_child, ended_children, is_living_userfaultfd, kill_process, lock_memory, open_fds,
+    raise_descriptor_limit, spawn_sharing_files, wait_for_signal, wait_worker,
+};
+pub use tcp_diag::abort_connection;
 pub use uffd::{
     Event, FEATURES_REQUIRED, Fill, Range, Registration, UffdError, Userfaultfd, open_device,
 };
+pub use unix_diag::{UnixConnection, unix_connections};

@@ -5,11 +5,16 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+
+use strata_units::PAGE_SHIFT;
 
 use crate::uffd::{Range, iowr_of};
 
 /// `_IOWR('f', 16, struct pm_scan_arg)`.
 const PAGEMAP_SCAN: libc::c_ulong = iowr_of(b'f', 16, size_of::<ScanArg>());
+/// Not write-protected by a userfaultfd.
+const PAGE_IS_WRITTEN: u64 = 1 << 1;
 const PAGE_IS_PRESENT: u64 = 1 << 3;
 const PAGE_IS_SWAPPED: u64 = 1 << 4;
 /// Ranges taken in one call.
@@ -47,8 +52,18 @@ struct Region {
 ///
 /// # Errors
 /// When the process is gone, or may not be looked at.
-pub fn present_ranges(pid: u32, range: Range, mut each: impl FnMut(Range)) -> io::Result<()> {
-    let pagemap = File::open(format!("/proc/{pid}/pagemap"))?;
+pub fn present_ranges(pid: u32, range: Range, each: impl FnMut(Range)) -> io::Result<()> {
+    scan(&File::open(format!("/proc/{pid}/pagemap"))?, range, 0, each)
+}
+
+/// Calls `each` for the parts of `range` that are there (or in the kernel's
+/// swap) and in which `required` holds too, in order.
+fn scan(
+    pagemap: &File,
+    range: Range,
+    required: u64,
+    mut each: impl FnMut(Range),
+) -> io::Result<()> {
     let mut regions = [Region { start: 0, end: 0, categories: 0 }; REGIONS];
     let mut start = range.start;
     while start < range.end {
@@ -62,7 +77,7 @@ pub fn present_ranges(pid: u32, range: Range, mut each: impl FnMut(Range)) -> io
             vec_len: REGIONS as u64,
             max_pages: 0,
             category_inverted: 0,
-            category_mask: 0,
+            category_mask: required,
             category_anyof_mask: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
             return_mask: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
         };
@@ -85,6 +100,81 @@ pub fn present_ranges(pid: u32, range: Range, mut each: impl FnMut(Range)) -> io
         start = arg.walk_end;
     }
     Ok(())
+}
+
+/// The pages of another process, looked at without ever waiting for whoever
+/// answers its missing pages: a page that a userfaultfd would have to bring is
+/// not brought. Belongs to the address space that the process had when this was
+/// opened, also if it executes another program since.
+#[derive(Debug)]
+pub struct ProcessPages {
+    memory: File,
+    pagemap: File,
+}
+
+impl ProcessPages {
+    /// Opens the pages of a process.
+    ///
+    /// # Errors
+    /// When it is gone, or may not be looked at.
+    pub fn open(pid: u32) -> io::Result<Self> {
+        Ok(Self {
+            memory: File::open(format!("/proc/{pid}/mem"))?,
+            pagemap: File::open(format!("/proc/{pid}/pagemap"))?,
+        })
+    }
+
+    /// Reads from `address` on, as far as pages are there; how many bytes that
+    /// was.
+    #[must_use]
+    pub fn read(&self, address: u64, buffer: &mut [u8]) -> usize {
+        let mut done = 0;
+        while done < buffer.len() {
+            match self.memory.read_at(&mut buffer[done..], address + done as u64) {
+                Ok(0) => break,
+                Ok(more) => done += more,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(_) => break,
+            }
+        }
+        done
+    }
+
+    /// Calls `each` for the parts of `range` that are there, in order.
+    ///
+    /// # Errors
+    /// When the address space is gone.
+    pub fn present(&self, range: Range, each: impl FnMut(Range)) -> io::Result<()> {
+        scan(&self.pagemap, range, 0, each)
+    }
+
+    /// Calls `each` for the parts of `range` that are there and not
+    /// write-protected by a userfaultfd, in order.
+    ///
+    /// # Errors
+    /// When the address space is gone.
+    pub fn unprotected(&self, range: Range, each: impl FnMut(Range)) -> io::Result<()> {
+        scan(&self.pagemap, range, PAGE_IS_WRITTEN, each)
+    }
+
+    /// For each of the `count` pages from `address` on: whether it is there and
+    /// write-protected by a userfaultfd.
+    ///
+    /// # Errors
+    /// When the address space is gone.
+    pub fn protected(&self, address: u64, count: usize) -> io::Result<Vec<bool>> {
+        const THERE: u64 = 3 << 62;
+        const PROTECTED: u64 = 1 << 57;
+        let mut bytes = vec![0; count * 8];
+        let got = self.pagemap.read_at(&mut bytes, (address >> PAGE_SHIFT) * 8)?;
+        let words = bytes[..got].chunks_exact(8);
+        let mut found: Vec<bool> = words
+            .map(|word| u64::from_le_bytes(word.try_into().expect("chunks of eight")))
+            .map(|word| word & THERE != 0 && word & PROTECTED != 0)
+            .collect();
+        found.resize(count, false);
+        Ok(found)
+    }
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 
 use std::ffi::CString;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 
 /// The process at the other end of a connected unix socket, as the kernel knew
 /// it when it connected. The pid may have been reused since then.
@@ -48,6 +48,38 @@ pub fn peer_of(socket: impl AsFd) -> io::Result<Peer> {
         gid: credentials.gid,
     })
 }
+
+/// Whether the process that connected to `socket` still lives (`SO_PEERPIDFD`,
+/// Linux 6.5): until it has ended nobody else has its number. True where the
+/// kernel cannot tell.
+#[must_use]
+pub fn peer_lives(socket: impl AsFd) -> bool {
+    let mut raw: libc::c_int = -1;
+    let mut length = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: as above; the kernel writes one descriptor number.
+    let result = unsafe {
+        libc::getsockopt(
+            socket.as_fd().as_raw_fd(),
+            libc::SOL_SOCKET,
+            SO_PEERPIDFD,
+            (&raw mut raw).cast(),
+            &raw mut length,
+        )
+    };
+    if result != 0 {
+        let error = io::Error::last_os_error().raw_os_error();
+        // ESRCH, ENODATA: it has ended and was collected.
+        return error == Some(libc::ENOPROTOOPT);
+    }
+    // SAFETY: a descriptor that was just made for us and that nobody else owns.
+    let pidfd = unsafe { OwnedFd::from_raw_fd(raw) };
+    let mut ended = libc::pollfd { fd: pidfd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    // SAFETY: one entry, valid for the call, which does not wait.
+    unsafe { libc::poll(&raw mut ended, 1, 0) == 0 }
+}
+
+/// The C library's headers are older than it.
+const SO_PEERPIDFD: libc::c_int = 77;
 
 /// Most memory that one entry of the user data base may take. Real entries have
 /// a few hundred bytes; a directory service could answer with anything.
@@ -103,6 +135,13 @@ mod tests {
             assert_eq!(peer.pid, std::process::id());
             assert_eq!((peer.uid, peer.gid), (own.uid(), own.gid()));
         }
+    }
+
+    #[test]
+    fn a_peer_that_is_here_lives() {
+        let (a, b) = UnixStream::pair().expect("socket pair");
+        assert!(peer_lives(&a) && peer_lives(&b));
+        assert!(!peer_lives(std::fs::File::open("/dev/null").expect("/dev/null")));
     }
 
     #[test]

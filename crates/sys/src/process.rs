@@ -26,6 +26,12 @@ pub struct Mapping {
     /// No file behind it, and not one of the kernel's own (`[stack]`,
     /// `[vdso]`): plain anonymous memory or the brk heap.
     pub anonymous: bool,
+    /// Memory without a file, the main thread's stack included: what is lost
+    /// with the process.
+    pub fileless: bool,
+    /// The ring of an asynchronous I/O context (`io_setup`): requests that were
+    /// submitted there write to pages without a look at their protection.
+    pub aio_ring: bool,
 }
 
 fn parse_mapping(line: &str) -> Option<Mapping> {
@@ -49,6 +55,8 @@ fn parse_mapping(line: &str) -> Option<Mapping> {
         private: flag(3, b'p'),
         anonymous: inode == "0"
             && name.is_none_or(|name| name == "[heap]" || name.starts_with("[anon:")),
+        fileless: inode == "0" && name.is_none_or(|name| !name.starts_with("[v")),
+        aio_ring: name == Some("/[aio]"),
     })
 }
 
@@ -90,6 +98,20 @@ fn parse_mapping_flags(text: &str) -> Vec<MappingFlags> {
     found
 }
 
+/// The stack pointers of those threads of a process that are waiting in the
+/// kernel, its own agent's too. (What runs just now has its stack in place.)
+#[must_use]
+pub fn stack_pointers(pid: u32) -> Vec<u64> {
+    let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    let pointer = |thread: fs::DirEntry| {
+        // "running", or: number, six arguments, stack pointer, program counter.
+        let text = fs::read_to_string(thread.path().join("syscall")).ok()?;
+        let word = text.split_ascii_whitespace().rev().nth(1)?;
+        u64::from_str_radix(word.strip_prefix("0x")?, 16).ok()
+    };
+    threads.filter_map(pointer).collect()
+}
+
 /// Resident anonymous bytes of a process. The kernel keeps this per CPU: it can
 /// be off by some hundred KiB.
 pub fn anonymous_rss(pid: u32) -> io::Result<u64> {
@@ -122,13 +144,37 @@ pub fn available_bytes() -> io::Result<u64> {
     meminfo("MemAvailable")
 }
 
+/// Field `number` of a `/proc/…/stat` file, as proc(5) counts them: from 3, the
+/// state, on. What comes before is the name, which may hold anything.
+fn stat_field(path: &str, number: usize) -> Option<String> {
+    let text = fs::read_to_string(path).ok()?;
+    let rest = &text[text.rfind(')')? + 1..];
+    rest.split_ascii_whitespace().nth(number - 3).map(str::to_owned)
+}
+
 /// The CPU that a thread ran on last.
 #[must_use]
 pub fn thread_cpu(pid: u32, tid: u32) -> Option<u32> {
-    let text = fs::read_to_string(format!("/proc/{pid}/task/{tid}/stat")).ok()?;
-    // The name may hold spaces and parentheses: count from the last ')'.
-    let rest = &text[text.rfind(')')? + 1..];
-    rest.split_ascii_whitespace().nth(36)?.parse().ok()
+    stat_field(&format!("/proc/{pid}/task/{tid}/stat"), 39)?.parse().ok()
+}
+
+/// A process's parent.
+#[must_use]
+pub fn parent_of(pid: u32) -> Option<u32> {
+    stat_field(&format!("/proc/{pid}/stat"), 4)?.parse().ok()
+}
+
+/// When a process started, in the kernel's ticks since the machine did: with its
+/// number, it is no other.
+#[must_use]
+pub fn start_of(pid: u32) -> Option<u64> {
+    stat_field(&format!("/proc/{pid}/stat"), 22)?.parse().ok()
+}
+
+/// Whether a process has ended and is not collected yet.
+#[must_use]
+pub fn is_zombie(pid: u32) -> bool {
+    stat_field(&format!("/proc/{pid}/stat"), 3).is_some_and(|state| state == "Z")
 }
 
 /// Gives memory of this process that was freed back to the kernel; the allocator
@@ -179,6 +225,14 @@ pub fn page_presence(
         done += got as u64;
     }
     Ok(())
+}
+
+/// Whether the page at `address` is present in the process.
+pub fn is_page_present(pid: u32, address: u64) -> io::Result<bool> {
+    let one = Range { start: address, end: address + PAGE_SIZE as u64 };
+    let mut there = false;
+    page_presence(pid, one, |_, _| there = true)?;
+    Ok(there)
 }
 
 /// What came of reading another process's memory.
@@ -258,6 +312,18 @@ impl Pidfd {
             .is_ok_and(|[polled]| polled.readable)
     }
 
+    /// Collects the process if it has ended and is a child of this one; no matter
+    /// if it is not.
+    pub fn collect(&self) {
+        // SAFETY: all zeroes is valid; the kernel writes at most that.
+        let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
+        let options = libc::WEXITED | libc::WNOHANG;
+        // SAFETY: a descriptor that is open for the call, and a live struct.
+        unsafe {
+            libc::waitid(libc::P_PIDFD, self.fd.as_raw_fd() as libc::id_t, &raw mut info, options)
+        };
+    }
+
     /// Sends a signal. `false`: it is gone already.
     pub fn signal(&self, signal: i32) -> bool {
         // SAFETY: integers and a null siginfo, which means "as kill(2) would".
@@ -289,11 +355,15 @@ mod tests {
         let heap = parse_mapping("5581e000-5583f000 rw-p 00000000 00:00 0    [heap]");
         assert!(heap.is_some_and(|m| m.anonymous && m.writable && m.private));
         let stack = parse_mapping("7ffc0000-7ffc2000 rw-p 00000000 00:00 0    [stack]");
-        assert!(stack.is_some_and(|m| !m.anonymous));
+        assert!(stack.is_some_and(|m| !m.anonymous && m.fileless));
+        let vdso = parse_mapping("7ffc3000-7ffc5000 r-xp 00000000 00:00 0    [vdso]");
+        assert!(vdso.is_some_and(|m| !m.anonymous && !m.fileless));
         let file = parse_mapping("7f0000-7f1000 rw-p 00000000 fe:00 131 /lib/x (deleted)");
         assert!(file.is_some_and(|m| !m.anonymous));
         let shared = parse_mapping("7f0000-7f1000 rw-s 00000000 00:01 9 /memfd:x (deleted)");
         assert!(shared.is_some_and(|m| !m.private && !m.anonymous));
+        let ring = parse_mapping("7f0000-7f1000 rw-s 00000000 00:0f 77 /[aio] (deleted)");
+        assert!(ring.is_some_and(|m| m.aio_ring) && shared.is_some_and(|m| !m.aio_ring));
         assert_eq!(parse_mapping("garbage"), None);
     }
 

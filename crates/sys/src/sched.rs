@@ -1,6 +1,8 @@
 //! Where threads run. A fault handler that wakes on the CPU of the thread that
 //! faults answers in a third of the time of one on another CPU.
 
+use std::time::Duration;
+
 /// The CPU that this thread runs on right now.
 #[must_use]
 pub fn current_cpu() -> u32 {
@@ -22,6 +24,42 @@ pub fn pin_current_thread(cpu: u32) {
         libc::CPU_SET(cpu as usize, &mut set);
         libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &raw const set);
     }
+}
+
+/// How long all CPUs together have been idle since the machine started; none
+/// where the kernel does not say. In steps of a hundredth of a second.
+#[must_use]
+pub fn idle_time() -> Option<Duration> {
+    const TICKS_PER_SECOND: u64 = 100;
+    let text = std::fs::read_to_string("/proc/stat").ok()?;
+    // cpu user nice system idle iowait ...
+    let mut fields = text.lines().next()?.split_ascii_whitespace().skip(4);
+    let mut ticks = || fields.next()?.parse::<u64>().ok();
+    Some(Duration::from_millis((ticks()? + ticks()?) * 1000 / TICKS_PER_SECOND))
+}
+
+/// How long this thread has run so far, waits for a CPU not counted.
+#[must_use]
+pub fn thread_time() -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: writes one live timespec; the clock exists for every thread.
+    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+/// How long all threads of a process have run so far; none when it is gone.
+#[must_use]
+pub fn process_time(pid: u32) -> Option<Duration> {
+    let mut clock: libc::clockid_t = 0;
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    let pid = libc::pid_t::try_from(pid).ok()?;
+    // SAFETY: both write one live word or timespec; a clock of a process that has
+    // gone is refused.
+    let read = unsafe {
+        libc::clock_getcpuclockid(pid, &raw mut clock) == 0
+            && libc::clock_gettime(clock, &raw mut time) == 0
+    };
+    read.then(|| Duration::new(time.tv_sec as u64, time.tv_nsec as u32))
 }
 
 /// Makes this thread give way to others (a niceness of 10): what it does can

@@ -1,4 +1,4 @@
-//! `SOCK_SEQPACKET` unix sockets with descriptors.
+//! Unix sockets with descriptors.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -165,42 +165,48 @@ impl SeqPacket {
     /// Receives one packet: how many bytes of it fit `buffer`, and its
     /// descriptors. 0 bytes: the other end is gone.
     pub fn receive(&self, buffer: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
-        let mut iov = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
-        let mut space = [MaybeUninit::<u64>::zeroed(); 8];
-        // SAFETY: msghdr is plain data, all zeroes is valid.
-        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
-        message.msg_iov = &raw mut iov;
-        message.msg_iovlen = 1;
-        message.msg_control = space.as_mut_ptr().cast();
-        message.msg_controllen = size_of_val(&space);
-        // SAFETY: `message` points to live buffers of the lengths it names.
-        let got =
-            unsafe { libc::recvmsg(self.fd.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC) };
-        if got < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        let mut fds = Vec::new();
-        // SAFETY: the kernel filled `space` with well-formed control messages
-        // and set msg_controllen; the CMSG macros stay inside it. Each number
-        // is a new descriptor of this process.
-        unsafe {
-            let mut header = libc::CMSG_FIRSTHDR(&raw const message);
-            while !header.is_null() {
-                if (*header).cmsg_level == libc::SOL_SOCKET
-                    && (*header).cmsg_type == libc::SCM_RIGHTS
-                {
-                    let bytes = (*header).cmsg_len - libc::CMSG_LEN(0) as usize;
-                    let data = libc::CMSG_DATA(header).cast::<RawFd>();
-                    for index in 0..bytes / size_of::<RawFd>() {
-                        fds.push(own(data.add(index).read_unaligned()));
-                    }
-                }
-                header = libc::CMSG_NXTHDR(&raw const message, header);
-            }
-        }
-        fds.truncate(MOST_FDS);
-        Ok((got as usize, fds))
+        receive_with_fds(self, buffer)
     }
+}
+
+/// Receives from a unix socket of any kind: how many bytes came, and the
+/// descriptors with them (at most [`MOST_FDS`]; more are closed). 0 bytes: the
+/// other end is gone.
+pub fn receive_with_fds(socket: impl AsFd, buffer: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
+    let mut iov = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
+    let mut space = [MaybeUninit::<u64>::zeroed(); 8];
+    // SAFETY: msghdr is plain data, all zeroes is valid.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = &raw mut iov;
+    message.msg_iovlen = 1;
+    message.msg_control = space.as_mut_ptr().cast();
+    message.msg_controllen = size_of_val(&space);
+    // SAFETY: `message` points to live buffers of the lengths it names.
+    let got = unsafe {
+        libc::recvmsg(socket.as_fd().as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC)
+    };
+    if got < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let mut fds = Vec::new();
+    // SAFETY: the kernel filled `space` with well-formed control messages
+    // and set msg_controllen; the CMSG macros stay inside it. Each number
+    // is a new descriptor of this process.
+    unsafe {
+        let mut header = libc::CMSG_FIRSTHDR(&raw const message);
+        while !header.is_null() {
+            if (*header).cmsg_level == libc::SOL_SOCKET && (*header).cmsg_type == libc::SCM_RIGHTS {
+                let bytes = (*header).cmsg_len - libc::CMSG_LEN(0) as usize;
+                let data = libc::CMSG_DATA(header).cast::<RawFd>();
+                for index in 0..bytes / size_of::<RawFd>() {
+                    fds.push(own(data.add(index).read_unaligned()));
+                }
+            }
+            header = libc::CMSG_NXTHDR(&raw const message, header);
+        }
+    }
+    fds.truncate(MOST_FDS);
+    Ok((got as usize, fds))
 }
 
 impl AsFd for SeqPacket {

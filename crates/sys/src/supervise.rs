@@ -4,6 +4,7 @@
 use std::io;
 use std::os::fd::{OwnedFd, RawFd};
 
+use crate::process::is_zombie;
 use crate::uffd::own;
 
 /// A signal that the supervisor acts on.
@@ -123,6 +124,33 @@ pub fn wait_worker(pid: u32) -> WorkerExit {
     } else {
         WorkerExit::Killed(0)
     }
+}
+
+/// Makes this process the parent of whatever descends from it and loses its own
+/// parent: processes that were restored, above all. It must collect them.
+pub fn adopt_orphans() {
+    // SAFETY: integers only. It cannot fail on any kernel that has userfaultfd.
+    unsafe { libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) };
+}
+
+/// Collects a child that has ended, if it has; no matter if it is no child.
+pub fn collect_child(pid: u32) {
+    let mut status = 0;
+    // SAFETY: `status` is live.
+    unsafe { libc::waitpid(pid as libc::pid_t, &raw mut status, libc::WNOHANG) };
+}
+
+/// Children of this process that have ended and are not collected.
+#[must_use]
+pub fn ended_children() -> Vec<u32> {
+    let mut ended = Vec::new();
+    for thread in std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten() {
+        let children = std::fs::read_to_string(thread.path().join("children"));
+        for child in children.unwrap_or_default().split_ascii_whitespace() {
+            ended.extend(child.parse::<u32>().ok().filter(|&pid| is_zombie(pid)));
+        }
+    }
+    ended
 }
 
 /// Sends a signal to a child that has not been waited for.

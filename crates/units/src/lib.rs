@@ -4,11 +4,15 @@
 //! text, and is shared by the daemon and by the library inside the program.
 #![forbid(unsafe_code)]
 
+mod hints;
 mod ids;
+mod label;
 mod page;
 mod size;
 pub mod wire;
 
+pub use hints::{HINT_SLOTS, HintKind, HintSlot, Hints};
 pub use ids::{Handle, LeafIndex, PageId, SpaceId, TenantId};
+pub use label::{MAX_LABEL_BYTES, label_problem};
 pub use page::{PAGE_SHIFT, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageNumber};
 pub use size::{ByteSize, ParseByteSizeError};

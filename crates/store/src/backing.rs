@@ -10,9 +10,10 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 
-use strata_sys::SharedMemory;
+use strata_sys::{MappedFile, MappingKind, SharedMemory};
 
 /// Bytes at offsets. The store keeps the tier file's accesses aligned to 4 KiB
 /// in memory, offset and length, as `O_DIRECT` wants them; the DRAM tier's are
@@ -44,6 +45,20 @@ pub trait Backing: Send + Sync + fmt::Debug {
 
     /// What must survive the worker for the bytes to survive it.
     fn descriptor(&self) -> BorrowedFd<'_>;
+
+    /// How [`Backing::read_at`] waits.
+    fn waiting(&self) -> Waiting;
+}
+
+/// Whether whoever reads a backing has to wait for a device.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Waiting {
+    /// No: it is memory.
+    Never,
+    /// Yes, and reading [`Backing::descriptor`] at the same offsets is the same.
+    OnDescriptor,
+    /// Yes, inside of [`Backing::read_at`].
+    InCall,
 }
 
 /// DRAM: a shared memory file.
@@ -90,9 +105,13 @@ impl Backing for MemoryBacking {
     fn descriptor(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
+
+    fn waiting(&self) -> Waiting {
+        Waiting::Never
+    }
 }
 
-/// A file: NVMe or, on a DAX file system, PMEM.
+/// A file on a disk.
 ///
 /// It is memory that happens to lie on a device, not data to be kept: it is
 /// unlinked as soon as it is open, so that its space and the tenant's secrets
@@ -160,6 +179,65 @@ impl Backing for FileBacking {
     fn descriptor(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }
+
+    fn waiting(&self) -> Waiting {
+        Waiting::OnDescriptor
+    }
+}
+
+/// A file on a device that is memory (PMEM with a DAX file system): a mapping.
+///
+/// As nameless as [`FileBacking`], so nothing in it has to survive the machine, and
+/// nothing is flushed: what a dead worker wrote is in the processor's caches or on
+/// the device, and its successor sees it either way.
+#[derive(Debug)]
+pub struct MappedBacking(MappedFile);
+
+impl MappedBacking {
+    /// Maps a new file or a dead worker's, if it can be; else the file comes back.
+    ///
+    /// # Errors
+    /// The file, where it is not on such a device.
+    pub fn of(file: FileBacking, how: MappingKind) -> Result<Self, FileBacking> {
+        let FileBacking { file, capacity_bytes } = file;
+        MappedFile::map(file.into(), capacity_bytes, how)
+            .map(Self)
+            .map_err(|(descriptor, _)| FileBacking::attach(descriptor, capacity_bytes))
+    }
+}
+
+impl Backing for MappedBacking {
+    fn read_at(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        self.0.read(offset, out)
+    }
+
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.0.write(offset, bytes)
+    }
+
+    fn punch(&self, offset: u64, len_bytes: u64) -> io::Result<()> {
+        strata_sys::punch_hole(self.0.as_fd(), offset, len_bytes)
+    }
+
+    fn capacity_bytes(&self) -> u64 {
+        self.0.len_bytes()
+    }
+
+    fn descriptor(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+
+    fn waiting(&self) -> Waiting {
+        Waiting::Never
+    }
+}
+
+/// A file as what it can be: a mapping where its device is memory.
+pub(crate) fn best(file: FileBacking) -> Box<dyn Backing> {
+    match MappedBacking::of(file, MappingKind::Dax) {
+        Ok(mapped) => Box::new(mapped),
+        Err(file) => Box::new(file),
+    }
 }
 
 /// Which faults a [`Faulty`] backing injects: each value is "every n-th such
@@ -176,6 +254,8 @@ pub struct Faults {
     pub write_error: AtomicU64,
     /// Writes write half and fail with ENOSPC.
     pub no_space: AtomicU64,
+    /// While it is set (not a number of operations), reads do not end.
+    pub hold_reads: AtomicBool,
     operations: AtomicU64,
 }
 
@@ -201,6 +281,9 @@ impl Faulty {
 
 impl Backing for Faulty {
     fn read_at(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        while self.faults.hold_reads.load(Ordering::Relaxed) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
         if self.strikes(&self.faults.read_error) {
             return Err(io::Error::from_raw_os_error(libc::EIO));
         }
@@ -241,5 +324,10 @@ impl Backing for Faulty {
 
     fn descriptor(&self) -> BorrowedFd<'_> {
         self.inner.descriptor()
+    }
+
+    fn waiting(&self) -> Waiting {
+        // Past this, nothing would be injected.
+        Waiting::InCall
     }
 }

@@ -170,6 +170,8 @@ pub struct StoreStats {
     pub file_bytes: u64,
     /// Bytes of objects in the tier file as they are stored.
     pub file_payload_bytes: u64,
+    /// How many those are.
+    pub file_objects: u64,
     /// Dictionaries that pages can be unpacked with.
     pub dictionaries: u32,
     /// What they cost, prepared forms included.

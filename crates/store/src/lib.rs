@@ -42,6 +42,7 @@ mod dictionary;
 mod id_set;
 mod location;
 mod maintain;
+mod read;
 mod recover;
 mod references;
 mod segments;
@@ -51,10 +52,11 @@ mod store;
 mod table;
 mod train;
 
-pub use backing::{Backing, Faults, Faulty, FileBacking, MemoryBacking};
+pub use backing::{Backing, Faults, Faulty, FileBacking, MappedBacking, MemoryBacking, Waiting};
 pub use config::{
     BorrowedDescriptors, Compacted, Descriptors, FileConfig, Fingerprint, GetError, Put, PutError,
     RecoverError, Source, StoreConfig, StoreError, StoreStats, Training,
 };
+pub use read::{FileRead, Unread};
 pub use recover::Recovery;
 pub use store::{Store, prepare_thread};

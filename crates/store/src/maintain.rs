@@ -10,7 +10,7 @@
 use std::io;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 
-use strata_units::PAGE_SIZE;
+use strata_units::{Handle, PAGE_SIZE};
 
 use crate::codec::{FRAME_HEADER_BYTES, Scratch, dictionary_of, with_scratch};
 use crate::compact::Sweep;
@@ -20,7 +20,7 @@ use crate::id_set::IdSet;
 use crate::location::{Codec, Location, SizeClass, Tier, UNIT_BYTES, Word};
 use crate::segments::{CLUSTER_BYTES, SEGMENT_BYTES};
 use crate::space::Reclaimed;
-use crate::store::{Store, lock};
+use crate::store::{Store, Target, lock};
 
 /// Pages that a put over the limit demotes itself before it gives up.
 const RELIEF_PAGES: usize = 256;
@@ -97,6 +97,45 @@ impl Store {
             }
         }
         // A failure shows in the count and in the statistics.
+        let _ = self.flush(&mut batch);
+        batch.moved
+    }
+
+    /// Moves these of the compressed objects to the tier file, whatever their age;
+    /// how many moved. The caller owns a reference to each. What is staged, in the
+    /// file, or of one value stays as it is.
+    ///
+    /// # Panics
+    /// When a handle names no referenced object.
+    pub fn demote_these(&self, handles: &[Handle]) -> usize {
+        let _turn = lock(&self.maintenance);
+        if self.file.is_none() {
+            return 0;
+        }
+        let mut ids: Vec<u32> = handles
+            .iter()
+            .filter_map(|&handle| match Target::of(handle) {
+                Target::Object(id) => Some(id),
+                Target::Fill(_) => None,
+            })
+            .collect();
+        // An object is moved once, however many pages it is.
+        ids.sort_unstable();
+        ids.dedup();
+        let mut batch = Batch::new(false);
+        for id in ids {
+            {
+                let _allocator = lock(&self.allocator);
+                self.table.demotable.remove(id);
+            }
+            let handle = Handle(u64::from(id));
+            assert!(self.try_reference(id), "{handle:?} names no referenced object");
+            if self.add_to_batch(&mut batch, id).is_err() {
+                self.table.demotable.insert(id);
+                self.drop_reference(id);
+                break;
+            }
+        }
         let _ = self.flush(&mut batch);
         batch.moved
     }
@@ -316,7 +355,8 @@ impl Store {
     fn abandon(&self, batch: &mut Batch, offset: u64, error: &io::Error) {
         self.note_tier_error("write", offset, error);
         let closed = lock(&self.allocator).segments.as_mut().and_then(|segments| segments.close());
-        self.give_back(Reclaimed { segments: closed.into_iter().collect(), ..Default::default() });
+        let segments = closed.into_iter().collect();
+        self.give_back(Reclaimed { segments, failed: true, ..Default::default() });
         for Item { id, .. } in batch.items.drain(..) {
             if !batch.cleaning {
                 self.table.demotable.insert(id);

@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use strata_sys::SharedMemory;
 use strata_units::Handle;
 
-use crate::backing::{Backing, FileBacking, MemoryBacking};
+use crate::backing::{self, Backing, FileBacking, MemoryBacking};
 use crate::config::{Descriptors, RecoverError, StoreConfig, StoreError};
 use crate::location::{Codec, Tier, Word};
 use crate::segments::SEGMENT_BYTES;
@@ -51,7 +51,7 @@ impl Store {
                 if limit > 0 {
                     check_file_limit(limit)?;
                 }
-                Some(Box::new(FileBacking::attach(file.into(), limit.max(used))))
+                Some(backing::best(FileBacking::attach(file.into(), limit.max(used))))
             }
             (None, Some(configured)) => Some(create_file(configured)?),
             (None, None) => None,

@@ -57,6 +57,16 @@ impl Store {
         }
     }
 
+    /// How many references there are to the page of `handle`, or more than one if
+    /// there are very many; none: it costs nothing.
+    #[must_use]
+    pub fn references(&self, handle: Handle) -> Option<u64> {
+        match Target::of(handle) {
+            Target::Fill(_) => None,
+            Target::Object(id) => Some(Word(self.table.word(id).load(Relaxed)).references()),
+        }
+    }
+
     /// Adds a reference, unless the object is dead.
     pub(crate) fn try_reference(&self, id: u32) -> bool {
         let atomic = self.table.word(id);

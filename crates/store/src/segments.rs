@@ -16,6 +16,10 @@ pub(crate) const CLUSTER_BYTES: u64 = 4096;
 const SEGMENT_CLUSTERS: u64 = SEGMENT_BYTES / CLUSTER_BYTES;
 /// Segments that demotion leaves for cleaning, which needs somewhere to write.
 const CLEANING_RESERVE: usize = 2;
+/// Empty segments that keep their blocks, at most, and at most this part of the
+/// file: giving blocks back and taking new ones makes every reader of the file wait.
+const MOST_EMPTIED: usize = 128;
+const EMPTIED_PART: usize = 16;
 /// Smallest useful tier file.
 pub(crate) const MIN_FILE_BYTES: u64 = 8 * SEGMENT_BYTES;
 
@@ -32,6 +36,9 @@ struct Segment {
 pub(crate) struct Segments {
     segments: Vec<Segment>,
     free: VecDeque<u32>,
+    /// Those that are free and keep their blocks, with how many clusters of them.
+    emptied: VecDeque<(u32, u8)>,
+    emptied_clusters: u64,
     /// The segment being filled.
     current: Option<u32>,
     max_segments: usize,
@@ -43,6 +50,8 @@ impl Segments {
         Self {
             segments: Vec::new(),
             free: VecDeque::new(),
+            emptied: VecDeque::new(),
+            emptied_clusters: 0,
             current: None,
             max_segments: (capacity_bytes / SEGMENT_BYTES) as usize,
             written_clusters: 0,
@@ -51,17 +60,18 @@ impl Segments {
 
     /// What the tier file costs.
     pub(crate) fn written_bytes(&self) -> u64 {
-        self.written_clusters * CLUSTER_BYTES
+        (self.written_clusters + self.emptied_clusters) * CLUSTER_BYTES
     }
 
     /// What this bookkeeping costs.
     pub(crate) fn metadata_bytes(&self) -> u64 {
-        (self.segments.capacity() * size_of::<Segment>() + self.free.capacity() * size_of::<u32>())
-            as u64
+        (self.segments.capacity() * size_of::<Segment>()
+            + self.free.capacity() * size_of::<u32>()
+            + self.emptied.capacity() * size_of::<(u32, u8)>()) as u64
     }
 
     fn available(&self) -> usize {
-        self.free.len() + (self.max_segments - self.segments.len())
+        self.free.len() + self.emptied.len() + (self.max_segments - self.segments.len())
     }
 
     /// Bytes that one write may have now; 0 when the file is full. Cleaning may
@@ -97,8 +107,12 @@ impl Segments {
     }
 
     fn open(&mut self) -> u32 {
-        // Untouched space first, then the segment that has been free longest,
-        // so that one bad spot of a device is not tried again and again.
+        // What has blocks first, then untouched space, then the segment that has been
+        // free longest, so that one bad spot of a device is not tried again and again.
+        if let Some((index, clusters)) = self.emptied.pop_front() {
+            self.emptied_clusters -= u64::from(clusters);
+            return index;
+        }
         if self.segments.len() < self.max_segments {
             self.segments.push(Segment::default());
             return self.segments.len() as u32 - 1;
@@ -128,6 +142,21 @@ impl Segments {
             .checked_sub(units(len))
             .expect("a segment holds what is removed from it");
         (segment.live_units == 0 && self.current != Some(index)).then_some(index)
+    }
+
+    /// Whether one that has become empty should keep its blocks: then it has them
+    /// now, and is free.
+    pub(crate) fn keep_blocks(&mut self, index: u32) -> bool {
+        let most = MOST_EMPTIED.min(self.max_segments / EMPTIED_PART);
+        if self.emptied.len() >= most {
+            return false;
+        }
+        let segment = &mut self.segments[index as usize];
+        self.written_clusters -= u64::from(segment.written);
+        self.emptied_clusters += u64::from(segment.written);
+        self.emptied.push_back((index, segment.written));
+        *segment = Segment::default();
+        true
     }
 
     /// The segment's space was given back (or the device cannot; it is ours to

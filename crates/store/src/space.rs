@@ -42,6 +42,7 @@ pub(crate) struct Counters {
     pub(crate) fast_payload: AtomicU64,
     pub(crate) file_bytes: AtomicU64,
     pub(crate) file_payload: AtomicU64,
+    pub(crate) file_objects: AtomicU64,
     pub(crate) bookkeeping_bytes: AtomicU64,
     pub(crate) tier_errors: AtomicU64,
     pub(crate) corrupt_objects: AtomicU64,
@@ -53,6 +54,8 @@ pub(crate) struct Counters {
 pub(crate) struct Reclaimed {
     pub(crate) slabs: Vec<u32>,
     pub(crate) segments: Vec<u32>,
+    /// A write to them has failed: they come last when another is needed.
+    pub(crate) failed: bool,
 }
 
 impl Store {
@@ -94,6 +97,9 @@ impl Store {
             Tier::File => &self.counters.file_payload,
         };
         payload.fetch_add(location.len as u64, Relaxed);
+        if location.tier == Tier::File {
+            self.counters.file_objects.fetch_add(1, Relaxed);
+        }
         if location.codec == Codec::Staged {
             self.counters.staged_objects.fetch_add(1, Relaxed);
         }
@@ -110,6 +116,9 @@ impl Store {
             Tier::File => &self.counters.file_payload,
         };
         payload.fetch_sub(location.len as u64, Relaxed);
+        if location.tier == Tier::File {
+            self.counters.file_objects.fetch_sub(1, Relaxed);
+        }
         if location.codec == Codec::Staged {
             self.counters.staged_objects.fetch_sub(1, Relaxed);
         }
@@ -151,7 +160,15 @@ impl Store {
 
     /// Gives empty slabs and segments back to the kernel; how many bytes of
     /// DRAM that was at most.
-    pub(crate) fn give_back(&self, reclaimed: Reclaimed) {
+    pub(crate) fn give_back(&self, mut reclaimed: Reclaimed) {
+        if !reclaimed.segments.is_empty()
+            && let Some(segments) = &mut lock(&self.allocator).segments
+        {
+            reclaimed.segments.retain(|&segment| {
+                self.reuses.count(segment);
+                reclaimed.failed || !segments.keep_blocks(segment)
+            });
+        }
         if reclaimed.slabs.is_empty() && reclaimed.segments.is_empty() {
             return;
         }
@@ -239,6 +256,7 @@ impl Store {
             fast_payload_bytes: counters.fast_payload.load(Relaxed),
             file_bytes: counters.file_bytes.load(Relaxed),
             file_payload_bytes: counters.file_payload.load(Relaxed),
+            file_objects: counters.file_objects.load(Relaxed),
             dictionaries: self.dictionaries.count(),
             dictionary_bytes: self.dictionaries.bytes(),
             lands_dense: self.dictionaries.has_current(),

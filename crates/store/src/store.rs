@@ -8,11 +8,11 @@ use std::collections::HashMap;
 use std::io;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicU64, fence};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use strata_units::{Handle, PAGE_SIZE};
 
-use crate::backing::{Backing, FileBacking, MemoryBacking};
+use crate::backing::{self, Backing, FileBacking, MemoryBacking, Waiting};
 use crate::codec::{self, CLUSTER_PAGES, Digest, Page, Scratch, with_scratch};
 use crate::config::{
     BorrowedDescriptors, Descriptors, FileConfig, Fingerprint, GetError, Put, PutError, Source,
@@ -21,6 +21,7 @@ use crate::config::{
 use crate::dictionary::Dictionaries;
 use crate::location::{Codec, Location, TIER_SPAN_BYTES, Tier, UNIT_BYTES, Word};
 use crate::maintain::Maintenance;
+use crate::read::Reuses;
 use crate::segments::{CLUSTER_BYTES, MIN_FILE_BYTES, Segments};
 use crate::slabs::Slabs;
 use crate::space::{Allocator, Counters};
@@ -49,7 +50,9 @@ const READ_ATTEMPTS: u32 = 3;
 pub struct Store {
     pub(crate) table: Table,
     pub(crate) data: Box<dyn Backing>,
-    pub(crate) file: Option<Box<dyn Backing>>,
+    /// Shared with threads that read it while nobody waits for them.
+    pub(crate) file: Option<Arc<dyn Backing>>,
+    pub(crate) reuses: Reuses,
     pub(crate) allocator: Mutex<Allocator>,
     pub(crate) maintenance: Mutex<Maintenance>,
     /// References beyond what an object's word can count.
@@ -116,7 +119,8 @@ impl Store {
         Self {
             table,
             data,
-            file,
+            file: file.map(Arc::from),
+            reuses: Reuses::default(),
             allocator: Mutex::new(Allocator {
                 slabs: Slabs::new(span),
                 segments,
@@ -207,6 +211,24 @@ impl Store {
             }
         }
         same
+    }
+
+    /// Keeps a page in DRAM that is in the tier file under `handle`, and nowhere
+    /// else: as a new object, so that it is the youngest. The caller owns one
+    /// reference to the result and still the one to `handle`, whose content `page`
+    /// is. None: it is not so, or there is no room.
+    pub fn promote(&self, handle: Handle, page: &Page) -> Option<Handle> {
+        let Target::Object(id) = Target::of(handle) else { return None };
+        let word = Word(self.table.word(id).load(Acquire));
+        let hash = Digest::of(page, self.table.seed()).hash();
+        let alone = word.references() == 1 && !word.overflows();
+        if word.location().tier != Tier::File || !alone || hash != self.table.hash(id).load(Relaxed)
+        {
+            return None;
+        }
+        let id = self.insert(page, hash, Put::Fast, false).ok()?;
+        self.counters.references.fetch_add(1, Relaxed);
+        Some(Handle(u64::from(id)))
     }
 
     /// Makes an object. `relieved`: room has been made, DRAM may grow.
@@ -356,17 +378,10 @@ impl Store {
             }
             let result = match fetched {
                 Err(error) => Err(GetError::Io(error)),
-                Ok(()) => {
-                    let whole = match location.codec {
-                        Codec::Staged | Codec::Raw => true,
-                        codec => scratch.unpack(codec, location.len, &self.dictionaries, out),
-                    };
-                    let digest = Digest::of(out, self.table.seed());
-                    if whole && digest.hash() == hash {
-                        return Ok((source_of(location), digest));
-                    }
-                    Err(GetError::Corrupt)
-                }
+                Ok(()) => match self.unpacked(scratch, location, hash, out) {
+                    Some(digest) => return Ok((source_of(location), digest)),
+                    None => Err(GetError::Corrupt),
+                },
             };
             attempts += 1;
             if attempts == READ_ATTEMPTS {
@@ -380,6 +395,23 @@ impl Store {
         }
     }
 
+    /// Makes a page of what [`Self::fetch`] brought. None: it is not the page
+    /// whose hash this is.
+    pub(crate) fn unpacked(
+        &self,
+        scratch: &mut Scratch,
+        location: Location,
+        hash: u32,
+        out: &mut Page,
+    ) -> Option<Digest> {
+        let whole = match location.codec {
+            Codec::Staged | Codec::Raw => true,
+            codec => scratch.unpack(codec, location.len, &self.dictionaries, out),
+        };
+        let digest = Digest::of(out, self.table.seed());
+        (whole && digest.hash() == hash).then_some(digest)
+    }
+
     /// Copies an object's bytes as stored: into `out` when it is raw, else into
     /// `scratch.packed`.
     fn fetch(&self, scratch: &mut Scratch, location: Location, out: &mut Page) -> io::Result<()> {
@@ -388,6 +420,9 @@ impl Store {
         let target = if raw { &mut out[..] } else { &mut packed[..location.len] };
         match (location.tier, &self.file) {
             (Tier::Dram, _) => self.data.read_at(location.offset(), target),
+            (Tier::File, Some(file)) if file.waiting() == Waiting::Never => {
+                file.read_at(location.offset(), target)
+            }
             (Tier::File, Some(file)) => {
                 let skip = (location.offset() % CLUSTER_BYTES) as usize;
                 let len = (skip + location.len).next_multiple_of(CLUSTER_BYTES as usize);
@@ -453,7 +488,7 @@ pub(crate) fn create_file(config: &FileConfig) -> Result<Box<dyn Backing>, Store
     check_file_limit(config.limit_bytes)?;
     let file = FileBacking::create(&config.path, config.limit_bytes)
         .map_err(|source| StoreError::File { path: config.path.clone(), source })?;
-    Ok(Box::new(file))
+    Ok(backing::best(file))
 }
 
 /// Makes what this thread needs to read pages of every kind, so that later

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use common::{Page, Random, page, sentences};
-use strata_store::{Backing, MemoryBacking, Put, Store, Training};
+use strata_store::{Backing, MemoryBacking, Put, Store, Training, Waiting};
 use strata_sys::SharedMemory;
 use strata_units::Handle;
 
@@ -136,6 +136,10 @@ impl Backing for Watched {
 
     fn descriptor(&self) -> BorrowedFd<'_> {
         self.inner.descriptor()
+    }
+
+    fn waiting(&self) -> Waiting {
+        self.inner.waiting()
     }
 }
 

@@ -1,0 +1,261 @@
+//! The file of a snapshot while it is written: `NAME.part`, locked, and renamed
+//! when it is whole. Dropped before that, it is gone.
+//!
+//! What a killed writer leaves has no lock and is removed by the next one.
+
+use std::ffi::OsString;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{Advice, CWD, FlockOperation, Mode, OFlags, RenameFlags};
+
+use super::format::MAGIC;
+
+/// How often a leftover may turn up again while it is being removed.
+const ATTEMPTS: usize = 4;
+
+/// Where a [`super::Writer`] writes to: a [`PartFile`], or one with faults.
+pub trait Sink {
+    /// Appends all of `bytes`.
+    ///
+    /// # Errors
+    /// What the device says.
+    fn write(&mut self, bytes: &[u8]) -> io::Result<()>;
+
+    /// Has everything written so far on the device.
+    ///
+    /// # Errors
+    /// What the device says.
+    fn sync(&mut self) -> io::Result<()>;
+
+    /// Gives the file its name, for good: it outlives a crash of the machine
+    /// from here on. Overwrites nothing.
+    ///
+    /// # Errors
+    /// `AlreadyExists`, or what the device says; there is no file then.
+    fn publish(&mut self) -> io::Result<()>;
+}
+
+/// A file that has its name only when it is whole.
+#[derive(Debug)]
+pub struct PartFile {
+    file: File,
+    part: PathBuf,
+    path: PathBuf,
+    is_published: bool,
+}
+
+/// `path` with `.part` at its end.
+pub(super) fn part_of(path: &Path) -> PathBuf {
+    let mut name = OsString::from(path);
+    name.push(".part");
+    name.into()
+}
+
+fn lock(file: &File) -> io::Result<()> {
+    rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive).map_err(|error| {
+        let error = io::Error::from(error);
+        match error.kind() {
+            io::ErrorKind::WouldBlock => io::Error::new(
+                io::ErrorKind::ResourceBusy,
+                "it is being written by another process",
+            ),
+            _ => error,
+        }
+    })
+}
+
+impl PartFile {
+    /// Makes `path` with `.part` at its end, for its owner alone.
+    ///
+    /// # Errors
+    /// `AlreadyExists`: there is something at `path`, or something that no
+    /// writer left at `path.part`. `ResourceBusy`: another process writes it. Or
+    /// what the file system says.
+    pub fn create(path: &Path) -> io::Result<Self> {
+        if fs::symlink_metadata(path).is_ok() {
+            return Err(io::ErrorKind::AlreadyExists.into());
+        }
+        let part = part_of(path);
+        for _ in 0..ATTEMPTS {
+            // Nothing that is there is opened, links included.
+            let made = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&part);
+            let file = match made {
+                Ok(file) => file,
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                    remove_leftover(&part)?;
+                    continue;
+                }
+                Err(error) => return Err(error),
+            };
+            lock(&file)?;
+            // Another may have taken it for a leftover before it was locked.
+            if file.metadata()?.nlink() == 1 {
+                return Ok(Self { file, part, path: path.to_owned(), is_published: false });
+            }
+        }
+        Err(io::Error::new(io::ErrorKind::ResourceBusy, "another process makes the same file"))
+    }
+
+    fn rename(&self) -> io::Result<()> {
+        match rustix::fs::renameat_with(CWD, &self.part, CWD, &self.path, RenameFlags::NOREPLACE) {
+            Ok(()) => Ok(()),
+            Err(error) => match io::Error::from(error) {
+                error if error.kind() == io::ErrorKind::AlreadyExists => Err(error),
+                // Not every file system knows this rename; a link overwrites
+                // nothing either. The other name goes when this is dropped.
+                _ => fs::hard_link(&self.part, &self.path),
+            },
+        }
+    }
+}
+
+/// Removes what a killed writer has left.
+fn remove_leftover(part: &Path) -> io::Result<()> {
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let mut file = match rustix::fs::open(part, flags, Mode::empty()) {
+        Ok(descriptor) => File::from(descriptor),
+        Err(error) => match io::Error::from(error) {
+            error if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            error => return Err(error),
+        },
+    };
+    let metadata = file.metadata()?;
+    let mut beginning = Vec::new();
+    if metadata.is_file() {
+        lock(&file)?;
+        (&mut file).take(MAGIC.len() as u64).read_to_end(&mut beginning)?;
+    }
+    if !metadata.is_file() || !MAGIC.starts_with(&beginning) {
+        return Err(io::Error::new(
+            io::ErrorKind::AlreadyExists,
+            format!("{} is in the way and is no snapshot; move it", part.display()),
+        ));
+    }
+    // Still the one that is locked? Who made another one has it locked.
+    match fs::symlink_metadata(part) {
+        Ok(now) if (now.dev(), now.ino()) == (metadata.dev(), metadata.ino()) => {
+            fs::remove_file(part)
+        }
+        _ => Ok(()),
+    }
+}
+
+impl Sink for PartFile {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.file.write_all(bytes)
+    }
+
+    fn sync(&mut self) -> io::Result<()> {
+        self.file.sync_all()?;
+        // It is not read soon, and others need the memory. Advice: may fail.
+        let _ = rustix::fs::fadvise(&self.file, 0, None, Advice::DontNeed);
+        Ok(())
+    }
+
+    fn publish(&mut self) -> io::Result<()> {
+        self.sync()?;
+        self.rename()?;
+        let directory = match self.path.parent() {
+            Some(parent) if !parent.as_os_str().is_empty() => parent,
+            _ => Path::new("."),
+        };
+        if let Err(error) = File::open(directory).and_then(|directory| directory.sync_all()) {
+            // Whoever is told that it failed must not find it later.
+            let _ = fs::remove_file(&self.path);
+            return Err(error);
+        }
+        self.is_published = true;
+        Ok(())
+    }
+}
+
+impl Drop for PartFile {
+    fn drop(&mut self) {
+        // After a rename there is none; another's may be there only after that.
+        let ours = self.file.metadata().and_then(|mine| {
+            let now = fs::symlink_metadata(&self.part)?;
+            Ok((now.dev(), now.ino()) == (mine.dev(), mine.ino()))
+        });
+        if ours.unwrap_or(false) {
+            let _ = fs::remove_file(&self.part);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+    use crate::archive::testing::Place;
+
+    fn kind<T>(outcome: io::Result<T>) -> Option<io::ErrorKind> {
+        outcome.err().map(|error| error.kind())
+    }
+
+    #[test]
+    fn it_has_its_name_only_when_published_and_is_its_owners() {
+        let place = Place::new("published");
+        let path = place.path("x");
+        let mut file = PartFile::create(&path).expect("a file");
+        file.write(b"bytes").expect("room");
+        let mode = fs::metadata(part_of(&path)).expect("there").permissions().mode();
+        assert_eq!(mode & 0o7777, 0o600);
+        assert!(!path.exists());
+        file.publish().expect("published");
+        drop(file);
+        assert!(!part_of(&path).exists());
+        assert_eq!(fs::read(&path).expect("there"), b"bytes");
+        assert_eq!(fs::metadata(&path).expect("there").permissions().mode() & 0o7777, 0o600);
+    }
+
+    #[test]
+    fn nothing_is_left_of_one_that_is_dropped() {
+        let place = Place::new("dropped");
+        drop(PartFile::create(&place.path("x")).expect("a file"));
+        assert_eq!(place.names(), [""; 0]);
+    }
+
+    #[test]
+    fn what_is_there_stays() {
+        let place = Place::new("there");
+        let path = place.path("x");
+        let mut late = PartFile::create(&path).expect("a file");
+        fs::write(&path, "mine").expect("written");
+        assert_eq!(kind(PartFile::create(&path)), Some(io::ErrorKind::AlreadyExists));
+        assert_eq!(kind(late.publish()), Some(io::ErrorKind::AlreadyExists));
+        drop(late);
+        assert_eq!(fs::read(&path).expect("there"), b"mine");
+        assert_eq!(place.names(), ["x"]);
+        // A link is something, too, wherever it leads.
+        std::os::unix::fs::symlink("/nowhere", place.path("y")).expect("a link");
+        assert_eq!(kind(PartFile::create(&place.path("y"))), Some(io::ErrorKind::AlreadyExists));
+    }
+
+    #[test]
+    fn leftovers_go_and_living_writers_and_strangers_stay() {
+        let place = Place::new("leftovers");
+        let path = place.path("x");
+        let part = part_of(&path);
+        for leftover in [&b""[..], &MAGIC[..3], &MAGIC, b"\x89strata\nand more"] {
+            fs::write(&part, leftover).expect("written");
+            let file = PartFile::create(&path).expect("the leftover goes");
+            assert_eq!(kind(PartFile::create(&path)), Some(io::ErrorKind::ResourceBusy));
+            drop(file);
+        }
+        fs::write(&part, "a letter").expect("written");
+        assert_eq!(kind(PartFile::create(&path)), Some(io::ErrorKind::AlreadyExists));
+        assert_eq!(fs::read(&part).expect("there"), b"a letter");
+        fs::remove_file(&part).expect("removed");
+        fs::create_dir(&part).expect("made");
+        assert_eq!(kind(PartFile::create(&path)), Some(io::ErrorKind::AlreadyExists));
+        assert!(part.is_dir());
+        fs::remove_dir(&part).expect("removed");
+        std::os::unix::fs::symlink("/etc/hostname", &part).expect("a link");
+        assert!(PartFile::create(&path).is_err());
+        assert!(part.is_symlink());
+    }
+}

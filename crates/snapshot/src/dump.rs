@@ -1,0 +1,511 @@
+//! Dumps a process tree: everything but its private anonymous memory.
+//!
+//! `criu dump --lazy-pages` writes all else, keeps the tree frozen and waits for
+//! somebody to fetch memory. That somebody is a socket pair of ours: CRIU says
+//! on `--status-fd` that it waits, and closing our end lets the tree run on. So
+//! a tree never stays frozen for longer than we live.
+//!
+//! CRIU is killed only when a limit of time is over: a kill in the few
+//! milliseconds in which it has code of its own inside the tree can end the
+//! tree's processes.
+
+use std::fs::DirBuilder;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus};
+use std::time::{Duration, Instant};
+use std::{fs, io};
+
+use strata_sys::{inherit_fds, poll_readable};
+
+use crate::child::Running;
+use crate::criu::{Criu, IGNORE_CGROUPS};
+use crate::hide;
+use crate::images::mend_files;
+use crate::log::reason_in;
+use crate::preflight::{GHOST_LIMIT, Refusal, preflight};
+use crate::processes::{inner_number, is_in_state, lives_elsewhere, process_tree, wait_untraced};
+
+/// How often a dump is begun anew because a connection to an outsider was made
+/// between our look and CRIU's.
+const MOST_ATTEMPTS: u32 = 4;
+/// What CRIU says then.
+const NEW_CONNECTION: &str = "External socket is used";
+/// What it says of a connection whose queues changed while it read them: the
+/// other end may be outside, and what was sent before the freeze is acknowledged
+/// a little later.
+const MOVING_CONNECTION: &str = "soccr";
+/// How long CRIU may take to go after it was told to stop, before it is killed.
+const GRACE: Duration = Duration::from_secs(10);
+/// Between two looks whether the tree stands still.
+const LOOK: Duration = Duration::from_millis(1);
+
+/// How a dump is made.
+#[derive(Clone, Debug)]
+pub struct DumpOptions {
+    /// The caller has all private anonymous memory of mappings from 1 MiB on:
+    /// CRIU is not shown where their pages are, so the freeze does not grow with
+    /// them. Else the caller needs not bring pages that hold a thread's stack
+    /// pointer, which CRIU then restores itself. Without effect for programs
+    /// with a seccomp filter or locked memory.
+    pub hide_memory: bool,
+    /// The program `strata-clone`; needed for trees that live in namespaces of
+    /// their own, as clones do.
+    pub helper: Option<PathBuf>,
+    /// Longest wait until the tree stands frozen with all but memory on disk;
+    /// and again for CRIU's end after the thaw.
+    pub limit: Duration,
+}
+
+impl Default for DumpOptions {
+    fn default() -> Self {
+        Self { hide_memory: false, helper: None, limit: Duration::from_secs(30) }
+    }
+}
+
+/// Why there is no dump. Unless it says otherwise, the tree runs on.
+#[derive(Debug, thiserror::Error)]
+pub enum DumpError {
+    /// Found before anything was frozen.
+    #[error("this cannot be dumped: {}", .0.iter().map(Refusal::to_string).collect::<Vec<_>>().join("; "))]
+    Refused(Vec<Refusal>),
+    /// CRIU said no.
+    #[error("CRIU could not dump process {pid}: {reason}")]
+    Failed {
+        /// Root of the tree.
+        pid: u32,
+        /// CRIU's words.
+        reason: String,
+    },
+    /// It took too long, and was ended. `running`: the tree was seen to run on.
+    #[error("CRIU did not {what} process {pid} within {limit:?}; it was ended, and the process {}", if *.running { "runs on" } else { "does not run any more" })]
+    TooLong {
+        /// What it was to do.
+        what: &'static str,
+        /// Root of the tree.
+        pid: u32,
+        /// The limit.
+        limit: Duration,
+        /// The tree's root was seen to run on.
+        running: bool,
+    },
+    /// The system refused something that is needed for it.
+    #[error("{what}: {cause}")]
+    System {
+        /// What was being done.
+        what: String,
+        /// The cause.
+        cause: io::Error,
+    },
+}
+
+fn system(what: impl Into<String>) -> impl FnOnce(io::Error) -> DumpError {
+    let what = what.into();
+    move |cause| DumpError::System { what, cause }
+}
+
+/// A dump that is whole.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct DumpOutcome {
+    /// From when the tree was seen frozen (to a millisecond) to when it was seen
+    /// to run on.
+    pub frozen: Duration,
+    /// From the start of CRIU to the frozen tree: nothing stands still in it.
+    pub before: Duration,
+    /// Of `frozen`, until CRIU was ready; the rest is the caller's and the thaw.
+    pub criu: Duration,
+}
+
+/// Begins dumps. TCP connections inside of the tree are in them; those to
+/// outsiders are closed in what is restored.
+#[derive(Debug)]
+pub struct Dump;
+
+/// A tree that stands frozen, all but memory on disk. Dropped, it runs on and
+/// the dump is given up.
+#[derive(Debug)]
+pub struct FrozenProcess {
+    root: u32,
+    images: PathBuf,
+    criu: Running,
+    /// CRIU waits for this end to speak or close.
+    release: Option<UnixStream>,
+    limit: Duration,
+    began: Instant,
+    frozen: Instant,
+    ready: Instant,
+}
+
+fn log_paths(images: &Path) -> (PathBuf, PathBuf) {
+    (images.join("dump.log"), images.join("dump.out"))
+}
+
+fn failed(root: u32, images: &Path) -> DumpError {
+    let (log, output) = log_paths(images);
+    DumpError::Failed { pid: root, reason: reason_in(&log, &output) }
+}
+
+/// Removes what an attempt left in the directory.
+fn empty(images: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(images)? {
+        fs::remove_file(entry?.path())?;
+    }
+    Ok(())
+}
+
+impl Dump {
+    /// Freezes `root` and all below it, and returns when everything but memory
+    /// is in `images` (made here, owner-only; it must not exist).
+    ///
+    /// # Errors
+    /// [`DumpError`]; the tree runs on, and `images` is gone.
+    pub fn begin(
+        criu: &Criu,
+        root: u32,
+        images: &Path,
+        options: &DumpOptions,
+    ) -> Result<FrozenProcess, DumpError> {
+        DirBuilder::new()
+            .mode(0o700)
+            .create(images)
+            .map_err(system(format!("making {}", images.display())))?;
+        let result = Self::attempts(criu, root, images, options);
+        if result.is_err() {
+            // The error at hand is the one to tell.
+            let _ = fs::remove_dir_all(images);
+        }
+        result
+    }
+
+    fn attempts(
+        criu: &Criu,
+        root: u32,
+        images: &Path,
+        options: &DumpOptions,
+    ) -> Result<FrozenProcess, DumpError> {
+        let mut attempt = 1;
+        let mut still_moving = false;
+        loop {
+            let pids = process_tree(root);
+            let survey = preflight(&pids).map_err(system(format!("looking at process {root}")))?;
+            if !survey.refusals.is_empty() {
+                return Err(DumpError::Refused(survey.refusals));
+            }
+            let keep = survey.inside_connections && !still_moving;
+            match start(criu, &pids, images, options, &survey.outside_connections, keep) {
+                Err(DumpError::Failed { reason, .. })
+                    if attempt < MOST_ATTEMPTS
+                        && [NEW_CONNECTION, MOVING_CONNECTION]
+                            .iter()
+                            .any(|m| reason.contains(m)) =>
+                {
+                    attempt += 1;
+                    // Rather all of them closed than no dump.
+                    still_moving = attempt == MOST_ATTEMPTS && reason.contains(MOVING_CONNECTION);
+                    empty(images).map_err(system(format!("emptying {}", images.display())))?;
+                }
+                result => return result,
+            }
+        }
+    }
+}
+
+fn start(
+    criu: &Criu,
+    pids: &[u32],
+    images: &Path,
+    options: &DumpOptions,
+    outside: &[u32],
+    keep_connections: bool,
+) -> Result<FrozenProcess, DumpError> {
+    let Some(&root) = pids.first() else {
+        return Err(system("looking at the process")(io::ErrorKind::NotFound.into()));
+    };
+    let (release, theirs) = UnixStream::pair().map_err(system("making a socket pair"))?;
+    let (status, ready) = io::pipe().map_err(system("making a pipe"))?;
+    let (theirs, ready) = (OwnedFd::from(theirs), OwnedFd::from(ready));
+    let mut command = if lives_elsewhere(root) {
+        let none = || io::Error::new(io::ErrorKind::NotFound, "no path to strata-clone is set");
+        let helper =
+            options.helper.as_ref().ok_or_else(none).map_err(system("entering namespaces"))?;
+        let mut command = Command::new(helper);
+        command.arg("enter").arg(root.to_string()).arg(criu.path());
+        command
+    } else {
+        Command::new(criu.path())
+    };
+    let number = inner_number(root).unwrap_or(root);
+    command.arg("dump").arg("--tree").arg(number.to_string()).arg("--images-dir").arg(images);
+    // One line of log costs as much as dumping a page: errors only.
+    command.args(["--log-file", "dump.log", "-v1"]);
+    command.args(["--lazy-pages", "--leave-running", "--shell-job", "--file-locks"]);
+    command.arg(IGNORE_CGROUPS);
+    command.arg("--ghost-limit").arg(GHOST_LIMIT.to_string());
+    command.arg("--ps-socket").arg(theirs.as_raw_fd().to_string());
+    command.arg("--status-fd").arg(ready.as_raw_fd().to_string());
+    // One that nobody has accepted yet stays where it is, and is in no dump.
+    command.arg("--skip-in-flight");
+    if keep_connections {
+        command.args(["--tcp-established", "--network-lock", "skip"]);
+    } else {
+        command.arg("--tcp-close");
+    }
+    for inode in outside {
+        command.arg("--external").arg(format!("unix[{inode}]"));
+    }
+    // Our copies of its ends close with the command, when it has started.
+    inherit_fds(&mut command, vec![theirs, ready]);
+    let questions = if options.hide_memory {
+        hide::prepare(&mut command, pids).map_err(system("making a socket pair"))?
+    } else {
+        None
+    };
+    let began = Instant::now();
+    let running = Running::start(command, &log_paths(images).1)
+        .map_err(system(format!("starting {}", criu.path().display())))?;
+    let mut waiting = FrozenProcess {
+        root,
+        images: images.to_owned(),
+        criu: running,
+        release: Some(release),
+        limit: options.limit,
+        began,
+        frozen: began,
+        ready: began,
+    };
+    if let Some(questions) = questions {
+        hide::answer(&questions, pids).map_err(system("answering for the kernel"))?;
+    }
+    if waiting.wait_ready(&OwnedFd::from(status))? {
+        return Ok(waiting);
+    }
+    // It gave up by itself: nothing is left to be ended.
+    waiting.release = None;
+    waiting.end("freeze")?;
+    Err(failed(root, images))
+}
+
+impl FrozenProcess {
+    /// Waits for CRIU's byte. `false`: it ended without one.
+    fn wait_ready(&mut self, status: &OwnedFd) -> Result<bool, DumpError> {
+        let end = self.began + self.limit;
+        let mut seen_frozen = false;
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                self.release = None;
+                self.stop();
+                let running = wait_untraced(self.root);
+                let (pid, limit) = (self.root, self.limit);
+                return Err(DumpError::TooLong { what: "freeze", pid, limit, running });
+            }
+            let wait = if seen_frozen { left } else { left.min(LOOK) };
+            let [polled] =
+                poll_readable([status.as_fd()], Some(wait)).map_err(system("waiting for CRIU"))?;
+            if !seen_frozen && is_in_state(self.root, 't') {
+                seen_frozen = true;
+                self.frozen = Instant::now();
+            }
+            if polled.readable || polled.hangup {
+                self.ready = Instant::now();
+                if !seen_frozen {
+                    self.frozen = self.ready;
+                }
+                return Ok(polled.readable);
+            }
+        }
+    }
+
+    /// Waits for CRIU's end; when that takes too long it is killed.
+    fn end(&mut self, what: &'static str) -> Result<ExitStatus, DumpError> {
+        let limit = self.limit;
+        let ended = self.criu.wait(limit).map_err(system("waiting for CRIU"))?;
+        ended.ok_or_else(|| {
+            self.criu.kill();
+            let running = wait_untraced(self.root);
+            DumpError::TooLong { what, pid: self.root, limit, running }
+        })
+    }
+
+    /// Ends CRIU, which is to give up by itself where it can.
+    fn stop(&mut self) {
+        self.release = None;
+        if !matches!(self.criu.wait(GRACE), Ok(Some(_))) {
+            self.criu.kill();
+        }
+    }
+
+    /// Since when the tree stands still, to a millisecond.
+    #[must_use]
+    pub fn since(&self) -> Instant {
+        self.frozen
+    }
+
+    /// The root of the tree.
+    #[must_use]
+    pub fn root(&self) -> u32 {
+        self.root
+    }
+
+    /// Lets the tree run on, and returns when it does and the dump is whole.
+    ///
+    /// # Errors
+    /// [`DumpError`]; the images are gone then.
+    pub fn thaw(mut self) -> Result<DumpOutcome, DumpError> {
+        let result = self.finish();
+        if result.is_err() {
+            let _ = fs::remove_dir_all(&self.images);
+        }
+        result
+    }
+
+    fn finish(&mut self) -> Result<DumpOutcome, DumpError> {
+        self.release = None;
+        let status = self.end("thaw")?;
+        let thawed = Instant::now();
+        if !status.success() {
+            return Err(failed(self.root, &self.images));
+        }
+        mend_files(&self.images)
+            .map_err(system(format!("changing the images in {}", self.images.display())))?;
+        Ok(DumpOutcome {
+            frozen: thawed - self.frozen,
+            before: self.frozen - self.began,
+            criu: self.ready - self.frozen,
+        })
+    }
+
+    /// Lets the tree run on and gives the dump up: the images are removed.
+    ///
+    /// # Errors
+    /// CRIU had to be killed, or the images could not be removed.
+    pub fn abort(mut self) -> Result<(), DumpError> {
+        self.release = None;
+        self.end("thaw")?;
+        let what = format!("removing {}", self.images.display());
+        fs::remove_dir_all(&self.images).map_err(system(what))
+    }
+}
+
+impl Drop for FrozenProcess {
+    fn drop(&mut self) {
+        if self.release.is_some() {
+            self.stop();
+            let _ = fs::remove_dir_all(&self.images);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::Fake;
+
+    fn quick() -> DumpOptions {
+        DumpOptions { limit: Duration::from_millis(400), ..DumpOptions::default() }
+    }
+
+    struct Victim(std::process::Child);
+
+    impl Victim {
+        fn new() -> Self {
+            let mut command = Command::new("sleep");
+            command.arg("100");
+            // Ours may be led from outside of this pid namespace.
+            strata_sys::own_session(&mut command);
+            Self(command.spawn().expect("sleep"))
+        }
+    }
+
+    impl Drop for Victim {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+
+    const READY: &str = "eval \"printf '\\0' >&$status_fd\"; eval \"exec $status_fd>&-\"";
+    const WAIT: &str = "cat <&$ps_socket >/dev/null";
+    const IMAGE: &str = "printf '\\031\\103\\126\\124\\070\\061\\060\\126' >$images_dir/files.img";
+
+    fn begin(fake: &Fake, lines: &str) -> (Result<FrozenProcess, DumpError>, Victim, PathBuf) {
+        let victim = Victim::new();
+        let images = fake.directory().join("images");
+        let result = Dump::begin(&fake.criu(lines), victim.0.id(), &images, &quick());
+        (result, victim, images)
+    }
+
+    #[test]
+    fn a_dump_is_ready_thawed_and_whole() {
+        let fake = Fake::new("dump-whole");
+        let (result, _victim, images) = begin(&fake, &format!("{IMAGE}; {READY}; {WAIT}"));
+        let frozen = result.expect("ready");
+        assert!(images.is_dir());
+        frozen.thaw().expect("whole");
+        assert!(images.join("files.img").is_file());
+    }
+
+    #[test]
+    fn a_dump_that_fails_says_why_and_leaves_nothing() {
+        let fake = Fake::new("dump-fails");
+        let text = "echo '(00.1) Error (criu/a.c:1): no such luck' >$images_dir/dump.log; exit 1";
+        let (result, _victim, images) = begin(&fake, text);
+        let error = result.expect_err("it failed");
+        assert!(error.to_string().ends_with("no such luck"), "{error}");
+        assert!(!images.exists());
+        // Ready, and then it fails: the same.
+        let (result, _victim, images) = begin(&fake, &format!("{READY}; {WAIT}; exit 1"));
+        let error = result.expect("ready").thaw().expect_err("it failed");
+        assert!(matches!(error, DumpError::Failed { .. }));
+        assert!(!images.exists());
+        // Images that are not as this version knows them are no dump.
+        let (result, _victim, images) = begin(&fake, &format!("{READY}; {WAIT}"));
+        let error = result.expect("ready").thaw().expect_err("no images");
+        assert!(matches!(error, DumpError::System { .. }), "{error}");
+        assert!(!images.exists());
+    }
+
+    #[test]
+    fn what_takes_too_long_is_ended() {
+        let fake = Fake::new("dump-long");
+        let (result, _victim, images) = begin(&fake, &WAIT.replace("cat", "exec cat"));
+        let error = result.expect_err("never ready");
+        assert!(matches!(error, DumpError::TooLong { running: true, .. }), "{error:?}");
+        assert!(!images.exists());
+        let (result, _victim, images) = begin(&fake, &format!("{READY}; exec sleep 100"));
+        let error = result.expect("ready").thaw().expect_err("never ends");
+        assert!(error.to_string().contains("did not thaw process"), "{error}");
+        assert!(!images.exists());
+    }
+
+    #[test]
+    fn given_up_or_dropped_it_leaves_no_images() {
+        let fake = Fake::new("dump-dropped");
+        for give_up in [true, false] {
+            let (result, _victim, images) = begin(&fake, &format!("{IMAGE}; {READY}; {WAIT}"));
+            let frozen = result.expect("ready");
+            if give_up {
+                frozen.abort().expect("given up");
+            } else {
+                drop(frozen);
+            }
+            assert!(!images.exists());
+        }
+    }
+
+    #[test]
+    fn a_connection_made_meanwhile_is_tried_again() {
+        let fake = Fake::new("dump-again");
+        let text = format!(
+            "echo x >>$images_dir/../tries; [ $(wc -l <$images_dir/../tries) -ge 3 ] || {{ \
+             echo '(0) Error (a.c:1): unix: External socket is used.' >$images_dir/dump.log; exit 1; }}; \
+             {IMAGE}; {READY}; {WAIT}"
+        );
+        let (result, _victim, _images) = begin(&fake, &text);
+        result.expect("the third time").thaw().expect("whole");
+        let tries = fs::read_to_string(fake.directory().join("tries")).expect("tries");
+        assert_eq!(tries.lines().count(), 3);
+    }
+}

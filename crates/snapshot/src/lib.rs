@@ -1,0 +1,34 @@
+//! Process state for snapshots. It runs CRIU, which takes and brings back
+//! everything of a process tree but its private anonymous memory.
+//!
+//! A dump: [`preflight`] names what CRIU cannot take, [`Dump::begin`] returns
+//! when the tree stands frozen and all but memory is on disk, and
+//! [`FrozenProcess::thaw`] lets it run on. A restore: [`Restore::begin`], then
+//! [`Restore::next_arrival`] hands over each process's userfaultfd before the
+//! process runs, and [`Restore::finish`] says how it ended.
+//!
+//! It knows nothing of pages, stores and tenants: whoever holds the
+//! userfaultfds brings the memory. It keeps no state between calls.
+#![forbid(unsafe_code)]
+
+pub mod archive;
+mod child;
+pub mod clone;
+mod connections;
+mod criu;
+mod dump;
+mod hide;
+mod images;
+mod log;
+mod preflight;
+mod processes;
+mod restore;
+
+pub use criu::{Criu, CriuError, OLDEST};
+pub use dump::{Dump, DumpError, DumpOptions, DumpOutcome, FrozenProcess};
+pub use preflight::{Refusal, Survey, preflight};
+pub use processes::process_tree;
+pub use restore::{Arrival, Restore, RestoreError, RestoreOptions, RestoredTree, Shown};
+
+#[cfg(test)]
+mod testing;

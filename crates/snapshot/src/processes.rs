@@ -1,0 +1,115 @@
+//! Processes as `/proc` shows them: trees, states, numbers in namespaces.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::time::{Duration, Instant};
+
+use strata_sys::parent_of;
+
+/// Longest wait for a tracer's end to show.
+const DETACHED_WITHIN: Duration = Duration::from_secs(2);
+
+/// All processes by number.
+fn all() -> impl Iterator<Item = u32> {
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+}
+
+/// `root` and all that descends from it, parents before children; empty when
+/// `root` is gone.
+#[must_use]
+pub fn process_tree(root: u32) -> Vec<u32> {
+    let mut children: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
+    let mut found = Vec::new();
+    for pid in all() {
+        if pid == root {
+            found.push(root);
+        }
+        if let Some(parent) = parent_of(pid) {
+            children.entry(parent).or_default().push(pid);
+        }
+    }
+    let mut next = 0;
+    while let Some(pid) = found.get(next) {
+        found.extend(children.remove(pid).unwrap_or_default());
+        next += 1;
+    }
+    found
+}
+
+/// A line of `/proc/PID/status`.
+pub(crate) fn status(pid: u32, key: &str) -> Option<String> {
+    let text = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let value = |line: &str| Some(line.strip_prefix(key)?.strip_prefix(':')?.trim().to_owned());
+    text.lines().find_map(value)
+}
+
+/// Who traces it: 0 for nobody; `None` when it is gone.
+pub(crate) fn tracer(pid: u32) -> Option<u32> {
+    status(pid, "TracerPid")?.parse().ok()
+}
+
+/// Whether its state is the letter (see proc(5)).
+pub(crate) fn is_in_state(pid: u32, letter: char) -> bool {
+    status(pid, "State").is_some_and(|state| state.starts_with(letter))
+}
+
+/// Waits until nobody traces it any more. `false`: somebody still does, or it
+/// is gone.
+pub(crate) fn wait_untraced(pid: u32) -> bool {
+    let end = Instant::now() + DETACHED_WITHIN;
+    loop {
+        match tracer(pid) {
+            Some(0) => return !is_in_state(pid, 'Z'),
+            Some(_) if Instant::now() < end => std::thread::sleep(Duration::from_millis(1)),
+            _ => return false,
+        }
+    }
+}
+
+/// Its number in its own pid namespace.
+pub(crate) fn inner_number(pid: u32) -> Option<u32> {
+    status(pid, "NSpid")?.split_ascii_whitespace().next_back()?.parse().ok()
+}
+
+/// Whether its session is led from outside of its own pid namespace, as after
+/// `nsenter`: a number that it cannot be given again.
+pub(crate) fn session_is_led_from_outside(pid: u32) -> bool {
+    status(pid, "NSsid").is_some_and(|numbers| numbers.split_ascii_whitespace().last() == Some("0"))
+}
+
+/// Whether it lives in pid, mount or network namespaces other than ours.
+pub(crate) fn lives_elsewhere(pid: u32) -> bool {
+    ["pid", "mnt", "net"].iter().any(|kind| {
+        let namespace = |who: &str| fs::read_link(format!("/proc/{who}/ns/{kind}")).ok();
+        namespace(&pid.to_string()) != namespace("self")
+    })
+}
+
+/// The process below `ancestor` (itself included) that bears `number` in its
+/// own pid namespace.
+pub(crate) fn find_by_inner_number(ancestor: u32, number: u32) -> Option<u32> {
+    process_tree(ancestor).into_iter().find(|pid| inner_number(*pid) == Some(number))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::Command;
+
+    #[test]
+    fn a_tree_has_its_children_and_no_others() {
+        let mut child = Command::new("sleep").arg("60").spawn().expect("sleep");
+        let tree = process_tree(std::process::id());
+        assert_eq!(tree[0], std::process::id());
+        assert!(tree.contains(&child.id()));
+        assert_eq!(process_tree(child.id()), [child.id()]);
+        assert_eq!(find_by_inner_number(std::process::id(), child.id()), Some(child.id()));
+        assert_eq!(tracer(child.id()), Some(0));
+        assert!(wait_untraced(child.id()));
+        child.kill().expect("kill");
+        child.wait().expect("wait");
+        assert_eq!(process_tree(child.id()), []);
+        assert!(!wait_untraced(child.id()));
+    }
+}

@@ -1,0 +1,570 @@
+//! Restores a process tree whose memory somebody else brings.
+//!
+//! `criu restore --lazy-pages` connects to a socket of ours and sends, for each
+//! process, its number and a userfaultfd, before the process has registered its
+//! memory with it. From then on its missing pages must be answered: threads
+//! touch their memory before CRIU says that it is finished. The process closes
+//! its own copy, so the one handed out here is the only one: closed, missing
+//! pages read as zero.
+//!
+//! What it registers is *all* private anonymous memory that is not locked, for
+//! missing pages only: heaps, stacks, guard pages, the empty tails of programs and
+//! libraries. Pages in it that hold a thread's stack pointer CRIU may have filled
+//! itself: they are present already.
+
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::fs::DirBuilder;
+use std::io::Read;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::time::{Duration, Instant};
+use std::{fs, io};
+
+use strata_sys::{Pidfd, inherit_fds, parent_of, peer, poll_readable, receive_with_fds};
+
+use crate::child::Running;
+use crate::clone::Run;
+use crate::connections::wait_gone;
+use crate::criu::{Criu, IGNORE_CGROUPS};
+use crate::images;
+use crate::log::reason_in;
+use crate::processes::{find_by_inner_number, is_in_state, process_tree};
+
+/// How long numbers may still be in use by processes that have just ended and
+/// are not collected yet. Some first processes (of containers) take seconds.
+const FREE_WITHIN: Duration = Duration::from_secs(15);
+/// The name that CRIU connects to, in its work directory.
+const SOCKET: &str = "lazy-pages.socket";
+/// What it sends at the end (`LAZY_PAGES_RESTORE_FINISHED`, "RSTF").
+const FINISHED: i32 = 0x5253_5446;
+/// Not to be caught or ignored.
+const SIGKILL: i32 = 9;
+/// The same; as on every architecture that Strata runs on.
+const SIGSTOP: i32 = 19;
+/// How long a restored tree may take to be gone after it was killed.
+const GONE_WITHIN: Duration = Duration::from_secs(5);
+
+/// A directory that the restored tree sees in another's place.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Shown {
+    /// What is there really: the copy.
+    pub copy: PathBuf,
+    /// Where the tree sees it: the path at the dump.
+    pub path: PathBuf,
+}
+
+/// How a tree is restored.
+#[derive(Debug)]
+pub struct RestoreOptions {
+    /// Process numbers in a namespace of their own, as in a clone; else the old
+    /// numbers, which must be free.
+    pub own_pids: bool,
+    /// A network of its own, with nothing but a loopback interface.
+    pub own_network: bool,
+    /// Directories that are seen elsewhere.
+    pub shown: Vec<Shown>,
+    /// Descriptors in the place of what the tree had from outsiders: what that
+    /// was, as in `/proc/PID/fd` at the dump (`pipe:[7]`), and the new one.
+    pub inherited: Vec<(String, OwnedFd)>,
+    /// TCP connections inside of the tree go on; nobody else may have them, as
+    /// the original does on the network of a clone. Else all are closed.
+    pub keep_connections: bool,
+    /// The program `strata-clone`; needed for anything own or shown.
+    pub helper: Option<PathBuf>,
+    /// Longest wait for the next process, and for the end.
+    pub limit: Duration,
+}
+
+impl Default for RestoreOptions {
+    fn default() -> Self {
+        Self {
+            own_pids: false,
+            own_network: false,
+            shown: Vec::new(),
+            inherited: Vec::new(),
+            keep_connections: true,
+            helper: None,
+            limit: Duration::from_secs(30),
+        }
+    }
+}
+
+/// Why nothing was restored. Whatever was started has been ended.
+#[derive(Debug, thiserror::Error)]
+pub enum RestoreError {
+    /// CRIU said no.
+    #[error("CRIU could not restore it: {0}")]
+    Failed(String),
+    /// Numbers of processes or threads of the dump are in use.
+    #[error("these process numbers of it are in use: {}; a clone (strata clone) has numbers of its own", .0.iter().map(|(number, name)| format!("{number} ({name})")).collect::<Vec<_>>().join(", "))]
+    Taken(Vec<(u32, String)>),
+    /// Processes of the dump have higher numbers than there are here.
+    #[error(
+        "process number {number} of it is beyond what this machine gives: kernel.pid_max is {limit}; raise it (sysctl kernel.pid_max=4194304)"
+    )]
+    TooHigh {
+        /// The highest.
+        number: u32,
+        /// The first number that is not given.
+        limit: u32,
+    },
+    /// It took too long.
+    #[error("CRIU did not {what} within {limit:?}; what it had started was ended")]
+    TooLong {
+        /// What it was to do.
+        what: &'static str,
+        /// The limit.
+        limit: Duration,
+    },
+    /// It sent what CRIU does not send.
+    #[error("CRIU sent something else than a process with its userfaultfd: {0}")]
+    Protocol(String),
+    /// The system refused something that is needed for it.
+    #[error("{what}: {cause}")]
+    System {
+        /// What was being done.
+        what: String,
+        /// The cause.
+        cause: io::Error,
+    },
+}
+
+fn system(what: impl Into<String>) -> impl FnOnce(io::Error) -> RestoreError {
+    let what = what.into();
+    move |cause| RestoreError::System { what, cause }
+}
+
+/// A process that is being restored and does not run yet.
+#[derive(Debug)]
+pub struct Arrival {
+    /// Its number at the dump: the name of its images, and its number in the
+    /// namespace that it is restored into.
+    pub old_pid: u32,
+    /// Its number here.
+    pub pid: u32,
+    /// Gets its missing pages; the only copy. Opened with fork, remap, unmap and
+    /// remove events, non-blocking.
+    pub userfaultfd: OwnedFd,
+}
+
+/// A tree that was restored and runs.
+#[derive(Debug)]
+pub struct RestoredTree {
+    /// Its root, by its number here.
+    pub root: u32,
+    /// For a clone with numbers of its own: the process outside that stands for
+    /// it. It ends when the clone has, with the exit code of its root (or
+    /// [`crate::clone::FAILED`]); killed, it takes the clone along. A child of
+    /// this process; wait for it, or it stays a zombie.
+    pub keeper: Option<Child>,
+}
+
+/// A restore under way. Dropped before its end, everything it has started is
+/// ended.
+#[derive(Debug)]
+pub struct Restore {
+    criu: Option<Running>,
+    listener: UnixListener,
+    connection: Option<UnixStream>,
+    /// Written to by the clone's first process when CRIU has become it.
+    ready: Option<OwnedFd>,
+    arrived: Vec<(u32, Pidfd)>,
+    /// Those that were free for it, and are its processes' now.
+    numbers: Vec<u32>,
+    /// CRIU's own number here, once it has connected.
+    coordinator: u32,
+    finished: bool,
+    own_pids: bool,
+    work: PathBuf,
+    limit: Duration,
+}
+
+fn log_paths(work: &Path) -> (PathBuf, PathBuf) {
+    (work.join("restore.log"), work.join("restore.out"))
+}
+
+fn arguments(
+    criu: &Criu,
+    images: &Path,
+    work: &Path,
+    options: &RestoreOptions,
+    keep_connections: bool,
+) -> Vec<OsString> {
+    let mut words: Vec<OsString> = vec![criu.path().into(), "restore".into()];
+    words.extend(["--images-dir".into(), images.into(), "--work-dir".into(), work.into()]);
+    words.extend(["--log-file", "restore.log", "-v1"].map(OsString::from));
+    words.extend(["--lazy-pages", "--shell-job", "--file-locks"].map(OsString::from));
+    words.push(IGNORE_CGROUPS.into());
+    if keep_connections {
+        words.extend(["--tcp-established", "--network-lock", "skip"].map(OsString::from));
+    } else {
+        words.push("--tcp-close".into());
+    }
+    for (name, fd) in &options.inherited {
+        words.extend(["--inherit-fd".into(), format!("fd[{}]:{name}", fd.as_raw_fd()).into()]);
+    }
+    words
+}
+
+/// Numbers of the dump's processes and threads.
+fn numbers(images: &Path) -> io::Result<Vec<u32>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(images)? {
+        let name = entry?.file_name();
+        let number =
+            name.to_str().and_then(|name| name.strip_prefix("core-")?.strip_suffix(".img"));
+        found.extend(number.and_then(|number| number.parse::<u32>().ok()));
+    }
+    Ok(found)
+}
+
+/// Those of `numbers` that are in use, with the names of who uses them.
+fn taken(numbers: &[u32]) -> Vec<(u32, String)> {
+    // Threads have an entry too; it is only not listed.
+    let user = |number| fs::read_to_string(format!("/proc/{number}/comm")).ok();
+    let mut found: Vec<_> = numbers
+        .iter()
+        .filter_map(|&number| Some((number, user(number)?.trim().to_owned())))
+        .collect();
+    found.sort();
+    found
+}
+
+/// Refuses numbers that the kernel does not give; where it does not say which
+/// those are, CRIU finds out.
+fn check_highest(numbers: &[u32], limit: Option<u32>) -> Result<(), RestoreError> {
+    match (numbers.iter().max(), limit) {
+        (Some(&number), Some(limit)) if number >= limit => {
+            Err(RestoreError::TooHigh { number, limit })
+        }
+        _ => Ok(()),
+    }
+}
+
+fn wait_free(numbers: &[u32]) -> Result<(), RestoreError> {
+    let end = Instant::now() + FREE_WITHIN;
+    loop {
+        let taken = taken(numbers);
+        let living = |(number, _): &(u32, String)| !is_in_state(*number, 'Z');
+        if taken.is_empty() {
+            return Ok(());
+        }
+        if taken.iter().any(living) || Instant::now() >= end {
+            return Err(RestoreError::Taken(taken));
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+impl Restore {
+    /// Starts CRIU on the images of a dump. `work` (made here, owner-only; it
+    /// must not exist) is for this restore alone; the caller removes it after the restore.
+    ///
+    /// # Errors
+    /// [`RestoreError`]; nothing is left running.
+    pub fn begin(
+        criu: &Criu,
+        images_dir: &Path,
+        work: &Path,
+        mut options: RestoreOptions,
+    ) -> Result<Self, RestoreError> {
+        let reading = || system(format!("reading the images in {}", images_dir.display()));
+        let numbers = numbers(images_dir).map_err(reading())?;
+        let limit = fs::read_to_string("/proc/sys/kernel/pid_max").ok();
+        check_highest(&numbers, limit.and_then(|limit| limit.trim().parse().ok()))?;
+        if !options.own_pids {
+            wait_free(&numbers)?;
+        }
+        DirBuilder::new()
+            .mode(0o700)
+            .create(work)
+            .map_err(system(format!("making {}", work.display())))?;
+        // By way of a descriptor: a socket's path is 107 bytes long at most.
+        let here = fs::File::open(work).map_err(system(format!("opening {}", work.display())))?;
+        let here = format!("/proc/self/fd/{}/{SOCKET}", here.as_raw_fd());
+        let listener = UnixListener::bind(here)
+            .map_err(system(format!("binding {SOCKET} in {}", work.display())))?;
+        let own_place = options.own_pids || options.own_network || !options.shown.is_empty();
+        let mut connections = BTreeSet::new();
+        if options.keep_connections {
+            connections = images::connections(images_dir).map_err(reading())?;
+        }
+        if !options.own_network {
+            wait_gone(&connections, Instant::now() + FREE_WITHIN)
+                .map_err(system("its connections cannot be made again"))?;
+        }
+        let mut program = arguments(criu, images_dir, work, &options, !connections.is_empty());
+        let mut inherited: Vec<OwnedFd> =
+            std::mem::take(&mut options.inherited).into_iter().map(|(_, fd)| fd).collect();
+        let mut ready = None;
+        let helper = options.helper.clone();
+        let missing = || io::Error::new(io::ErrorKind::NotFound, "no path to strata-clone is set");
+        if options.own_pids {
+            let helper = helper.clone().ok_or_else(missing).map_err(system("starting a clone"))?;
+            let (reader, writer) = io::pipe().map_err(system("making a pipe"))?;
+            let writer = OwnedFd::from(writer);
+            program.extend(["--exec-cmd".into(), "--".into(), helper.into(), "init".into()]);
+            program.push(writer.as_raw_fd().to_string().into());
+            inherited.push(writer);
+            ready = Some(OwnedFd::from(reader));
+        } else {
+            program.push("--restore-detached".into());
+        }
+        let mut command;
+        if own_place {
+            let helper = helper.ok_or_else(missing).map_err(system("starting a clone"))?;
+            let shown = options.shown.into_iter().map(|shown| (shown.copy, shown.path)).collect();
+            let (own_pids, own_network) = (options.own_pids, options.own_network);
+            command = Command::new(helper);
+            command.args(Run { own_pids, own_network, shown, program }.words());
+        } else {
+            command = Command::new(&program[0]);
+            command.args(&program[1..]);
+        }
+        inherit_fds(&mut command, inherited);
+        let running = Running::start(command, &log_paths(work).1)
+            .map_err(system(format!("starting {}", criu.path().display())))?;
+        Ok(Self {
+            criu: Some(running),
+            listener,
+            connection: None,
+            ready,
+            arrived: Vec::new(),
+            numbers: if options.own_pids { Vec::new() } else { numbers },
+            coordinator: 0,
+            finished: false,
+            own_pids: options.own_pids,
+            work: work.to_owned(),
+            limit: options.limit,
+        })
+    }
+
+    fn failed(&self) -> RestoreError {
+        let (log, output) = log_paths(&self.work);
+        RestoreError::Failed(reason_in(&log, &output))
+    }
+
+    fn too_long(&self, what: &'static str) -> RestoreError {
+        RestoreError::TooLong { what, limit: self.limit }
+    }
+
+    /// Waits for `fd` to be readable. `false`: CRIU ended first.
+    fn wait_or_end(&self, fd: &impl AsFd, what: &'static str) -> Result<bool, RestoreError> {
+        let Some(criu) = &self.criu else { return Ok(false) };
+        let end = Instant::now() + self.limit;
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(self.too_long(what));
+            }
+            let [wanted, ended] = poll_readable([fd.as_fd(), criu.pidfd().as_fd()], Some(left))
+                .map_err(system("waiting for CRIU"))?;
+            if wanted.readable || wanted.hangup {
+                return Ok(true);
+            }
+            if ended.readable {
+                return Ok(false);
+            }
+        }
+    }
+
+    fn accept(&mut self) -> Result<(), RestoreError> {
+        if !self.wait_or_end(&self.listener, "connect")? {
+            return Err(self.failed());
+        }
+        let (connection, _) = self.listener.accept().map_err(system("accepting CRIU"))?;
+        connection.set_read_timeout(Some(self.limit)).map_err(system("setting a limit"))?;
+        let peer = peer::peer_of(&connection).map_err(system("asking who CRIU is"))?;
+        self.coordinator = peer.pid;
+        self.connection = Some(connection);
+        Ok(())
+    }
+
+    /// The next process; `None` when all have come and stand ready to run. What
+    /// it hands out must be served at once.
+    ///
+    /// # Errors
+    /// [`RestoreError`]. Drop the restore then: that ends what was started.
+    pub fn next_arrival(&mut self) -> Result<Option<Arrival>, RestoreError> {
+        if self.connection.is_none() {
+            self.accept()?;
+        }
+        loop {
+            let Some(connection) = &self.connection else { return Err(self.failed()) };
+            if self.finished {
+                return Ok(None);
+            }
+            if !self.wait_or_end(connection, "restore the next process")? {
+                return Err(self.failed());
+            }
+            let mut number = [0; 4];
+            if let Err(error) = (&*connection).read_exact(&mut number) {
+                let over = error.kind() == io::ErrorKind::UnexpectedEof;
+                return Err(if over { self.failed() } else { system("hearing CRIU")(error) });
+            }
+            match i32::from_ne_bytes(number) {
+                FINISHED => self.finished = true,
+                // A zombie: it has no memory.
+                number if number < 0 => {}
+                number => {
+                    let arrival = self.receive(number.cast_unsigned())?;
+                    return Ok(Some(arrival));
+                }
+            }
+        }
+    }
+
+    fn receive(&mut self, old_pid: u32) -> Result<Arrival, RestoreError> {
+        let Some(connection) = &self.connection else { return Err(self.failed()) };
+        let mut byte = [0; 1];
+        let (got, mut fds) =
+            receive_with_fds(connection, &mut byte).map_err(system("receiving a userfaultfd"))?;
+        let (Some(userfaultfd), true, true) = (fds.pop(), fds.is_empty(), got == 1) else {
+            return Err(RestoreError::Protocol(format!("{got} bytes after process {old_pid}")));
+        };
+        let pid = if self.own_pids {
+            find_by_inner_number(self.coordinator, old_pid)
+        } else {
+            Some(old_pid)
+        };
+        let pid = pid.ok_or_else(|| RestoreError::Protocol(format!("no process {old_pid}")))?;
+        let pidfd = Pidfd::open(pid).map_err(system(format!("opening process {pid}")))?;
+        self.arrived.push((pid, pidfd));
+        Ok(Arrival { old_pid, pid, userfaultfd })
+    }
+
+    /// Waits until the tree runs. Missing pages must be served meanwhile.
+    ///
+    /// # Errors
+    /// [`RestoreError`]; what was started has been ended.
+    pub fn finish(mut self) -> Result<RestoredTree, RestoreError> {
+        if !self.finished {
+            return Err(RestoreError::Protocol("the end before the end".to_owned()));
+        }
+        let limit = self.limit;
+        let is_clone = if let Some(ready) = self.ready.take() {
+            let mut byte = [0; 1];
+            let said = self.wait_or_end(&ready, "let the clone run")?
+                && fs::File::from(ready).read(&mut byte).is_ok_and(|got| got == 1);
+            if !said {
+                return Err(self.failed());
+            }
+            true
+        } else {
+            let Some(criu) = &mut self.criu else { return Err(self.failed()) };
+            let ended = criu.wait(limit).map_err(system("waiting for CRIU"))?;
+            match ended {
+                None => return Err(self.too_long("let the tree run")),
+                Some(status) if !status.success() => return Err(self.failed()),
+                Some(_) => false,
+            }
+        };
+        let root = self.root();
+        // Nothing is to be ended any more.
+        let keeper = self.criu.take().filter(|_| is_clone).map(Running::into_child);
+        Ok(RestoredTree { root, keeper })
+    }
+
+    /// The root: the arrival that is not below another.
+    fn root(&self) -> u32 {
+        let pids: Vec<u32> = self.arrived.iter().map(|(pid, _)| *pid).collect();
+        let has_all = |pid: &&u32| {
+            let tree = process_tree(**pid);
+            pids.iter().all(|pid| tree.contains(pid))
+        };
+        match pids.as_slice() {
+            [one] => *one,
+            _ => pids.iter().find(has_all).or(pids.first()).copied().unwrap_or(0),
+        }
+    }
+}
+
+/// Ends all that descends from a process, but not itself. They are stopped
+/// first, so that none starts another between the look and the kill: that one
+/// would be nobody's child then, and not be found again.
+fn kill_below(ancestor: u32) {
+    let mut found: Vec<(u32, Pidfd)> = Vec::new();
+    loop {
+        let known = found.len();
+        for pid in process_tree(ancestor) {
+            if pid == ancestor || found.iter().any(|(other, _)| *other == pid) {
+                continue;
+            }
+            let Ok(pidfd) = Pidfd::open(pid) else { continue };
+            // Still below it, so the number was not another's in between.
+            if process_tree(ancestor).contains(&pid) {
+                pidfd.signal(SIGSTOP);
+                found.push((pid, pidfd));
+            }
+        }
+        if found.len() == known {
+            break;
+        }
+    }
+    for (_, pidfd) in &found {
+        pidfd.signal(SIGKILL);
+    }
+}
+
+/// Ends what a CRIU that was killed left behind: it waits for that CRIU for ever,
+/// and nobody knows of it yet. `numbers` were free when it started. Its parent is
+/// whoever collects orphans: us, or we cannot tell it from others.
+fn kill_orphans(numbers: &[u32]) {
+    let is_ours = |number: u32| parent_of(number) == Some(std::process::id());
+    for &number in numbers.iter().filter(|&&number| is_ours(number)) {
+        // Still ours, so the number was not another's in between.
+        if let Some(pidfd) = Pidfd::open(number).ok().filter(|_| is_ours(number)) {
+            pidfd.signal(SIGKILL);
+        }
+    }
+}
+
+impl Drop for Restore {
+    /// Ends what CRIU has started first: it then gives up by itself. Killed
+    /// before, it would leave processes behind that wait for it for ever.
+    fn drop(&mut self) {
+        let Some(mut criu) = self.criu.take() else { return };
+        let end = Instant::now() + GONE_WITHIN;
+        while matches!(criu.wait(Duration::ZERO), Ok(None)) && Instant::now() < end {
+            kill_below(criu.id());
+            // It has yet to notice, or to start anything.
+            if !matches!(criu.wait(Duration::from_millis(5)), Ok(None)) {
+                break;
+            }
+        }
+        criu.kill();
+        kill_orphans(&self.numbers);
+        // Those that CRIU had let go already.
+        for (_, pidfd) in &self.arrived {
+            pidfd.signal(SIGKILL);
+        }
+        for (_, pidfd) in &self.arrived {
+            while !pidfd.has_exited() && Instant::now() < end {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+        // Those that CRIU has killed: their numbers are to be free for the next try.
+        let dies = |(number, _): &(u32, String)| !is_in_state(*number, 'Z');
+        while taken(&self.numbers).iter().any(dies) && Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_that_the_kernel_does_not_give_are_refused() {
+        let refused = check_highest(&[7, 32_768], Some(32_768)).expect_err("one too many");
+        assert!(refused.to_string().contains("process number 32768"), "{refused}");
+        assert!(check_highest(&[7, 32_767], Some(32_768)).is_ok());
+        assert!(check_highest(&[], Some(1)).is_ok());
+        assert!(check_highest(&[u32::MAX], None).is_ok());
+    }
+}

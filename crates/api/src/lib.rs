@@ -1,10 +1,30 @@
 //! Requests, replies and statistics between `strata` and `stratad`: types only.
 //!
 //! One connection carries one request and its reply, each one JSON object on
-//! one line of at most [`MAX_LINE_BYTES`]. The daemon knows its peer from the
-//! socket (`SO_PEERCRED`): a user sees and commands only their own tenants,
-//! root all of them.
+//! one line of at most [`MAX_LINE_BYTES`]. The reply to a request for which
+//! [`Request::shows_progress`] may be preceded by any number of [`Progress`]
+//! lines, a few a second; every other request is answered by exactly one line.
+//! A line is a [`Reply`] when it has a `reply` key, a [`Progress`] when it has a
+//! `progress` key. The reply ends the connection; a client that hangs up before
+//! it ends the waiting, not the work.
+//!
+//! The daemon knows its peer from the socket (`SO_PEERCRED`): a user sees and
+//! commands only their own tenants and snapshots, root all of them.
 #![forbid(unsafe_code)]
+
+mod advice;
+mod place;
+mod snapshot;
+
+pub use advice::{
+    Advice, AdviceBrief, AdviceState, CurvePoint, MAX_CURVE_POINTS, NEEDED_FOR, Need,
+};
+pub use place::{MAX_PLACE_PAGES, MAX_PLACE_RANGES, PlaceOutcome, PlaceWish, tier_letters};
+pub use snapshot::{
+    MAX_CLONES, MAX_COPY_DIRS, MAX_FORWARDS, MAX_LABEL_BYTES, MAX_PATH_BYTES, MIN_SCHEDULE_SECONDS,
+    Net, PortForward, Progress, RevivedTenant, SnapshotId, SnapshotInfo, SnapshotRef,
+    SnapshotState, Tcp, Unit, Which, clone_name, label_problem,
+};
 
 use serde::{Deserialize, Serialize};
 
@@ -17,10 +37,12 @@ pub const DEFAULT_SOCKET: &str = "/run/strata/control.sock";
 /// Environment variable that names another control socket.
 pub const ENV_CONTROL_SOCKET: &str = "STRATA_SOCKET";
 /// A daemon's control socket inside its socket directory.
-pub const CONTROL_SOCKET_NAME: &str = "control.sock";
+pub use strata_units::wire::CONTROL_SOCKET_NAME;
 /// Private daemons keep their sockets in directories whose names start so,
 /// under `/run` or the user's runtime directory.
 pub const PRIVATE_DIRECTORY_PREFIX: &str = "strata-";
+/// Where a private daemon keeps its snapshots, in that directory.
+pub const PRIVATE_SNAPSHOTS_NAME: &str = "snapshots";
 /// Longest tenant name: it must fit in a file name and in a column.
 pub const MAX_NAME_BYTES: usize = 64;
 
@@ -73,6 +95,22 @@ pub enum Request {
         /// The new budget.
         dram_bytes: u64,
     },
+    /// How much DRAM does it need? It is watched from now on, for ten minutes
+    /// after the last question.
+    Advise {
+        /// The tenant.
+        name: String,
+        /// It is not to be watched any more; answered by [`Reply::Done`].
+        #[serde(default)]
+        stop: bool,
+    },
+    /// Share a total out so that the sum of the losses is least. Changes nothing.
+    ShareOut {
+        /// The total.
+        total_bytes: u64,
+        /// One curve a tenant, whosever it is.
+        curves: Vec<Vec<CurvePoint>>,
+    },
     /// Give all pages back and stop managing.
     Release {
         /// The tenant.
@@ -83,6 +121,176 @@ pub enum Request {
         /// The tenant.
         name: String,
     },
+    /// Take a snapshot. Answered when it can be restored, or, with `persist`,
+    /// when it is on disk.
+    Snapshot {
+        /// The tenant.
+        name: String,
+        /// A second name for it; must be free among the tenant's snapshots.
+        label: Option<String>,
+        /// Keep it on disk, so that it survives a reboot.
+        persist: bool,
+    },
+    /// Take a snapshot of the tenant that the calling process belongs to, which
+    /// is what the library inside a program asks. Answered by [`Reply::Snapshot`]
+    /// when it can be restored. In what is restored, the connection is at its
+    /// end.
+    SnapshotSelf {
+        /// As for [`Request::Snapshot`].
+        label: Option<String>,
+    },
+    /// Set something for ranges of the calling process's memory, for all or none:
+    /// what the library inside a program asks (`include/strata.h`). Answered by
+    /// [`Reply::Place`].
+    Place {
+        /// What.
+        wish: PlaceWish,
+        /// First bytes and ends, whole pages: 1 to [`MAX_PLACE_RANGES`].
+        ranges: Vec<(u64, u64)>,
+    },
+    /// Where pages of the calling process live. Answered by [`Reply::Where`].
+    Where {
+        /// First byte of the first.
+        start: u64,
+        /// How many: 1 to [`MAX_PLACE_PAGES`].
+        pages: u32,
+    },
+    /// The snapshots of the caller.
+    Snapshots {
+        /// Only those taken of the tenant of this name, which need not be there
+        /// any more; none: all.
+        name: Option<String>,
+    },
+    /// Put a living tenant back to a snapshot: its processes end, those of the
+    /// snapshot take their place, under the same name and with its budget.
+    Rollback {
+        /// The tenant.
+        name: String,
+        /// Usually one of its own; or the one that it was cloned from.
+        snapshot: SnapshotRef,
+    },
+    /// Bring a tenant back that has ended.
+    Restore {
+        /// Which.
+        snapshot: SnapshotRef,
+        /// The new tenant's name, which must be free; none: the old one.
+        name: Option<String>,
+    },
+    /// Start further tenants from a snapshot, beside the original.
+    Clone {
+        /// Which.
+        snapshot: SnapshotRef,
+        /// How many: 1 to [`MAX_CLONES`]. All come to life or none.
+        count: u32,
+        /// The clone's name; of several, what their names begin with: `NAME-1`,
+        /// `NAME-2`, … None: the daemon makes one of the snapshot's tenant.
+        name: Option<String>,
+        /// Where their network is.
+        net: Net,
+        /// Ports that lead to them; only with [`Net::New`].
+        forwards: Vec<PortForward>,
+        /// What becomes of established connections.
+        tcp: Tcp,
+        /// Directories (absolute paths) of which each clone sees a copy of its
+        /// own at the same place.
+        copy_dirs: Vec<String>,
+    },
+    /// Remove a snapshot, and free what nothing else refers to.
+    SnapshotRemove {
+        /// Which.
+        snapshot: SnapshotRef,
+    },
+    /// Write a snapshot to disk, so that it survives a reboot.
+    SnapshotPersist {
+        /// Which.
+        snapshot: SnapshotRef,
+    },
+    /// Write a snapshot into one file, for another machine.
+    SnapshotExport {
+        /// Which.
+        snapshot: SnapshotRef,
+        /// The file, an absolute path; it must not be there yet. Made for its
+        /// owner only.
+        path: String,
+    },
+    /// Take in a snapshot that another machine wrote.
+    SnapshotImport {
+        /// The file, an absolute path.
+        path: String,
+        /// The tenant name that it gets; none: the one that it had.
+        name: Option<String>,
+        /// Also where this machine's processor lacks instructions that the other
+        /// one had: its programs do not use them, says the user.
+        #[serde(default)]
+        any_cpu: bool,
+    },
+}
+
+impl Request {
+    /// What is wrong with a request about snapshots as it stands, whatever there
+    /// is to take them of; None when nothing is. The command line says it before
+    /// it asks, the daemon before it does anything. (Tenant names and budgets
+    /// are not looked at; what names a snapshot is checked by its type.)
+    #[must_use]
+    pub fn snapshot_problem(&self) -> Option<String> {
+        match self {
+            Self::Snapshot { label: Some(label), .. }
+            | Self::SnapshotSelf { label: Some(label) } => label_problem(label).map(str::to_owned),
+            Self::Clone { count, name, net, forwards, tcp, copy_dirs, .. } => {
+                snapshot::count_problem(*count, name.as_deref())
+                    .or_else(|| snapshot::forwards_problem(*count, *net, forwards))
+                    .or_else(|| snapshot::tcp_problem(*count, *net, *tcp))
+                    .or_else(|| snapshot::copy_dirs_problem(copy_dirs))
+            }
+            Self::SnapshotExport { path, .. } | Self::SnapshotImport { path, .. } => {
+                snapshot::path_problem(path)
+            }
+            _ => None,
+        }
+    }
+
+    /// Whether it is about the calling process itself: one that has ended by then
+    /// must not speak for whoever has its number.
+    #[must_use]
+    pub fn is_about_the_caller(&self) -> bool {
+        matches!(self, Self::SnapshotSelf { .. } | Self::Place { .. } | Self::Where { .. })
+    }
+
+    /// What is wrong with a request to share out, whoever asks; None when nothing
+    /// is.
+    #[must_use]
+    pub fn curve_problem(&self) -> Option<&'static str> {
+        let Self::ShareOut { curves, .. } = self else { return None };
+        curves.iter().find_map(|curve| advice::curve_problem(curve))
+    }
+
+    /// Whether [`Progress`] lines may come before the reply.
+    #[must_use]
+    pub fn shows_progress(&self) -> bool {
+        match self {
+            Self::Snapshot { .. }
+            | Self::SnapshotSelf { .. }
+            | Self::Rollback { .. }
+            | Self::Restore { .. }
+            | Self::Clone { .. }
+            | Self::SnapshotRemove { .. }
+            | Self::SnapshotPersist { .. }
+            | Self::SnapshotExport { .. }
+            | Self::SnapshotImport { .. } => true,
+            Self::Ping
+            | Self::Run { .. }
+            | Self::List
+            | Self::Stats { .. }
+            | Self::Set { .. }
+            | Self::Place { .. }
+            | Self::Where { .. }
+            | Self::Advise { .. }
+            | Self::ShareOut { .. }
+            | Self::Release { .. }
+            | Self::Stop { .. }
+            | Self::Snapshots { .. } => false,
+        }
+    }
 }
 
 /// What the daemon answers.
@@ -119,6 +327,50 @@ pub enum Reply {
         /// The tenant. Boxed: it is much larger than the others.
         stats: Box<Stats>,
     },
+    /// To [`Request::Advise`].
+    Advice {
+        /// What can be said. Boxed: it is much larger than the others.
+        advice: Box<Advice>,
+    },
+    /// To [`Request::ShareOut`], both in the order of its curves.
+    Shares {
+        /// The budgets.
+        budgets_bytes: Vec<u64>,
+        /// What each loses by it.
+        losses: Vec<f64>,
+    },
+    /// To [`Request::Snapshot`], [`Request::SnapshotSelf`],
+    /// [`Request::SnapshotPersist`] and [`Request::SnapshotImport`].
+    Snapshot {
+        /// The snapshot as it is now. Boxed: it is much larger than the others.
+        snapshot: Box<SnapshotInfo>,
+        /// Things the user should know.
+        warnings: Vec<String>,
+    },
+    /// To [`Request::Snapshots`].
+    Snapshots {
+        /// In order of tenant and number.
+        snapshots: Vec<SnapshotInfo>,
+    },
+    /// To [`Request::Rollback`], [`Request::Restore`] and [`Request::Clone`].
+    Revived {
+        /// Who came to life, in order.
+        tenants: Vec<RevivedTenant>,
+        /// Things the user should know (connections that were closed, say).
+        warnings: Vec<String>,
+    },
+    /// To [`Request::Place`].
+    Place {
+        /// What came of it.
+        outcome: PlaceOutcome,
+        /// Why nothing was done; empty when it was.
+        message: String,
+    },
+    /// To [`Request::Where`].
+    Where {
+        /// A letter for each page, see [`tier_letters`].
+        tiers: String,
+    },
     /// Done, with nothing to tell but perhaps a note.
     Done {
         /// One line for the user, or empty.
@@ -145,6 +397,8 @@ pub enum TenantState {
     Managed,
     /// Released: runs natively, not managed any more.
     Released,
+    /// Its processes have ended; it is there for its snapshots.
+    Ended,
     /// Over its budget with nothing left to evict or nowhere to store it.
     Exhausted,
 }
@@ -159,6 +413,31 @@ pub struct Latency {
     pub p99: f64,
     /// 99.9th percentile.
     pub p999: f64,
+}
+
+/// One tier of a tenant's memory. Counters since the tenant's start.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct TierStats {
+    /// `dram`, `node`, `compressed` or `file`; more may come.
+    pub tier: String,
+    /// How it is reached, for people: `io_uring`, `threads`, `DAX`, which node; empty
+    /// for DRAM.
+    pub access: String,
+    /// What it may hold; none: whatever the budget leaves it.
+    pub size_bytes: Option<u64>,
+    /// What the pages in it cost there.
+    pub used_bytes: u64,
+    /// Distinct pages in it.
+    pub pages: u64,
+    /// Median latency of the faults that it served; 0: none. Of `dram`, those on
+    /// staged pages.
+    pub p50_us: f64,
+    /// 99th percentile.
+    pub p99_us: f64,
+    /// Pages that came into it.
+    pub pages_in_total: u64,
+    /// Pages that left it, towards the program or another tier.
+    pub pages_out_total: u64,
 }
 
 /// Everything there is to know about one tenant. Sizes in bytes, counters since
@@ -182,6 +461,9 @@ pub struct Stats {
     pub resident_bytes: u64,
     /// Part of `resident_bytes` that is out of the address space, kept raw.
     pub staged_bytes: u64,
+    /// Memory that its programs have pinned, resident or not.
+    #[serde(default)]
+    pub pinned_bytes: u64,
     /// Anonymous memory in DRAM that Strata may not or does not yet manage.
     pub unmanaged_bytes: u64,
     /// Original size of what is stored.
@@ -193,6 +475,9 @@ pub struct Stats {
     pub compressed_bytes: u64,
     /// What they cost in the file tier.
     pub file_bytes: u64,
+    /// What is in place on the node: no DRAM.
+    #[serde(default)]
+    pub node_bytes: u64,
     /// Strata's own memory for this tenant: page map, object table, indexes.
     pub metadata_bytes: u64,
     /// Pages that have an entry in the page map.
@@ -223,12 +508,22 @@ pub struct Stats {
     pub evictions_refused_total: u64,
     /// Stored pages that failed their checksum or could not be read back.
     pub lost_pages_total: u64,
+    /// Pages that somebody else (the kernel's balancing or demotion) moved back from or
+    /// to the node within ten seconds.
+    #[serde(default)]
+    pub opposed_moves_total: u64,
     /// Faults, first touches apart.
     pub fault_latency_us: Latency,
+    /// Where its pages are, fastest first.
+    #[serde(default)]
+    pub tiers: Vec<TierStats>,
     /// Times that the worker died under this tenant and was replaced.
     pub worker_restarts_total: u64,
     /// Seconds since the tenant's start.
     pub uptime_seconds: f64,
+    /// What the advisor says, where somebody asked it in the last ten minutes.
+    #[serde(default)]
+    pub advice: Option<AdviceBrief>,
     /// What the user should know now; empty when all is well.
     pub notes: Vec<String>,
 }
@@ -258,6 +553,120 @@ mod tests {
         }
     }
 
+    /// A request for clones that nothing is wrong with.
+    fn clone_request() -> Request {
+        Request::Clone {
+            snapshot: "db@3".parse().expect("a snapshot"),
+            count: 2,
+            name: None,
+            net: Net::New,
+            forwards: vec![PortForward { host: 7000, guest: 6379 }],
+            tcp: Tcp::Close,
+            copy_dirs: vec!["/srv/db".into()],
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_asked_of_a_clone() {
+        assert_eq!(clone_request().snapshot_problem(), None);
+        type Change = fn(&mut Request);
+        /// Changes one field.
+        macro_rules! with {
+            ($field:ident = $value:expr) => {{
+                let change: Change = |request| {
+                    let Request::Clone { $field, .. } = request else { unreachable!() };
+                    *$field = $value;
+                };
+                change
+            }};
+        }
+        let wrong: [(Change, &str); 14] = [
+            (with!(count = 0), "1 to 256"),
+            (with!(count = MAX_CLONES + 1), "1 to 256"),
+            (with!(name = Some("n".repeat(MAX_NAME_BYTES - 1))), "too long"),
+            (with!(net = Net::Shared), "network of its own"),
+            (with!(forwards = vec![PortForward { host: 1, guest: 0 }]), "no port 0"),
+            (with!(forwards = vec![PortForward { host: 65535, guest: 1 }]), "beyond 65535"),
+            (
+                with!(
+                    forwards = vec![
+                        PortForward { host: 7000, guest: 1 },
+                        PortForward { host: 7001, guest: 2 }
+                    ]
+                ),
+                "both take port 7001",
+            ),
+            (
+                with!(forwards = vec![PortForward { host: 0, guest: 1 }; MAX_FORWARDS + 1]),
+                "at most 64",
+            ),
+            (with!(copy_dirs = vec!["srv".into()]), "not absolute"),
+            (with!(copy_dirs = vec!["/srv/../etc".into()]), "\"..\""),
+            (with!(copy_dirs = vec!["/".into()]), "everything"),
+            (with!(copy_dirs = vec!["/srv/db".into(), "/srv/db".into()]), "lies in"),
+            (with!(copy_dirs = vec!["/srv/db/".into(), "/srv".into()]), "lies in"),
+            (
+                with!(copy_dirs = (0..=MAX_COPY_DIRS).map(|n| format!("/{n}")).collect()),
+                "at most 16",
+            ),
+        ];
+        for (change, why) in wrong {
+            let mut request = clone_request();
+            change(&mut request);
+            let problem = request.snapshot_problem();
+            assert!(problem.as_ref().is_some_and(|text| text.contains(why)), "{why}: {problem:?}");
+        }
+        let right: [Change; 5] = [
+            with!(name = Some("n".repeat(MAX_NAME_BYTES - 2))),
+            with!(forwards = vec![PortForward { host: 65534, guest: 1 }]),
+            with!(forwards = vec![PortForward { host: 0, guest: 1 }; 2]),
+            with!(copy_dirs = vec!["/srv/db".into(), "/srv/db2".into()]),
+            with!(forwards = vec![]),
+        ];
+        for change in right {
+            let mut request = clone_request();
+            change(&mut request);
+            assert_eq!(request.snapshot_problem(), None, "{request:?}");
+        }
+    }
+
+    #[test]
+    fn connections_are_kept_by_one_clone_on_the_old_network() {
+        let asked = |count, net| Request::Clone {
+            snapshot: "db@3".parse().expect("a snapshot"),
+            count,
+            name: None,
+            net,
+            forwards: vec![],
+            tcp: Tcp::Keep,
+            copy_dirs: vec![],
+        };
+        assert_eq!(asked(1, Net::Shared).snapshot_problem(), None);
+        assert!(asked(2, Net::Shared).snapshot_problem().is_some_and(|p| p.contains("one clone")));
+        // There each has its own.
+        assert_eq!(asked(2, Net::New).snapshot_problem(), None);
+    }
+
+    #[test]
+    fn labels_and_paths_of_requests_are_looked_at() {
+        let path =
+            |path: &str| Request::SnapshotImport { path: path.into(), name: None, any_cpu: false };
+        assert_eq!(path("/tmp/a").snapshot_problem(), None);
+        assert!(path("a").snapshot_problem().is_some());
+        assert!(path("/a\0b").snapshot_problem().is_some());
+        assert!(path(&"/a".repeat(MAX_PATH_BYTES)).snapshot_problem().is_some());
+        let labelled = |label: &str| Request::Snapshot {
+            name: "db".into(),
+            label: Some(label.into()),
+            persist: false,
+        };
+        assert_eq!(labelled("good").snapshot_problem(), None);
+        assert!(labelled("12").snapshot_problem().is_some());
+        let own = |label: &str| Request::SnapshotSelf { label: Some(label.into()) };
+        assert_eq!(own("good").snapshot_problem(), None);
+        assert!(own("12").snapshot_problem().is_some());
+    }
+
     #[test]
     fn requests_survive_the_wire_and_unknown_fields_do_not() {
         let request = Request::Run {
@@ -268,6 +677,12 @@ mod tests {
         let line = serde_json::to_string(&request).expect("serialise");
         assert_eq!(serde_json::from_str::<Request>(&line).expect("parse"), request);
         let line = r#"{"request":"stats","name":"db","force":true}"#;
+        assert!(serde_json::from_str::<Request>(line).is_err());
+        let request = clone_request();
+        let line = serde_json::to_string(&request).expect("serialise");
+        assert!(line.starts_with(r#"{"request":"clone","snapshot":"db@3","count":2"#), "{line}");
+        assert_eq!(serde_json::from_str::<Request>(&line).expect("parse"), request);
+        let line = r#"{"request":"snapshot_remove","snapshot":"db@../x"}"#;
         assert!(serde_json::from_str::<Request>(line).is_err());
     }
 }

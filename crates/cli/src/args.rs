@@ -6,7 +6,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::error::ErrorKind;
-use clap::{Args, CommandFactory, Parser, Subcommand};
+use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
+use strata_api::{MAX_CLONES, Net, PortForward, Request, SnapshotRef, Tcp, Which};
 use strata_units::ByteSize;
 
 use crate::failure::{Failure, Result, printable};
@@ -58,6 +59,18 @@ pub(crate) enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Show each tenant's tiers: size, use, latency, pages in and out per second
+    Tiers {
+        /// The tenant; without one, all
+        #[arg(value_parser = tenant_name)]
+        name: Option<String>,
+        /// Print a JSON array of objects
+        #[arg(long)]
+        json: bool,
+        /// Seconds over which pages in and out are counted
+        #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = seconds)]
+        interval: Duration,
+    },
     /// Change a tenant's budget
     Set {
         /// The tenant
@@ -67,6 +80,13 @@ pub(crate) enum Command {
         #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
         dram: ByteSize,
     },
+    /// Tell how much DRAM tenants need
+    ///
+    /// The tenant is watched from the first question on: a sample of its pages is
+    /// moved out in turn, to see when each is used next. Prints and plots what
+    /// budgets would cost it in speed. With --all, shares a total out so that all
+    /// together lose least.
+    Advise(AdviseArguments),
     /// Give a tenant all its pages back and stop managing it
     ///
     /// The program runs on natively. Refused when the memory does not suffice.
@@ -81,6 +101,53 @@ pub(crate) enum Command {
         #[arg(value_parser = tenant_name)]
         name: String,
     },
+    /// Take a snapshot of a tenant, or look after one
+    ///
+    /// The tenant stands still for some milliseconds and runs on; its memory is
+    /// captured behind its back. Prints the snapshot's identity, NAME@N. A
+    /// tenant that is called like one of the commands below: strata snapshot --
+    /// NAME.
+    #[command(
+        args_conflicts_with_subcommands = true,
+        subcommand_negates_reqs = true,
+        disable_help_subcommand = true
+    )]
+    Snapshot(SnapshotArguments),
+    /// List snapshots as a tree: each below the one that it came from
+    Snapshots {
+        /// Only those taken of this tenant, which need not be there any more
+        #[arg(value_parser = tenant_name)]
+        name: Option<String>,
+        /// Print a JSON array of objects
+        #[arg(long)]
+        json: bool,
+    },
+    /// Put a living tenant back to a snapshot
+    ///
+    /// Its processes end; those of the snapshot take their place, under the same
+    /// name and budget. Established TCP connections are closed.
+    Rollback {
+        /// The tenant
+        #[arg(value_parser = tenant_name)]
+        name: String,
+        /// N or LABEL of one of its own snapshots, or NAME@N, NAME@LABEL
+        #[arg(value_name = "SNAP", value_parser = rollback_target)]
+        snapshot: RollbackTarget,
+    },
+    /// Bring a tenant back that crashed or ended
+    Restore {
+        /// The snapshot: NAME@N or NAME@LABEL
+        #[arg(value_name = "SNAP")]
+        snapshot: SnapshotRef,
+        /// Another name for the tenant; without one, the old one
+        #[arg(long, value_parser = tenant_name)]
+        name: Option<String>,
+    },
+    /// Start further tenants from a snapshot, beside the original
+    ///
+    /// Clones have their own process numbers and share all memory that they do
+    /// not write. Prints their names, one a line.
+    Clone(CloneArguments),
     /// Tell what this machine allows, and what is lost without the rest
     ///
     /// Exit status 0 when programs can be managed here, 1 when not.
@@ -107,6 +174,185 @@ pub(crate) enum Command {
         #[arg(value_name = "DIR")]
         directory: PathBuf,
     },
+}
+
+/// On whom to advise, and how.
+#[derive(Args, Debug)]
+pub(crate) struct AdviseArguments {
+    /// The tenant
+    #[arg(value_parser = tenant_name, required_unless_present = "all")]
+    pub(crate) name: Option<String>,
+    /// Propose a budget for every tenant
+    #[arg(long, conflicts_with = "name")]
+    pub(crate) all: bool,
+    /// What all budgets together may be; without one, what they are now
+    #[arg(long, value_name = "SIZE", conflicts_with = "name", allow_hyphen_values = true)]
+    pub(crate) total: Option<ByteSize>,
+    /// Set the proposed budgets
+    #[arg(long, conflicts_with = "name")]
+    pub(crate) apply: bool,
+    /// Stop watching the tenant, instead of ten minutes after the last question
+    #[arg(long, conflicts_with_all = ["all", "wait", "json"])]
+    pub(crate) stop: bool,
+    /// Wait so many seconds at most until there is something to say
+    #[arg(long, value_name = "SECONDS", default_value = "0", value_parser = wait_seconds)]
+    pub(crate) wait: Duration,
+    /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// How to take a snapshot, or what to do with those that there are.
+#[derive(Args, Debug)]
+pub(crate) struct SnapshotArguments {
+    /// The tenant
+    #[arg(value_parser = tenant_name, required = true)]
+    pub(crate) name: Option<String>,
+    /// A second name for the snapshot, unique among the tenant's: NAME@LABEL
+    #[arg(long, value_name = "LABEL", value_parser = label, allow_hyphen_values = true)]
+    pub(crate) label: Option<String>,
+    /// Write it to disk, so that it survives a reboot
+    #[arg(long)]
+    pub(crate) persist: bool,
+    /// What to do.
+    #[command(subcommand)]
+    pub(crate) command: Option<SnapshotCommand>,
+}
+
+/// What to do with snapshots that there are.
+#[derive(Subcommand, Debug)]
+pub(crate) enum SnapshotCommand {
+    /// Remove snapshots, in any order
+    ///
+    /// Frees what no tenant and no other snapshot needs.
+    Rm {
+        /// The snapshots: NAME@N or NAME@LABEL
+        #[arg(value_name = "SNAP", required = true)]
+        snapshots: Vec<SnapshotRef>,
+    },
+    /// Write a snapshot to disk, so that it survives a reboot
+    Persist {
+        /// The snapshot: NAME@N or NAME@LABEL
+        #[arg(value_name = "SNAP")]
+        snapshot: SnapshotRef,
+    },
+    /// Write a snapshot into one file, for another machine
+    ///
+    /// The file holds all of the tenant's memory, secrets included; only its
+    /// owner may read it.
+    Export {
+        /// The snapshot: NAME@N or NAME@LABEL
+        #[arg(value_name = "SNAP")]
+        snapshot: SnapshotRef,
+        /// The file; it must not be there yet
+        file: PathBuf,
+    },
+    /// Take in a snapshot that was exported
+    ///
+    /// Prints its identity here. The programs and files that the tenant had open
+    /// must be at the same places when it is restored.
+    Import {
+        /// The file
+        file: PathBuf,
+        /// The tenant name that it gets; without one, the one that it had
+        #[arg(long, value_parser = tenant_name)]
+        name: Option<String>,
+        /// Also if this machine's processor lacks instructions that the other one had
+        ///
+        /// A program that uses one of them dies by SIGILL.
+        #[arg(long)]
+        any_cpu: bool,
+    },
+}
+
+/// How to make clones.
+#[derive(Args, Debug)]
+pub(crate) struct CloneArguments {
+    /// The snapshot: NAME@N or NAME@LABEL
+    #[arg(value_name = "SNAP")]
+    pub(crate) snapshot: SnapshotRef,
+    /// How many
+    #[arg(long, value_name = "K", default_value = "1",
+        value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_CLONES)))]
+    pub(crate) count: u32,
+    /// The clone's name; of several NAME-1, NAME-2, …; without one, made of the
+    /// snapshot's
+    #[arg(long, value_parser = tenant_name)]
+    pub(crate) name: Option<String>,
+    /// Where the clones' network is
+    #[arg(long, value_enum, default_value = "shared")]
+    pub(crate) net: NetArgument,
+    /// A port of 127.0.0.1 that leads to one of the clone's; the second clone
+    /// has the next port, and so on; 0 chooses a free one; needs --net new
+    #[arg(long, value_name = "HOST:GUEST", value_parser = forward)]
+    pub(crate) forward: Vec<PortForward>,
+    /// What becomes of TCP connections inside of the clone; in a new network
+    /// they go on in any case, those to others never do
+    #[arg(long, value_enum, default_value = "close")]
+    pub(crate) tcp: TcpArgument,
+    /// A directory of which each clone gets a copy of its own at the same place
+    #[arg(long, value_name = "DIR")]
+    pub(crate) copy_dir: Vec<PathBuf>,
+}
+
+impl CloneArguments {
+    /// What to ask, with copies of these directories.
+    pub(crate) fn request(&self, snapshot: SnapshotRef, copy_dirs: Vec<String>) -> Request {
+        Request::Clone {
+            snapshot,
+            count: self.count,
+            name: self.name.clone(),
+            net: self.net.into(),
+            forwards: self.forward.clone(),
+            tcp: self.tcp.into(),
+            copy_dirs,
+        }
+    }
+}
+
+/// Which snapshot a tenant goes back to.
+#[derive(Clone, Debug)]
+pub(crate) enum RollbackTarget {
+    /// One of its own.
+    Own(Which),
+    /// Any.
+    Named(SnapshotRef),
+}
+
+/// [`Net`], as it is typed.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum NetArgument {
+    /// The original's; a port that is still in use makes the clone fail
+    Shared,
+    /// One of its own for each clone
+    New,
+}
+
+impl From<NetArgument> for Net {
+    fn from(argument: NetArgument) -> Self {
+        match argument {
+            NetArgument::Shared => Self::Shared,
+            NetArgument::New => Self::New,
+        }
+    }
+}
+
+/// [`Tcp`], as it is typed.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum TcpArgument {
+    /// The clone finds them closed
+    Close,
+    /// They go on; one clone, and the original must have ended
+    Keep,
+}
+
+impl From<TcpArgument> for Tcp {
+    fn from(argument: TcpArgument) -> Self {
+        match argument {
+            TcpArgument::Close => Self::Close,
+            TcpArgument::Keep => Self::Keep,
+        }
+    }
 }
 
 /// What to do with the configuration.
@@ -143,6 +389,32 @@ fn tenant_name(text: &str) -> std::result::Result<String, String> {
     }
 }
 
+fn label(text: &str) -> std::result::Result<String, String> {
+    match strata_api::label_problem(text) {
+        None => Ok(text.to_owned()),
+        Some(problem) => Err(problem.to_owned()),
+    }
+}
+
+fn rollback_target(text: &str) -> std::result::Result<RollbackTarget, String> {
+    if text.contains('@') {
+        text.parse().map(RollbackTarget::Named)
+    } else {
+        text.parse().map(RollbackTarget::Own)
+    }
+}
+
+fn forward(text: &str) -> std::result::Result<PortForward, String> {
+    let parsed = text.split_once(':').and_then(|(host, guest)| {
+        // Digits alone: u16 would take a sign, too.
+        let port = |text: &str| {
+            text.bytes().all(|b| b.is_ascii_digit()).then(|| text.parse::<u16>().ok()).flatten()
+        };
+        Some(PortForward { host: port(host)?, guest: port(guest)? })
+    });
+    parsed.ok_or_else(|| "two ports, the one here and the clone's: 7000:6379".to_owned())
+}
+
 fn seconds(text: &str) -> std::result::Result<Duration, String> {
     let seconds: f64 = text.parse().map_err(|_| "not a number of seconds".to_owned())?;
     // NaN is in no range.
@@ -152,10 +424,24 @@ fn seconds(text: &str) -> std::result::Result<Duration, String> {
     Ok(Duration::from_secs_f64(seconds))
 }
 
+fn wait_seconds(text: &str) -> std::result::Result<Duration, String> {
+    if text == "0" { Ok(Duration::ZERO) } else { seconds(text) }
+}
+
 /// What was typed; or, with help or a complaint already printed, the exit
 /// status.
 pub(crate) fn parse() -> std::result::Result<Command, ExitCode> {
     match Arguments::try_parse() {
+        Ok(Arguments { command: Command::Clone(clone) }) => {
+            // What the parser cannot express: options that exclude each other.
+            match clone.request(clone.snapshot.clone(), Vec::new()).snapshot_problem() {
+                None => Ok(Command::Clone(clone)),
+                Some(problem) => {
+                    eprintln!("strata: usage: {}; see strata clone --help", printable(&problem));
+                    Err(ExitCode::from(2))
+                }
+            }
+        }
         Ok(arguments) => Ok(arguments.command),
         Err(error) => match error.kind() {
             ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {

@@ -1,21 +1,22 @@
-//! Asking daemons: one connection, one request, one reply. Which daemon knows a
-//! tenant is found by asking all that the caller may ask.
+//! Asking daemons: one connection, one request, one reply, progress before it
+//! where the work is long. Which daemon knows a tenant is found by asking all
+//! that the caller may ask.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use strata_api::{ENV_CONTROL_SOCKET, MAX_LINE_BYTES, Reply, Request, Stats};
+use strata_api::{ENV_CONTROL_SOCKET, MAX_LINE_BYTES, Progress, Reply, Request, Stats};
 
 use crate::failure::{Failure, Result};
 use crate::place;
 
 /// For a daemon to answer what it knows already.
 const QUICK: Duration = Duration::from_secs(10);
-/// For a daemon to bring back all pages of a tenant, from a slow disk perhaps, or
-/// to end its processes with the grace that the configuration gives them. Ctrl-C
-/// ends the waiting, not the work.
+/// For a daemon to bring back all pages of a tenant, from a slow disk perhaps, to
+/// end its processes with the grace that the configuration gives them, or to go
+/// on with a snapshot. Ctrl-C ends the waiting, not the work.
 const PATIENT: Duration = Duration::from_secs(24 * 3600);
 
 /// Why there is no reply.
@@ -54,49 +55,69 @@ impl NoReply {
 
 /// Asks the daemon at `socket`.
 pub(crate) fn ask(socket: &Path, request: &Request) -> std::result::Result<Reply, NoReply> {
+    ask_watching(socket, request, &mut |_| {})
+}
+
+/// Asks the daemon at `socket`; shows `watch` how far it is, where it says so.
+pub(crate) fn ask_watching(
+    socket: &Path,
+    request: &Request,
+    watch: &mut dyn FnMut(&Progress),
+) -> std::result::Result<Reply, NoReply> {
+    let long = request.shows_progress();
     let patience = match request {
         Request::Release { .. } | Request::Stop { .. } => PATIENT,
+        _ if long => PATIENT,
         _ => QUICK,
     };
-    let mut stream = UnixStream::connect(socket).map_err(|error| match error.kind() {
+    let stream = UnixStream::connect(socket).map_err(|error| match error.kind() {
         io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => NoReply::Absent,
         _ => NoReply::Failed(error),
     })?;
-    let mut line = serde_json::to_vec(request).expect("requests have no keys but strings");
-    line.push(b'\n');
-    exchange(&mut stream, &line, patience).and_then(|reply| {
-        serde_json::from_slice(&reply).map_err(|error| {
-            NoReply::Failed(io::Error::other(format!("its reply is not understood: {error}")))
-        })
-    })
-}
-
-fn exchange(
-    stream: &mut UnixStream,
-    line: &[u8],
-    patience: Duration,
-) -> std::result::Result<Vec<u8>, NoReply> {
     stream.set_write_timeout(Some(QUICK)).map_err(NoReply::Failed)?;
     stream.set_read_timeout(Some(patience)).map_err(NoReply::Failed)?;
-    let hung_up = |error: io::Error| match error.kind() {
+    let mut line = serde_json::to_vec(request).expect("requests have no keys but strings");
+    line.push(b'\n');
+    // A daemon that refuses (too many connections) answers before it is asked.
+    let written = (&stream).write_all(&line);
+    let mut answer = BufReader::new(&stream);
+    loop {
+        let line = match read_line(&mut answer) {
+            Err(NoReply::HungUp) => {
+                written.map_err(hung_up)?;
+                return Err(NoReply::HungUp);
+            }
+            other => other?,
+        };
+        if let Some(progress) = long.then(|| serde_json::from_slice(&line).ok()).flatten() {
+            watch(&progress);
+            continue;
+        }
+        return serde_json::from_slice(&line).map_err(|error| {
+            NoReply::Failed(io::Error::other(format!("its reply is not understood: {error}")))
+        });
+    }
+}
+
+fn hung_up(error: io::Error) -> NoReply {
+    match error.kind() {
         io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => NoReply::HungUp,
         _ => NoReply::Failed(error),
-    };
-    // A daemon that refuses (too many connections) answers before it is asked.
-    let written = stream.write_all(line);
-    let mut reply = Vec::new();
-    // One byte more tells "too long" from "just fits".
-    let mut bounded = BufReader::new(stream.take(MAX_LINE_BYTES as u64 + 1));
-    let read = bounded.read_until(b'\n', &mut reply);
-    if reply.last() != Some(&b'\n') {
-        if reply.len() > MAX_LINE_BYTES {
-            return Err(NoReply::Failed(io::Error::other("its reply is too long")));
-        }
-        written.map_err(hung_up)?;
-        read.map_err(hung_up)?;
-        return Err(NoReply::HungUp);
     }
-    Ok(reply)
+}
+
+fn read_line(answer: &mut impl BufRead) -> std::result::Result<Vec<u8>, NoReply> {
+    let mut line = Vec::new();
+    // One byte more tells "too long" from "just fits".
+    let read = answer.take(MAX_LINE_BYTES as u64 + 1).read_until(b'\n', &mut line);
+    if line.last() == Some(&b'\n') {
+        return Ok(line);
+    }
+    if line.len() > MAX_LINE_BYTES {
+        return Err(NoReply::Failed(io::Error::other("its reply is too long")));
+    }
+    read.map_err(hung_up)?;
+    Err(NoReply::HungUp)
 }
 
 /// The daemon's refusal as a failure of `what`.
@@ -110,29 +131,34 @@ pub(crate) fn misunderstood(what: &str) -> Failure {
         .todo("use a strata and a stratad of the same version")
 }
 
-fn list(socket: &Path) -> std::result::Result<Result<Vec<Stats>>, NoReply> {
-    const WHAT: &str = "cannot list tenants";
-    Ok(match ask(socket, &Request::List)? {
-        Reply::List { tenants } => Ok(tenants),
-        Reply::Error { message, hint } => Err(refused(WHAT, &message, &hint)),
-        _ => Err(misunderstood(WHAT)),
-    })
+/// What each daemon that is alive answers to `request`, which failed as `what`
+/// if one refuses.
+pub(crate) fn ask_each(what: &str, request: &Request) -> Result<Vec<(PathBuf, Reply)>> {
+    let named = place::named_socket().is_some();
+    let mut replies = Vec::new();
+    for socket in place::control_sockets() {
+        match ask(&socket, request) {
+            Ok(Reply::Error { message, hint }) => return Err(refused(what, &message, &hint)),
+            Ok(reply) => replies.push((socket, reply)),
+            // What is only looked for need not be there; a daemon that ends
+            // while it is asked has nothing to tell either.
+            Err(NoReply::Absent | NoReply::HungUp) if !named => {}
+            Err(no_reply) => return Err(no_reply.failure(what, &socket)),
+        }
+    }
+    Ok(replies)
 }
 
 /// The tenants of each daemon that is alive.
-fn list_by_daemon() -> Result<Vec<(PathBuf, Vec<Stats>)>> {
-    let named = place::named_socket().is_some();
-    let mut daemons = Vec::new();
-    for socket in place::control_sockets() {
-        match list(&socket) {
-            Ok(tenants) => daemons.push((socket, tenants?)),
-            // What is only looked for need not be there; a daemon that ends
-            // while it is asked has no tenants either.
-            Err(NoReply::Absent | NoReply::HungUp) if !named => {}
-            Err(no_reply) => return Err(no_reply.failure("cannot list tenants", &socket)),
-        }
-    }
-    Ok(daemons)
+pub(crate) fn list_by_daemon() -> Result<Vec<(PathBuf, Vec<Stats>)>> {
+    const WHAT: &str = "cannot list tenants";
+    let replies = ask_each(WHAT, &Request::List)?.into_iter();
+    replies
+        .map(|(socket, reply)| match reply {
+            Reply::List { tenants } => Ok((socket, tenants)),
+            _ => Err(misunderstood(WHAT)),
+        })
+        .collect()
 }
 
 /// All tenants of the caller, in order of name; None when no daemon is alive.
@@ -147,7 +173,7 @@ pub(crate) fn list_all() -> Result<Option<Vec<Stats>>> {
 }
 
 /// The daemon that has the tenant `name`, and what it says of it.
-fn find(name: &str) -> Result<(PathBuf, Stats)> {
+pub(crate) fn find(name: &str) -> Result<(PathBuf, Stats)> {
     let daemons = list_by_daemon()?;
     let none_alive = daemons.is_empty();
     let mut known: Vec<String> = Vec::new();
@@ -184,6 +210,7 @@ pub(crate) fn command(name: &str, request: Request) -> Result<String> {
     let verb = match &request {
         Request::Set { .. } => "set the budget of",
         Request::Release { .. } => "release",
+        Request::Advise { .. } => "stop watching",
         _ => "stop",
     };
     let what = format!("cannot {verb} {name}");

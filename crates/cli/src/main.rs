@@ -5,17 +5,22 @@
 //! process stays between the user and the program.
 #![forbid(unsafe_code)]
 
+mod advise;
 mod args;
 mod client;
 mod daemon;
 mod failure;
 mod place;
 mod program;
+mod progress;
 mod run;
 mod show;
+mod snapshots;
 #[cfg(test)]
 mod testing;
+mod tiers;
 mod top;
+mod tree;
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -60,17 +65,33 @@ fn execute(command: Command) -> Result<ExitCode> {
             let stats = client::stats(&name)?;
             print(&if json { show::json(&stats)? } else { show::fields(&stats)? })?;
         }
+        Command::Tiers { name, json, interval } => {
+            print(&tiers::tiers(name.as_deref(), json, interval)?)?;
+        }
         Command::Set { name, dram } => {
             run::check_budget(dram, &format!("cannot set the budget of {name}"))?;
             let request = Request::Set { name: name.clone(), dram_bytes: dram.0 };
             print(&client::command(&name, request)?)?;
         }
+        Command::Advise(arguments) => print(&advise::advise(&arguments)?)?,
         Command::Release { name } => {
             print(&client::command(&name, Request::Release { name: name.clone() })?)?;
         }
         Command::Stop { name } => {
             print(&client::command(&name, Request::Stop { name: name.clone() })?)?;
         }
+        Command::Snapshot(arguments) => return snapshots::snapshot(arguments),
+        Command::Snapshots { name, json } => {
+            let snapshots = snapshots::list_all(name.as_deref())?.unwrap_or_else(|| {
+                eprintln!("strata: no stratad is running; strata run starts a private one");
+                Vec::new()
+            });
+            let now = snapshots::seconds_since_epoch();
+            print(&if json { show::json(&snapshots)? } else { tree::tree(&snapshots, now) })?;
+        }
+        Command::Rollback { name, snapshot } => snapshots::rollback(&name, snapshot)?,
+        Command::Restore { snapshot, name } => snapshots::restore(snapshot, name)?,
+        Command::Clone(arguments) => snapshots::clone(&arguments)?,
         Command::Doctor { json } => {
             let mut arguments = vec!["doctor".into()];
             arguments.extend(json.then(|| "--json".into()));

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use strata_api::{
     CONTROL_SOCKET_NAME, DEFAULT_SOCKET, ENV_CONTROL_SOCKET, PRIVATE_DIRECTORY_PREFIX,
+    PRIVATE_SNAPSHOTS_NAME,
 };
 
 use crate::failure::{Failure, Result};
@@ -71,6 +72,18 @@ fn private_sockets(base: &Path, uid: u32) -> Vec<PathBuf> {
         .collect();
     sockets.sort();
     sockets
+}
+
+/// Whether a private daemon of the caller's has ended and left snapshots.
+pub(crate) fn private_snapshots_wait() -> bool {
+    let Some(base) = private_bases().into_iter().next() else { return false };
+    let uid = uid();
+    let directory = base.join(format!("{PRIVATE_DIRECTORY_PREFIX}{uid}"));
+    is_own_directory(&directory, uid) && has_entries(&directory.join(PRIVATE_SNAPSHOTS_NAME))
+}
+
+fn has_entries(directory: &Path) -> bool {
+    std::fs::read_dir(directory).is_ok_and(|mut entries| entries.next().is_some())
 }
 
 /// The directory of the caller's own private daemon; made if it is not there.

@@ -49,12 +49,14 @@ pub(crate) fn run(arguments: &RunArguments) -> Result<Infallible> {
     for warning in &tenant.warnings {
         warn(warning);
     }
+    lead_a_session_if_none_is_seen();
     let library = place::installed(LIBRARY);
     let environment = environment(tenant.environment, library, std::env::var_os(LD_PRELOAD))?;
     Err(become_program(&program, command, environment))
 }
 
-fn warn(text: &str) {
+/// Tells the user on standard error.
+pub(crate) fn warn(text: &str) {
     eprintln!("strata: warning: {}", printable(text));
 }
 
@@ -174,6 +176,23 @@ fn environment(
     Ok(environment)
 }
 
+/// Where the session is led from outside of this pid namespace (`nsenter`, or
+/// what a container's manager runs in it), no snapshot can hold it, and without
+/// a terminal nothing is lost by leaving it.
+fn lead_a_session_if_none_is_seen() {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    if session_is_outside(&status) && std::fs::File::open("/dev/tty").is_err() {
+        // Fails for the leader of a group: then a snapshot names the reason.
+        let _ = rustix::process::setsid();
+    }
+}
+
+/// By a `/proc/PID/status`.
+fn session_is_outside(status: &str) -> bool {
+    let session = status.lines().find_map(|line| line.strip_prefix("NSsid:"));
+    session.is_some_and(|numbers| numbers.split_ascii_whitespace().last() == Some("0"))
+}
+
 /// Executes the program in place of this process.
 fn become_program(
     program: &Program,
@@ -226,6 +245,14 @@ mod tests {
             let line = failure.expect_err(why).to_string();
             assert!(line.contains(why), "{line}");
         }
+    }
+
+    #[test]
+    fn a_session_outside_has_no_number_here() {
+        assert!(session_is_outside("Pid:\t7\nNSsid:\t0\n"));
+        assert!(session_is_outside("NSsid:\t812\t0\n"));
+        assert!(!session_is_outside("NSsid:\t0\t812\nKthread:\t0\n"));
+        assert!(!session_is_outside(""));
     }
 
     #[test]

@@ -62,6 +62,7 @@ pub(crate) fn state_name(state: TenantState) -> &'static str {
         TenantState::Native => "native",
         TenantState::Managed => "managed",
         TenantState::Released => "released",
+        TenantState::Ended => "ended",
         TenantState::Exhausted => "exhausted",
     }
 }
@@ -142,6 +143,16 @@ pub(crate) fn fields(stats: &Stats) -> Result<String> {
             Value::Object(inner) => {
                 for (part, value) in inner {
                     rows.push(vec![format!("{name}.{part}"), plain(name, value)]);
+                }
+            }
+            Value::Array(values) if values.iter().any(Value::is_object) => {
+                for inner in values {
+                    let of = inner["tier"].as_str().unwrap_or_default();
+                    for (part, value) in inner.as_object().into_iter().flatten() {
+                        if part != "tier" {
+                            rows.push(vec![format!("{name}.{of}.{part}"), plain(part, value)]);
+                        }
+                    }
                 }
             }
             value => rows.push(vec![name.to_owned(), plain(name, value)]),

@@ -27,6 +27,20 @@ impl Drop for Directory {
     }
 }
 
+pub(crate) fn tier(tier: &str, access: &str) -> strata_api::TierStats {
+    strata_api::TierStats {
+        tier: tier.into(),
+        access: access.into(),
+        size_bytes: (tier != "compressed").then_some(1 << 30),
+        used_bytes: 300 << 20,
+        pages: 200_000,
+        p50_us: 8.5,
+        p99_us: 0.0,
+        pages_in_total: 1000,
+        pages_out_total: 500,
+    }
+}
+
 /// A tenant with some of everything.
 pub(crate) fn stats(name: &str) -> strata_api::Stats {
     strata_api::Stats {
@@ -38,11 +52,13 @@ pub(crate) fn stats(name: &str) -> strata_api::Stats {
         budget_bytes: 1 << 30,
         resident_bytes: 600 << 20,
         staged_bytes: 10 << 20,
+        pinned_bytes: 0,
         unmanaged_bytes: 20 << 20,
         stored_bytes: 900 << 20,
         kept_bytes: 0,
         compressed_bytes: 300 << 20,
         file_bytes: 0,
+        node_bytes: 0,
         metadata_bytes: 8 << 20,
         managed_pages: 400_000,
         stored_objects: 200_000,
@@ -57,9 +73,38 @@ pub(crate) fn stats(name: &str) -> strata_api::Stats {
         evictions_unchanged_total: 0,
         evictions_refused_total: 12,
         lost_pages_total: 0,
+        opposed_moves_total: 0,
         fault_latency_us: strata_api::Latency { p50: 8.5, p99: 41.0, p999: 160.0 },
+        tiers: vec![tier("dram", ""), tier("compressed", ""), tier("file", "io_uring")],
         worker_restarts_total: 0,
         uptime_seconds: 100.0,
+        advice: None,
         notes: vec!["a note".into()],
+    }
+}
+
+/// A snapshot called `id`, taken one second after the epoch.
+pub(crate) fn snapshot(id: &str, parent: Option<&str>) -> strata_api::SnapshotInfo {
+    let id: strata_api::SnapshotId = id.parse().expect("an identity");
+    strata_api::SnapshotInfo {
+        tenant: id.tenant.clone(),
+        id,
+        label: None,
+        parent: parent.map(|parent| parent.parse().expect("an identity")),
+        scheduled: false,
+        state: strata_api::SnapshotState::Usable,
+        reason: String::new(),
+        taken: 1.0,
+        size_unique_bytes: 1 << 20,
+        size_shared_bytes: 1 << 30,
+        file_bytes: 0,
+        pages: 262_144,
+        copied_pages: 256,
+        processes: 1,
+        uid: 1000,
+        command: vec!["server".into()],
+        budget_bytes: 1 << 30,
+        freeze_us: 31_000,
+        capture_us: 900_000,
     }
 }

@@ -96,6 +96,7 @@ fn checked(hello: &Hello) -> io::Result<HelloKind> {
         1 => HelloKind::Start,
         2 => HelloKind::Forked,
         3 => HelloKind::Resumed,
+        4 => HelloKind::Restored,
         _ => return Err(invalid("says hello in an unknown way")),
     };
     let sane = hello.magic == MAGIC
@@ -105,8 +106,19 @@ fn checked(hello: &Hello) -> io::Result<HelloKind> {
         && transfer_end <= HIGHEST
         && hello.probe < HIGHEST
         && hello.own_start <= hello.own_end
-        && hello.own_end <= HIGHEST;
+        && hello.own_end <= HIGHEST
+        && aligned(hello.restart)
+        && (hello.restart == 0 || (hello.own_start..hello.own_end).contains(&hello.restart));
     if sane { Ok(kind) } else { Err(invalid("its hello is of another version, or garbage")) }
+}
+
+fn hail_of(hello: &Hello, peer: Peer) -> Hail {
+    Hail {
+        pid: peer.pid,
+        transfer: hello.transfer,
+        own: Range { start: hello.own_start, end: hello.own_end },
+        restart: hello.restart,
+    }
 }
 
 fn welcome(socket: &SeqPacket, verdict: Verdict, space: u32, fds: &[&dyn AsFd]) -> io::Result<()> {
@@ -129,17 +141,16 @@ impl Reception {
         if kind == HelloKind::Resumed {
             return self.resume(socket, peer, fds.into_iter().next());
         }
+        if kind == HelloKind::Restored {
+            return self.restored(socket, peer, &hello);
+        }
         let Some(tenant) = self.tenant_of(&hello, peer)? else {
             return welcome(&socket, Verdict::Unmanaged, 0, &[]);
         };
         let control = ControlBlock::create()?;
-        let hail = Hail {
-            pid: peer.pid,
-            transfer: hello.transfer,
-            own: Range { start: hello.own_start, end: hello.own_end },
-        };
+        let hail = hail_of(&hello, peer);
         if kind == HelloKind::Forked
-            && let Some(space) = tenant.orphan_with(hello.probe)
+            && let Some(space) = tenant.orphan_with(hello.probe, None)
         {
             let uffd = space.userfaultfd()?;
             welcome(&socket, Verdict::Adopt, space.id().0, &[&control, &uffd])?;
@@ -172,10 +183,29 @@ impl Reception {
         ready(&tenant, space.id())
     }
 
+    /// A process that came back from a snapshot. Whom it belongs to is known by
+    /// its userfaultfd; until it is, its agent asks again.
+    fn restored(&self, socket: SeqPacket, peer: Peer, hello: &Hello) -> io::Result<()> {
+        let tenant = self.tenants.by_token(hello.token);
+        let found = tenant.and_then(|tenant| {
+            let space = tenant.orphan_with(hello.probe, Some(peer.pid))?;
+            Some((tenant, space))
+        });
+        let Some((tenant, space)) = found else {
+            return Err(invalid("it is a restored process of no snapshot of this daemon"));
+        };
+        let control = ControlBlock::create()?;
+        let uffd = space.userfaultfd()?;
+        welcome(&socket, Verdict::Adopt, space.id().0, &[&control, &uffd])?;
+        tenant.attach_restored(&space, control, socket, hail_of(hello, peer))?;
+        ready(&tenant, space.id())?;
+        tenant.settle_restored(&space)
+    }
+
     /// Whose process this is.
     fn tenant_of(&self, hello: &Hello, peer: Peer) -> io::Result<Option<Arc<Tenant>>> {
         let tenant = match self.tenants.by_token(hello.token) {
-            Some(tenant) => Some(tenant),
+            Some(tenant) => Some(self.tenants.of_descent(peer.pid, tenant)),
             None if hello.token != 0 => None,
             None => {
                 let program = Program::of(peer.pid)?;

@@ -31,6 +31,11 @@ const HIGH_MARGIN_BYTES: u64 = 16 << 20;
 /// first.
 const DYING: Duration = Duration::from_millis(200);
 
+/// Beyond this the kernel slows a tenant down.
+fn high_bytes(memory_bytes: u64) -> u64 {
+    memory_bytes.saturating_add(HIGH_MARGIN_BYTES).saturating_add(memory_bytes / 50)
+}
+
 /// Finds the memory controller's mount in the text of `/proc/mounts`.
 fn hierarchy_in(mounts: &str) -> Option<Hierarchy> {
     let mut v2 = None;
@@ -78,18 +83,16 @@ impl Cgroups {
         }
     }
 
-    /// Makes the cgroup of a tenant and puts `process` into it.
+    /// Makes the cgroup of a tenant and puts `process` into it, if it is there
+    /// already. `memory_bytes`: its budget and what it may have on a node.
     pub(crate) fn make(
         &self,
         name: &str,
         process: Option<u32>,
-        budget_bytes: u64,
+        memory_bytes: u64,
     ) -> io::Result<PathBuf> {
         let hierarchy =
             self.hierarchy.as_ref().ok_or_else(|| io::Error::other("no memory controller"))?;
-        // A rule's programs stay where their service put them.
-        let process = process
-            .ok_or_else(|| io::Error::other("programs of a rule stay in their own cgroup"))?;
         let (Hierarchy::V1(root) | Hierarchy::V2(root)) = hierarchy;
         let parent = root.join(&self.group);
         let directory = parent.join(name);
@@ -101,10 +104,10 @@ impl Cgroups {
         fs::create_dir_all(&directory)?;
         let prepared = (|| {
             if matches!(hierarchy, Hierarchy::V2(_)) {
-                let high = budget_bytes + HIGH_MARGIN_BYTES + budget_bytes / 50;
+                let high = high_bytes(memory_bytes);
                 fs::write(directory.join("memory.high"), high.to_string())?;
             }
-            fs::write(directory.join("cgroup.procs"), process.to_string())
+            process.map_or(Ok(()), |process| Self::adopt(&directory, process))
         })();
         if let Err(error) = prepared {
             self.remove(&directory);
@@ -114,18 +117,23 @@ impl Cgroups {
     }
 
     /// Follows a changed budget.
-    pub(crate) fn set_budget(directory: &Path, budget_bytes: u64) -> io::Result<()> {
+    pub(crate) fn set_budget(directory: &Path, memory_bytes: u64) -> io::Result<()> {
         let high = directory.join("memory.high");
         if !high.exists() {
             return Ok(());
         }
-        let bytes = budget_bytes + HIGH_MARGIN_BYTES + budget_bytes / 50;
+        let bytes = high_bytes(memory_bytes);
         fs::write(&high, bytes.to_string()).map_err(|error| {
             io::Error::new(
                 error.kind(),
                 format!("cannot set {} to {}: {error}", high.display(), ByteSize(bytes)),
             )
         })
+    }
+
+    /// Puts a process into a tenant's group.
+    pub(crate) fn adopt(directory: &Path, pid: u32) -> io::Result<()> {
+        fs::write(directory.join("cgroup.procs"), pid.to_string())
     }
 
     /// Removes a tenant's cgroup, and the daemon's own with the last. A process

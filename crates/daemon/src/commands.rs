@@ -5,22 +5,24 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use strata_api::{PROTOCOL_VERSION, Reply, Request};
-use strata_pager::{ReleaseRefused, Tenant};
+use strata_api::{PROTOCOL_VERSION, Reply, Request, RevivedTenant, SnapshotInfo, SnapshotRef};
+use strata_pager::{ReleaseRefused, Space, Tenant};
 use strata_sys::peer::Peer;
-use strata_sys::total_bytes;
+use strata_sys::{Pidfd, total_bytes};
 use strata_units::ByteSize;
 use strata_units::wire::{ENV_SOCKET, ENV_TOKEN};
 
+use crate::advice;
 use crate::cgroup::Cgroups;
 use crate::config::Config;
 use crate::control::Handler;
+use crate::place;
+use crate::snapshots::{CloneWish, Revived, Snapshots, Tell};
 use crate::statistics;
 use crate::supervisor::Inheritance;
 use crate::tenants::{Tenants, Wish};
 
 const SIGTERM: i32 = 15;
-const SIGKILL: i32 = 9;
 /// How often `stop` looks whether the processes have gone.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// How long killed processes may take to be gone.
@@ -28,13 +30,14 @@ const KILL_PATIENCE: Duration = Duration::from_secs(10);
 
 pub(crate) struct Commands {
     tenants: Arc<Tenants>,
+    snapshots: Arc<Snapshots>,
     config: Config,
     private: bool,
     agent_socket: PathBuf,
     supervisor_pid: u32,
 }
 
-fn error(message: impl Into<String>, hint: impl Into<String>) -> Reply {
+pub(crate) fn error(message: impl Into<String>, hint: impl Into<String>) -> Reply {
     Reply::Error { message: message.into(), hint: hint.into() }
 }
 
@@ -43,7 +46,7 @@ impl Handler for Commands {
         eprintln!("stratad: {line}");
     }
 
-    fn handle(&self, peer: Peer, request: Request) -> Reply {
+    fn handle(&self, peer: Peer, request: Request, tell: Tell<'_>) -> Reply {
         match request {
             Request::Ping => Reply::Pong {
                 protocol: PROTOCOL_VERSION,
@@ -66,10 +69,101 @@ impl Handler for Commands {
             Request::Set { name, dram_bytes } => {
                 self.with(peer, &name, |tenant| set(tenant, dram_bytes))
             }
+            Request::Advise { name, stop: false } => {
+                self.with(peer, &name, |tenant| advice::of(tenant))
+            }
+            Request::Advise { name, stop: true } => self.with(peer, &name, |tenant| {
+                tenant.stop_advising();
+                Reply::Done { note: String::new() }
+            }),
+            Request::ShareOut { total_bytes, curves } => advice::shares(total_bytes, &curves),
             Request::Release { name } => self.with(peer, &name, release),
             Request::Stop { name } => self.with(peer, &name, |tenant| self.stop(tenant)),
+            Request::Snapshot { name, label, persist } => {
+                self.with(peer, &name, |tenant| {
+                    match self.snapshots.take(tenant, label, false, tell) {
+                        Ok(info) if persist => self.persist(peer, &info.id.into(), tell),
+                        Ok(info) => {
+                            Reply::Snapshot { snapshot: Box::new(info), warnings: Vec::new() }
+                        }
+                        Err(why) => error(format!("no snapshot of {name}: {why}"), ""),
+                    }
+                })
+            }
+            Request::SnapshotSelf { label } => self.snapshot_self(peer, label, tell),
+            Request::Place { wish, ranges } => {
+                self.with_caller(peer, |tenant, space| place::place(tenant, space, wish, &ranges))
+            }
+            Request::Where { start, pages } => self
+                .with_caller(peer, |tenant, space| place::whereabouts(tenant, space, start, pages)),
+            Request::Snapshots { name } => Reply::Snapshots {
+                snapshots: self
+                    .snapshots
+                    .list()
+                    .into_iter()
+                    .filter(|info| peer.uid == 0 || peer.uid == info.uid)
+                    .filter(|info| name.as_ref().is_none_or(|name| *name == info.tenant))
+                    .collect(),
+            },
+            Request::Rollback { name, snapshot } => self.with(peer, &name, |tenant| {
+                match self.snapshots.rollback(peer.uid, tenant, &snapshot, tell) {
+                    Ok(pid) => revived(vec![Revived {
+                        name: name.clone(),
+                        pid,
+                        forwards: Vec::new(),
+                        notes: Vec::new(),
+                    }]),
+                    Err(why) => error(format!("{name} was not rolled back: {why}"), ""),
+                }
+            }),
+            Request::Restore { snapshot, name } => {
+                match self.snapshots.restore(peer.uid, &snapshot, name, tell) {
+                    Ok(one) => revived(vec![one]),
+                    Err(why) => error(format!("{snapshot} was not restored: {why}"), ""),
+                }
+            }
+            Request::SnapshotRemove { snapshot } => {
+                match self.snapshots.remove(peer.uid, &snapshot) {
+                    Ok(()) => Reply::Done { note: String::new() },
+                    Err(why) => error(why, "strata snapshots lists them"),
+                }
+            }
+            Request::Clone { snapshot, count, name, net, forwards, tcp, copy_dirs } => {
+                let wish = CloneWish { count, name, net, forwards, tcp, copy_dirs };
+                match self.snapshots.start_clones(peer.uid, &snapshot, &wish, tell) {
+                    Ok(all) => revived(all),
+                    Err(why) => {
+                        let todo = match why.contains(PORT_IN_USE) {
+                            true => "a port that it listens on is taken: try --net new",
+                            false => "",
+                        };
+                        error(format!("{snapshot} was not cloned: {why}"), todo)
+                    }
+                }
+            }
+            Request::SnapshotPersist { snapshot } => self.persist(peer, &snapshot, tell),
+            Request::SnapshotExport { snapshot, path } => {
+                match self.snapshots.export(peer.uid, &snapshot, path.as_ref(), tell) {
+                    Ok(()) => Reply::Done { note: String::new() },
+                    Err(why) => error(format!("{snapshot} was not exported: {why}"), ""),
+                }
+            }
+            Request::SnapshotImport { path, name, any_cpu } => {
+                let taken = self.snapshots.import(peer.uid, path.as_ref(), name, any_cpu, tell);
+                self.shown(taken, || format!("{path} was not imported"))
+            }
         }
     }
+}
+
+fn revived(all: Vec<Revived>) -> Reply {
+    let mut warnings = Vec::new();
+    let mut tenants = Vec::new();
+    for Revived { name, pid, forwards, notes } in all {
+        tenants.push(RevivedTenant { name, pid, forwards });
+        warnings.extend(notes);
+    }
+    Reply::Revived { tenants, warnings }
 }
 
 fn may(peer: Peer, tenant: &Tenant) -> bool {
@@ -98,13 +192,21 @@ fn check_budget(bytes: u64) -> Result<(), Reply> {
     Ok(())
 }
 
+/// What CRIU says of a port that somebody listens on.
+const PORT_IN_USE: &str = "Can't bind inet socket";
+
 /// Below this a program's own stacks and libraries fill the budget.
-const LEAST_BUDGET: ByteSize = ByteSize(4 << 20);
+pub(crate) const LEAST_BUDGET: ByteSize = ByteSize(4 << 20);
 
 impl Commands {
-    pub(crate) fn new(tenants: Arc<Tenants>, inheritance: &Inheritance) -> Self {
+    pub(crate) fn new(
+        tenants: Arc<Tenants>,
+        snapshots: Arc<Snapshots>,
+        inheritance: &Inheritance,
+    ) -> Self {
         Self {
             tenants,
+            snapshots,
             config: inheritance.config.clone(),
             private: inheritance.private,
             agent_socket: inheritance.agent_socket.clone(),
@@ -112,11 +214,67 @@ impl Commands {
         }
     }
 
+    /// A snapshot as it is now.
+    fn shown(&self, outcome: Result<SnapshotInfo, String>, what: impl Fn() -> String) -> Reply {
+        match outcome {
+            Ok(info) => {
+                let info = self.snapshots.with_sizes(info);
+                Reply::Snapshot { snapshot: Box::new(info), warnings: Vec::new() }
+            }
+            Err(why) => error(format!("{}: {why}", what()), ""),
+        }
+    }
+
+    fn persist(&self, peer: Peer, snapshot: &SnapshotRef, tell: Tell<'_>) -> Reply {
+        self.shown(self.snapshots.persist(peer.uid, snapshot, tell), || {
+            format!("{snapshot} was not persisted")
+        })
+    }
+
     /// A tenant that the caller may command. Others' do not exist for them.
     fn with(&self, peer: Peer, name: &str, act: impl FnOnce(&Arc<Tenant>) -> Reply) -> Reply {
         match self.tenants.get(name).filter(|tenant| may(peer, tenant)) {
             Some(tenant) => act(&tenant),
             None => error(format!("there is no tenant {name}"), "strata ps lists them"),
+        }
+    }
+
+    /// The memory of the calling process: nobody asks about another's.
+    fn with_caller(
+        &self,
+        peer: Peer,
+        act: impl FnOnce(&Arc<Tenant>, &Arc<Space>) -> Reply,
+    ) -> Reply {
+        let own = |tenant: Arc<Tenant>| Some((tenant.space_of(peer.pid)?, tenant));
+        match self.tenants.list().into_iter().find_map(own) {
+            Some((_, tenant)) if !may(peer, &tenant) => {
+                let name = &tenant.record().name;
+                error(format!("{name} does not belong to user {}", peer.uid), "")
+            }
+            Some((space, tenant)) => act(&tenant, &space),
+            None => error(format!("process {} belongs to no tenant", peer.pid), ""),
+        }
+    }
+
+    /// A snapshot of the tenant that the caller is part of.
+    fn snapshot_self(&self, peer: Peer, label: Option<String>, tell: Tell<'_>) -> Reply {
+        // Opened before the look, so that it is the process that is found.
+        let asking = Pidfd::open(peer.pid);
+        let own = |tenant: &Arc<Tenant>| tenant.space_of(peer.pid).is_some();
+        let Some(tenant) = self.tenants.list().into_iter().find(own) else {
+            return error(format!("process {} belongs to no tenant", peer.pid), "");
+        };
+        let name = &tenant.record().name;
+        let refused = |why: String| error(format!("no snapshot of {name}: {why}"), "");
+        if !may(peer, &tenant) {
+            return refused(format!("it does not belong to user {}", peer.uid));
+        }
+        match asking
+            .map_err(|error| error.to_string())
+            .and_then(|asking| self.snapshots.take_for(&asking, &tenant, label, tell))
+        {
+            Ok(info) => Reply::Snapshot { snapshot: Box::new(info), warnings: Vec::new() },
+            Err(why) => refused(why),
         }
     }
 
@@ -186,7 +344,7 @@ impl Commands {
         if gone(self.config.stop_grace) {
             return Reply::Done { note: String::new() };
         }
-        tenant.signal(SIGKILL);
+        tenant.kill();
         if gone(KILL_PATIENCE) {
             Reply::Done { note: "it did not end by SIGTERM and was killed".into() }
         } else {
@@ -203,11 +361,13 @@ fn set(tenant: &Arc<Tenant>, dram_bytes: u64) -> Reply {
         return refused;
     }
     tenant.set_budget(dram_bytes);
-    let followed = tenant
-        .record()
+    let record = tenant.record();
+    let node_bytes = record.node.map_or(0, |node| node.limit_bytes);
+    let memory_bytes = dram_bytes.saturating_add(node_bytes);
+    let followed = record
         .cgroup
         .as_ref()
-        .map(|directory| Cgroups::set_budget(directory.as_ref(), dram_bytes));
+        .map(|directory| Cgroups::set_budget(directory.as_ref(), memory_bytes));
     let note = match followed {
         Some(Err(failed)) => failed.to_string(),
         _ => String::new(),

@@ -4,7 +4,7 @@
 //!
 //! What each key does is described in `docs/usage.md`; reading the TOML is in
 //! `config/read.rs`. Whether a rule applies to a process is decided in
-//! `program.rs`.
+//! `program.rs`, what a schedule demands in `schedule.rs`.
 
 mod nearest;
 mod read;
@@ -14,6 +14,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use strata_sys::MemoryNode;
 use strata_units::ByteSize;
 
 /// Where stratad looks when no file is named.
@@ -22,6 +23,13 @@ pub(crate) const DEFAULT_FILE: &str = "/etc/strata/stratad.toml";
 pub(crate) const DEFAULT_SOCKET_DIR: &str = "/run/strata";
 /// What the file tier may hold when it is switched on without a limit.
 const DEFAULT_TIER_LIMIT: ByteSize = ByteSize(16 << 30);
+/// What is moved to and from the node in a second when the configuration does not
+/// say: a fraction of what CXL memory can do, so that programs hardly notice.
+const DEFAULT_NODE_BANDWIDTH: ByteSize = ByteSize(1 << 30);
+/// Where snapshots are kept when the configuration does not say.
+const DEFAULT_SNAPSHOT_DIR: &str = "/var/lib/strata/snapshots";
+/// Scheduled snapshots of a tenant that are kept when the schedule does not say.
+const DEFAULT_KEEP: u32 = 12;
 /// From SIGTERM to SIGKILL: what service managers and orchestrators give, too.
 const DEFAULT_STOP_GRACE: Duration = Duration::from_secs(10);
 
@@ -53,6 +61,32 @@ pub(crate) struct Rule {
     pub(crate) tier_limit: Option<ByteSize>,
 }
 
+/// The node tier.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Node {
+    /// The node, one without processors.
+    pub(crate) number: u32,
+    /// The node with processors that is nearest to it.
+    pub(crate) home: u32,
+    /// What one tenant may have there.
+    pub(crate) limit: ByteSize,
+    /// What may be moved in a second for one tenant, there and back.
+    pub(crate) bandwidth: ByteSize,
+}
+
+/// Snapshots that are taken of a tenant without being asked for, while it lives.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Schedule {
+    /// The tenant's name, however it was started.
+    pub(crate) name: String,
+    /// From one snapshot to the next.
+    pub(crate) every: Duration,
+    /// How many are kept; at least 1.
+    pub(crate) keep: u32,
+    /// Whether they are written to disk.
+    pub(crate) persist: bool,
+}
+
 /// The whole configuration, resolved and checked.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) struct Config {
@@ -66,14 +100,25 @@ pub(crate) struct Config {
     pub(crate) tier_path: Option<PathBuf>,
     /// Bytes that one tenant may hold in the file tier.
     pub(crate) tier_limit: ByteSize,
+    /// The node tier; none: no pages go to another node.
+    pub(crate) node: Option<Node>,
     /// Users besides root whose programs get `/dev/userfaultfd`.
     pub(crate) uffd_users: Vec<User>,
     /// `libstrata.so`; none: the one installed with this stratad.
     pub(crate) preload: Option<PathBuf>,
     /// From SIGTERM to SIGKILL in `strata stop`.
     pub(crate) stop_grace: Duration,
+    /// Directory of persisted snapshots and of each snapshot's process state;
+    /// made if it is not there, for its owner only.
+    pub(crate) snapshot_dir: PathBuf,
+    /// DRAM that snapshots whose tenants have ended may cost, all together.
+    pub(crate) snapshot_limit: ByteSize,
+    /// CRIU; none: the one in PATH.
+    pub(crate) criu: Option<PathBuf>,
     /// Programs managed without `strata run`, first match wins.
     pub(crate) manage: Vec<Rule>,
+    /// Scheduled snapshots, at most one schedule for a name.
+    pub(crate) snapshot: Vec<Schedule>,
 }
 
 /// One thing wrong with the configuration. Displays as one line.
@@ -123,6 +168,10 @@ pub(crate) struct Machine {
     pub(crate) memory: ByteSize,
     /// The number of a user's name.
     pub(crate) user_id: fn(&str) -> std::io::Result<Option<u32>>,
+    /// Its memory nodes.
+    pub(crate) nodes: fn() -> Vec<MemoryNode>,
+    /// The node with processors that is nearest to a node.
+    pub(crate) home_of: fn(u32) -> Option<u32>,
 }
 
 impl Machine {
@@ -132,7 +181,12 @@ impl Machine {
     /// The kernel does not tell its memory.
     pub(crate) fn this() -> std::io::Result<Self> {
         let memory = ByteSize(strata_sys::total_bytes()?);
-        Ok(Self { memory, user_id: strata_sys::peer::user_id })
+        Ok(Self {
+            memory,
+            user_id: strata_sys::peer::user_id,
+            nodes: strata_sys::memory_nodes,
+            home_of: strata_sys::home_of,
+        })
     }
 }
 
@@ -147,10 +201,19 @@ impl Config {
             metrics: None,
             tier_path: None,
             tier_limit: DEFAULT_TIER_LIMIT,
+            node: None,
             uffd_users: Vec::new(),
             preload: None,
             stop_grace: DEFAULT_STOP_GRACE,
+            snapshot_dir: DEFAULT_SNAPSHOT_DIR.into(),
+            // A quarter: beside a tenant with the default budget, a half, the
+            // rest of the machine still has as much. It is a bound, not a
+            // reserve; a snapshot costs compressed pages, and only those that
+            // no living tenant shares.
+            snapshot_limit: ByteSize(machine.memory.0 / 4),
+            criu: None,
             manage: Vec::new(),
+            snapshot: Vec::new(),
         }
     }
 
@@ -211,6 +274,14 @@ impl Config {
             }
             None => writeln!(out, "# tier_path: none; cold pages stay in compressed memory")?,
         }
+        match &self.node {
+            Some(Node { number, limit, bandwidth, .. }) => {
+                writeln!(out, "node = {number}")?;
+                writeln!(out, "node_limit = {}", exact_size(*limit))?;
+                writeln!(out, "node_bandwidth = {}", exact_size(*bandwidth))?;
+            }
+            None => writeln!(out, "# node: none; no pages go to slower memory")?,
+        }
         let users: Vec<String> = self.uffd_users.iter().map(|user| quoted(&user.name)).collect();
         writeln!(out, "uffd_users = [{}]", users.join(", "))?;
         match &self.preload {
@@ -218,6 +289,12 @@ impl Config {
             None => writeln!(out, "# preload: the libstrata.so installed with stratad")?,
         }
         writeln!(out, "stop_grace = \"{}ms\"", self.stop_grace.as_millis())?;
+        writeln!(out, "snapshot_dir = {}", path(&self.snapshot_dir))?;
+        writeln!(out, "snapshot_limit = {}", exact_size(self.snapshot_limit))?;
+        match &self.criu {
+            Some(criu) => writeln!(out, "criu = {}", path(criu))?,
+            None => writeln!(out, "# criu: the one in PATH")?,
+        }
         for rule in &self.manage {
             writeln!(out, "\n[[manage]]\nname = {}", quoted(&rule.name))?;
             if let Some(exe) = &rule.exe {
@@ -233,6 +310,12 @@ impl Config {
             if let Some(limit) = rule.tier_limit {
                 writeln!(out, "tier_limit = {}", exact_size(limit))?;
             }
+        }
+        for schedule in &self.snapshot {
+            writeln!(out, "\n[[snapshot]]\nname = {}", quoted(&schedule.name))?;
+            writeln!(out, "every = {}", exact_time(schedule.every))?;
+            writeln!(out, "keep = {}", schedule.keep)?;
+            writeln!(out, "persist = {}", schedule.persist)?;
         }
         Ok(())
     }
@@ -251,6 +334,16 @@ fn exact_size(size: ByteSize) -> String {
     match exact {
         Some((unit, shift)) => format!("\"{}{unit}\"", size.0 >> shift),
         None => format!("\"{}B\"", size.0),
+    }
+}
+
+/// A time as TOML, in the largest unit that gives a whole number.
+fn exact_time(time: Duration) -> String {
+    let ms = time.as_millis();
+    let units = [("d", 86_400_000), ("h", 3_600_000), ("min", 60_000), ("s", 1000)];
+    match units.iter().find(|(_, unit_ms)| ms > 0 && ms.is_multiple_of(*unit_ms)) {
+        Some((unit, unit_ms)) => format!("\"{}{unit}\"", ms / unit_ms),
+        None => format!("\"{ms}ms\""),
     }
 }
 

@@ -15,15 +15,22 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use strata_api::{MAX_LINE_BYTES, Reply, Request, name_problem};
-use strata_sys::peer::{Peer, peer_of};
+use serde::Serialize;
+use strata_api::{MAX_LINE_BYTES, Progress, Reply, Request, name_problem};
+use strata_sys::peer::{Peer, peer_lives, peer_of};
 
 /// What answers requests. Called from many threads at once, one per connection;
 /// it may take its time.
 pub(crate) trait Handler: Send + Sync + 'static {
     /// Does what `peer` asks, if `peer` may ask it. Names in `request` are
     /// well-formed (see [`name_problem`]); all else is as the client sent it.
-    fn handle(&self, peer: Peer, request: Request) -> Reply;
+    /// `tell` passes on how far long work is; it is cheap to call often.
+    fn handle(
+        &self,
+        peer: Peer,
+        request: Request,
+        tell: &mut (dyn FnMut(Progress) + Send),
+    ) -> Reply;
 
     /// Writes one line to the daemon's log: about a client that was refused.
     /// The rate is bounded here, whatever clients do.
@@ -69,6 +76,8 @@ const COMPLAINT_PERIOD: Duration = Duration::from_secs(60);
 /// Pause after the kernel refused a connection for want of descriptors or
 /// memory: long enough not to spin, short enough not to be noticed.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+/// How often a client hears how far its request is.
+const TELL_EVERY: Duration = Duration::from_millis(200);
 /// Stack of a connection's thread. The JSON parser recurses at most 128 deep;
 /// the handler is ours.
 const STACK_BYTES: usize = 512 << 10;
@@ -312,7 +321,23 @@ fn converse(place: &Place, mut stream: UnixStream, accepted_at: Instant) {
     let limits = &shared.limits;
     let reply = match read_line(&mut stream, limits.line_bytes, accepted_at + limits.read_timeout) {
         Ok(line) => match parse(&line) {
-            Ok(request) => shared.handler.handle(*peer, request),
+            Ok(request) if request.is_about_the_caller() && !peer_lives(&stream) => {
+                let why = "asks for a process that has ended".to_owned();
+                shared.complain(Some(*peer), &why);
+                Reply::Error { message: why, hint: String::new() }
+            }
+            Ok(request) => {
+                let mut told = Instant::now();
+                let mut tell = |progress: Progress| {
+                    if told.elapsed() >= TELL_EVERY {
+                        told = Instant::now();
+                        // Who does not listen gets the reply all the same.
+                        let deadline = told + TELL_EVERY;
+                        let _ = write_all(&mut stream, &line_of(&progress), deadline);
+                    }
+                };
+                shared.handler.handle(*peer, request, &mut tell)
+            }
             Err(why) => {
                 shared.complain(Some(*peer), &why);
                 Reply::Error { message: why, hint: "use a strata of the same version".into() }
@@ -421,19 +446,41 @@ fn write_all(stream: &mut UnixStream, mut bytes: &[u8], deadline: Instant) -> io
 fn parse(line: &[u8]) -> Result<Request, String> {
     let request: Request = serde_json::from_slice(line)
         .map_err(|error| format!("this is not a request: {}", printable(&error.to_string())))?;
+    // Names of snapshots are checked by their own type.
     let (name, dram_bytes) = match &request {
-        Request::Ping | Request::List => (None, None),
+        Request::Ping
+        | Request::List
+        | Request::ShareOut { .. }
+        | Request::SnapshotSelf { .. }
+        | Request::Place { .. }
+        | Request::Where { .. }
+        | Request::SnapshotRemove { .. }
+        | Request::SnapshotPersist { .. }
+        | Request::SnapshotExport { .. } => (None, None),
         Request::Run { name, dram_bytes, .. } => (name.as_ref(), *dram_bytes),
         Request::Set { name, dram_bytes } => (Some(name), Some(*dram_bytes)),
-        Request::Stats { name } | Request::Release { name } | Request::Stop { name } => {
-            (Some(name), None)
-        }
+        Request::Stats { name }
+        | Request::Advise { name, .. }
+        | Request::Release { name }
+        | Request::Stop { name }
+        | Request::Snapshot { name, .. }
+        | Request::Rollback { name, .. } => (Some(name), None),
+        Request::Snapshots { name }
+        | Request::Restore { name, .. }
+        | Request::Clone { name, .. }
+        | Request::SnapshotImport { name, .. } => (name.as_ref(), None),
     };
     if let Some(problem) = name.and_then(|name| name_problem(name)) {
         return Err(problem.to_owned());
     }
     if dram_bytes == Some(0) {
         return Err("a budget of 0 bytes holds nothing".to_owned());
+    }
+    if let Some(problem) = request.snapshot_problem() {
+        return Err(printable(&problem));
+    }
+    if let Some(problem) = request.curve_problem() {
+        return Err(problem.to_owned());
     }
     Ok(request)
 }
@@ -448,19 +495,20 @@ fn printable(text: &str) -> String {
 }
 
 /// One line, line feed included.
+fn line_of(message: &impl Serialize) -> Vec<u8> {
+    let mut line = serde_json::to_vec(message).expect("messages have no keys but strings");
+    line.push(b'\n');
+    line
+}
+
 fn encode(reply: &Reply) -> Vec<u8> {
-    let encode = |reply: &Reply| {
-        let mut line = serde_json::to_vec(reply).expect("replies have no keys but strings");
-        line.push(b'\n');
-        line
-    };
-    let line = encode(reply);
+    let line = line_of(reply);
     if line.len() <= MAX_LINE_BYTES {
         return line;
     }
-    encode(&Reply::Error {
+    line_of(&Reply::Error {
         message: format!("the reply would be longer than {MAX_LINE_BYTES} bytes"),
-        hint: "ask for one tenant at a time: strata stats NAME".into(),
+        hint: "ask for one tenant at a time: strata stats NAME, strata snapshots NAME".into(),
     })
 }
 

@@ -15,7 +15,7 @@ struct Recorder {
 }
 
 impl Handler for Recorder {
-    fn handle(&self, peer: Peer, request: Request) -> Reply {
+    fn handle(&self, peer: Peer, request: Request, _: &mut (dyn FnMut(Progress) + Send)) -> Reply {
         self.handled.fetch_add(1, Ordering::SeqCst);
         *lock(&self.last) = Some((peer, request));
         Reply::Done { note: "handled".into() }
@@ -122,6 +122,14 @@ fn garbage_is_answered_and_never_handled() {
         "{\"request\":\"set\",\"name\":\"db\",\"dram_bytes\":0}\n",
         "{\"request\":\"set\",\"name\":\"db\",\"dram_bytes\":-1}\n",
         "{\"request\":\"set\",\"name\":\"db\",\"dram_bytes\":1e99}\n",
+        "{\"request\":\"snapshot\",\"name\":\"db\",\"label\":\"7\",\"persist\":false}\n",
+        "{\"request\":\"snapshot\",\"name\":\"a/b\",\"label\":null,\"persist\":false}\n",
+        "{\"request\":\"snapshots\",\"name\":\"..\"}\n",
+        "{\"request\":\"snapshot_remove\",\"snapshot\":\"db@../1\"}\n",
+        "{\"request\":\"rollback\",\"name\":\"\",\"snapshot\":\"db@1\"}\n",
+        "{\"request\":\"restore\",\"snapshot\":\"db@1\",\"name\":\"-x\"}\n",
+        "{\"request\":\"snapshot_import\",\"path\":\"etc/passwd\",\"name\":null}\n",
+        "{\"request\":\"snapshot_import\",\"path\":\"/x\",\"name\":\"a b\"}\n",
         "{\"request\":\"stats\",\"name\":\"db\"",
         deep.as_str(),
         "\u{0}\u{1}\u{1b}[2J\n",
@@ -164,7 +172,7 @@ fn a_client_that_trickles_is_dropped() {
 fn a_client_that_takes_no_reply_is_dropped() {
     struct Verbose;
     impl Handler for Verbose {
-        fn handle(&self, _: Peer, _: Request) -> Reply {
+        fn handle(&self, _: Peer, _: Request, _: &mut (dyn FnMut(Progress) + Send)) -> Reply {
             Reply::Done { note: "x".repeat(MAX_LINE_BYTES - 100) }
         }
         fn log(&self, _: &str) {}
@@ -289,13 +297,14 @@ impl Random {
 
 /// A valid request with a few bytes changed, dropped, doubled or inserted.
 fn mutated(random: &mut Random) -> Vec<u8> {
-    const SEEDS: [&str; 6] = [
+    const SEEDS: [&str; 7] = [
         r#"{"request":"ping"}"#,
         r#"{"request":"run","name":"db","dram_bytes":1073741824,"command":["redis","--x"]}"#,
         r#"{"request":"stats","name":"db"}"#,
         r#"{"request":"set","name":"db","dram_bytes":4096}"#,
         r#"{"request":"stop","name":"db"}"#,
         r#"{"name":"db","request":"release"}"#,
+        r#"{"request":"snapshot_self","label":"good"}"#,
     ];
     let mut bytes = SEEDS[random.below(SEEDS.len())].as_bytes().to_vec();
     for _ in 0..random.below(6) {

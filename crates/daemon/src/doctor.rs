@@ -7,11 +7,14 @@
 
 mod kernel;
 mod machine;
+mod node;
 
 use std::fmt;
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
+
+use crate::config::{Config, Machine};
 
 /// Whether a thing is there.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
@@ -170,7 +173,15 @@ pub(crate) fn examine() -> Report {
     let files = Files { root: Path::new("/").to_owned() };
     let mut findings = kernel::findings(&files);
     findings.extend(machine::findings(&files));
+    findings.extend(file_tier());
     Report::new(findings)
+}
+
+/// What the file tier of the system's daemon lies on, if it has one.
+fn file_tier() -> Option<Finding> {
+    let config = Config::load(None, &Machine::this().ok()?).ok()?;
+    let directory = config.tier_path?;
+    Some(Finding::new("file tier", Presence::Yes, crate::tier::describe(&directory)))
 }
 
 #[cfg(test)]

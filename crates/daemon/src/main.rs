@@ -2,6 +2,7 @@
 //! supervisor keep a worker alive.
 #![forbid(unsafe_code)]
 
+mod advice;
 mod agents;
 mod cgroup;
 mod commands;
@@ -9,10 +10,14 @@ mod config;
 mod control;
 mod doctor;
 mod metrics;
+mod place;
 mod program;
+mod schedule;
+mod snapshots;
 mod statistics;
 mod supervisor;
 mod tenants;
+mod tier;
 mod worker;
 
 use std::io::{self, Write};
@@ -128,6 +133,7 @@ fn serve(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         Some(directory) => {
             let mut config = Config::defaults(&Machine::this()?);
             config.socket_dir.clone_from(directory);
+            config.snapshot_dir = directory.join(strata_api::PRIVATE_SNAPSHOTS_NAME);
             config
         }
         None => configuration(arguments.config.as_deref())?,

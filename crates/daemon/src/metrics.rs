@@ -8,7 +8,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use strata_api::Stats;
+use strata_api::{AdviceState, NEEDED_FOR, Stats, TierStats};
 
 /// Longest request head that is read. Prometheus sends some 300 bytes.
 const MAX_REQUEST_BYTES: usize = 8 << 10;
@@ -31,15 +31,17 @@ macro_rules! metrics {
 
 /// Every number in [`Stats`] but the user id, which is a label, and the
 /// latencies, which have a quantile. Names that end in `_total` are counters.
-const METRICS: [Metric; 24] = metrics! {
+const METRICS: [Metric; 27] = metrics! {
     budget_bytes: "DRAM budget of the tenant.",
     resident_bytes: "Managed pages in DRAM, staged ones included.",
     staged_bytes: "Part of resident_bytes that is out of the address space, kept raw.",
+    pinned_bytes: "Memory that its programs have pinned, resident or not.",
     unmanaged_bytes: "Anonymous memory in DRAM that Strata may not or does not yet manage.",
     stored_bytes: "Original size of the stored pages.",
     kept_bytes: "Original size of resident pages whose stored copies are kept.",
     compressed_bytes: "DRAM that the stored pages cost.",
     file_bytes: "Bytes that the stored pages cost in the file tier.",
+    node_bytes: "Bytes of its memory on the node: no DRAM.",
     metadata_bytes: "Strata's own memory for the tenant.",
     managed_pages: "Pages that have an entry in the page map.",
     stored_objects: "Distinct pages in the store.",
@@ -54,6 +56,7 @@ const METRICS: [Metric; 24] = metrics! {
     evictions_unchanged_total: "Evictions of pages that the store had already.",
     evictions_refused_total: "Evictions that the kernel refused.",
     lost_pages_total: "Stored pages that could not be read back intact.",
+    opposed_moves_total: "Pages that somebody else moved back from or to the node within ten seconds.",
     worker_restarts_total: "Times that the worker was replaced under the tenant.",
     uptime_seconds: "Seconds since the tenant's start.",
 };
@@ -94,6 +97,8 @@ fn write_metrics(out: &mut String, tenants: &[Stats]) -> std::fmt::Result {
             )?;
         }
     }
+    write_tiers(out, tenants)?;
+    write_advice(out, tenants, head)?;
     head(out, "processes", "gauge", "Processes of the tenant.")?;
     for stats in tenants {
         let (tenant, count) = (label(&stats.name), stats.pids.len());
@@ -109,6 +114,84 @@ fn write_metrics(out: &mut String, tenants: &[Stats]) -> std::fmt::Result {
             stats.uid,
             label(state.as_str().unwrap_or_default()),
         )?;
+    }
+    Ok(())
+}
+
+/// One number of [`TierStats`] as a metric.
+type OfTier = (&'static str, &'static str, fn(&TierStats) -> Option<f64>);
+
+/// What is said of each tier of each tenant.
+const TIER_METRICS: [OfTier; 5] = [
+    ("tier_size_bytes", "What the tier may hold.", |tier| tier.size_bytes.map(|size| size as f64)),
+    ("tier_used_bytes", "What the pages in the tier cost there.", |tier| {
+        Some(tier.used_bytes as f64)
+    }),
+    ("tier_pages", "Distinct pages in the tier.", |tier| Some(tier.pages as f64)),
+    ("tier_pages_in_total", "Pages that came into the tier.", |tier| {
+        Some(tier.pages_in_total as f64)
+    }),
+    ("tier_pages_out_total", "Pages that left the tier.", |tier| Some(tier.pages_out_total as f64)),
+];
+
+fn write_tiers(out: &mut String, tenants: &[Stats]) -> std::fmt::Result {
+    let all = || tenants.iter().flat_map(|stats| stats.tiers.iter().map(move |tier| (stats, tier)));
+    for (name, help, value) in TIER_METRICS {
+        let kind = if name.ends_with("_total") { "counter" } else { "gauge" };
+        writeln!(out, "# HELP strata_{name} {help}\n# TYPE strata_{name} {kind}")?;
+        for (stats, tier) in all() {
+            if let Some(value) = value(tier) {
+                let (tenant, tier) = (label(&stats.name), label(&tier.tier));
+                writeln!(out, "strata_{name}{{tenant=\"{tenant}\",tier=\"{tier}\"}} {value}")?;
+            }
+        }
+    }
+    let name = "tier_latency_us";
+    let help = "Latency of faults that the tier served, in microseconds.";
+    writeln!(out, "# HELP strata_{name} {help}\n# TYPE strata_{name} gauge")?;
+    for (stats, tier) in all() {
+        let (tenant, label) = (label(&stats.name), label(&tier.tier));
+        for (quantile, value) in [("0.5", tier.p50_us), ("0.99", tier.p99_us)] {
+            writeln!(
+                out,
+                "strata_{name}{{tenant=\"{tenant}\",tier=\"{label}\",quantile=\"{quantile}\"}} {value}"
+            )?;
+        }
+    }
+    Ok(())
+}
+
+/// What the advisor says; nothing of a tenant of which it says nothing.
+fn write_advice(
+    out: &mut String,
+    tenants: &[Stats],
+    head: impl Fn(&mut String, &str, &str, &str) -> std::fmt::Result,
+) -> std::fmt::Result {
+    let advised = || {
+        let advice = |stats: &Stats| Some((label(&stats.name), stats.advice?));
+        tenants.iter().filter_map(advice)
+    };
+    head(out, "advice_changes", "gauge", "1 while the tenant changes too fast to be advised on.")?;
+    for (tenant, advice) in advised().filter(|(_, brief)| brief.state != AdviceState::Watching) {
+        let changes = u8::from(advice.state == AdviceState::Changing);
+        writeln!(out, "strata_advice_changes{{tenant=\"{tenant}\"}} {changes}")?;
+    }
+    head(out, "advice_loss", "gauge", "Part of its speed that its budget costs the tenant.")?;
+    for (tenant, advice) in advised() {
+        if let Some(loss) = advice.loss {
+            writeln!(out, "strata_advice_loss{{tenant=\"{tenant}\"}} {loss}")?;
+        }
+    }
+    head(out, "advice_budget_bytes", "gauge", "Budget that would cost the tenant this loss.")?;
+    for (tenant, advice) in advised() {
+        for (loss, budget) in NEEDED_FOR.iter().zip(advice.budget_bytes) {
+            if let Some(bytes) = budget {
+                writeln!(
+                    out,
+                    "strata_advice_budget_bytes{{tenant=\"{tenant}\",loss=\"{loss}\"}} {bytes}"
+                )?;
+            }
+        }
     }
     Ok(())
 }
@@ -211,7 +294,7 @@ fn respond(head: &[u8], tenants: &dyn Fn() -> Vec<Stats>) -> (&'static str, &'st
 #[cfg(test)]
 mod tests {
     use super::*;
-    use strata_api::{Latency, TenantState};
+    use strata_api::{AdviceBrief, Latency, TenantState};
 
     /// Every number is another one, so that a mixed-up field shows.
     fn stats(name: &str) -> Stats {
@@ -224,11 +307,13 @@ mod tests {
             budget_bytes: 11,
             resident_bytes: 12,
             staged_bytes: 13,
+            pinned_bytes: 42,
             unmanaged_bytes: 14,
             stored_bytes: 15,
             kept_bytes: 41,
             compressed_bytes: 16,
             file_bytes: 17,
+            node_bytes: 61,
             metadata_bytes: 18,
             managed_pages: 19,
             stored_objects: 20,
@@ -243,9 +328,26 @@ mod tests {
             evictions_unchanged_total: 42,
             evictions_refused_total: 28,
             lost_pages_total: 29,
+            opposed_moves_total: 62,
             fault_latency_us: Latency { p50: 30.5, p99: 31.5, p999: 32.5 },
+            tiers: vec![TierStats {
+                tier: "file".into(),
+                access: "DAX".into(),
+                size_bytes: Some(51),
+                used_bytes: 52,
+                pages: 53,
+                p50_us: 54.5,
+                p99_us: 55.5,
+                pages_in_total: 56,
+                pages_out_total: 57,
+            }],
             worker_restarts_total: 33,
             uptime_seconds: 34.25,
+            advice: Some(AdviceBrief {
+                state: AdviceState::Steady,
+                loss: Some(0.125),
+                budget_bytes: [None, Some(44), Some(45)],
+            }),
             notes: vec![],
         }
     }
@@ -271,7 +373,27 @@ mod tests {
         {
             assert!(text.contains(line), "{line}");
         }
+        for line in [
+            "strata_advice_changes{tenant=\"db\"} 0\n",
+            "strata_advice_loss{tenant=\"db\"} 0.125\n",
+            "strata_advice_budget_bytes{tenant=\"db\",loss=\"0.05\"} 44\n",
+        ] {
+            assert!(text.contains(line), "{line}");
+        }
+        assert!(!text.contains("loss=\"0.01\""));
         assert!(text.contains("strata_processes{tenant=\"db\"} 3\n"));
+        let tier = "{tenant=\"db\",tier=\"file\"";
+        for line in [
+            format!("tier_size_bytes{tier}}} 51\n"),
+            format!("tier_used_bytes{tier}}} 52\n"),
+            format!("tier_pages{tier}}} 53\n"),
+            format!("tier_latency_us{tier},quantile=\"0.5\"}} 54.5\n"),
+            format!("tier_latency_us{tier},quantile=\"0.99\"}} 55.5\n"),
+            format!("tier_pages_in_total{tier}}} 56\n"),
+            format!("tier_pages_out_total{tier}}} 57\n"),
+        ] {
+            assert!(text.contains(&line), "{line}");
+        }
     }
 
     #[test]

@@ -2,8 +2,8 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use strata_api::{Latency, Stats, TenantState};
-use strata_pager::{Counter, Tenant};
+use strata_api::{Latency, Stats, TenantState, TierStats};
+use strata_pager::{Counter, Latencies, StoreStats, Tenant};
 use strata_units::PAGE_SIZE;
 
 use crate::tenants::Tenants;
@@ -21,7 +21,7 @@ pub(crate) fn of(tenant: &Tenant) -> Stats {
     let (resident_pages, managed_pages) = tenant.pages();
     let in_space_bytes = (resident_pages * PAGE_SIZE as u64).min(usage.anonymous_bytes);
     let count = |counter| tenant.counters.get(counter);
-    let [p50, p99, p999] = tenant.counters.latency_us([0.5, 0.99, 0.999]);
+    let [p50, p99, p999] = tenant.counters.latency_us(Latencies::All, [0.5, 0.99, 0.999]);
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
     Stats {
         name: record.name.clone(),
@@ -32,11 +32,13 @@ pub(crate) fn of(tenant: &Tenant) -> Stats {
         budget_bytes: tenant.budget_bytes(),
         resident_bytes: in_space_bytes + store.staged_bytes,
         staged_bytes: store.staged_bytes,
+        pinned_bytes: tenant.pinned_bytes(),
         unmanaged_bytes: usage.anonymous_bytes - in_space_bytes,
         stored_bytes: store.stored_bytes.saturating_sub(tenant.kept_pages() * PAGE_SIZE as u64),
         kept_bytes: tenant.kept_pages() * PAGE_SIZE as u64,
         compressed_bytes: store.dram_bytes.saturating_sub(store.staged_bytes),
         file_bytes: store.file_bytes,
+        node_bytes: usage.node_bytes,
         metadata_bytes: usage.metadata_bytes,
         managed_pages,
         stored_objects: store.objects,
@@ -51,21 +53,94 @@ pub(crate) fn of(tenant: &Tenant) -> Stats {
         evictions_unchanged_total: count(Counter::EvictionsUnchanged),
         evictions_refused_total: count(Counter::EvictionsRefused),
         lost_pages_total: count(Counter::LostPages),
+        opposed_moves_total: count(Counter::OpposedMoves),
         fault_latency_us: Latency { p50, p99, p999 },
+        tiers: tiers(tenant, &store),
         worker_restarts_total: count(Counter::WorkerRestarts),
         uptime_seconds: (now - record.started).max(0.0),
+        advice: crate::advice::brief(tenant),
         notes: tenant.notes(),
     }
 }
 
+fn tiers(tenant: &Tenant, store: &StoreStats) -> Vec<TierStats> {
+    let count = |counter| tenant.counters.get(counter);
+    let tier = |tier: &str, latencies| {
+        let [p50_us, p99_us] = tenant.counters.latency_us(latencies, [0.5, 0.99]);
+        let (tier, access) = (tier.to_owned(), String::new());
+        TierStats { tier, access, p50_us, p99_us, size_bytes: None, ..EMPTY }
+    };
+    let (resident_pages, _) = tenant.pages();
+    let staged_pages = store.staged_bytes / PAGE_SIZE as u64;
+    let dram = TierStats {
+        size_bytes: Some(tenant.budget_bytes()),
+        used_bytes: resident_pages * PAGE_SIZE as u64 + store.staged_bytes,
+        pages: resident_pages + staged_pages,
+        pages_in_total: count(Counter::Faults) + count(Counter::PagesAhead),
+        pages_out_total: count(Counter::Evictions),
+        ..tier("dram", Latencies::Staged)
+    };
+    let stored = count(Counter::Evictions) - count(Counter::EvictionsUnchanged);
+    let compressed = TierStats {
+        used_bytes: store.dram_bytes.saturating_sub(store.staged_bytes),
+        pages: store.objects.saturating_sub(store.file_objects + staged_pages),
+        pages_in_total: stored + count(Counter::Promotions),
+        pages_out_total: count(Counter::FromCompressed) + count(Counter::Demotions),
+        ..tier("compressed", Latencies::Compressed)
+    };
+    let mut tiers = vec![dram];
+    if let Some(node) = &tenant.record().node {
+        let pages = tenant.node_pages();
+        tiers.push(TierStats {
+            // Nothing faults there.
+            tier: "node".to_owned(),
+            access: format!("node {}", node.node),
+            size_bytes: Some(node.limit_bytes),
+            used_bytes: pages * PAGE_SIZE as u64,
+            pages,
+            pages_in_total: count(Counter::NodeDemotions),
+            pages_out_total: count(Counter::NodePromotions) + count(Counter::NodeEvictions),
+            ..EMPTY
+        });
+    }
+    tiers.push(compressed);
+    if let Some((_, limit)) = &tenant.record().tier {
+        tiers.push(TierStats {
+            access: tenant.file_access().to_owned(),
+            size_bytes: Some(*limit),
+            used_bytes: store.file_bytes,
+            pages: store.file_objects,
+            pages_in_total: count(Counter::Demotions),
+            pages_out_total: count(Counter::FromFile) + count(Counter::Promotions),
+            ..tier("file", Latencies::File)
+        });
+    }
+    tiers
+}
+
+const EMPTY: TierStats = TierStats {
+    tier: String::new(),
+    access: String::new(),
+    size_bytes: None,
+    used_bytes: 0,
+    pages: 0,
+    p50_us: 0.0,
+    p99_us: 0.0,
+    pages_in_total: 0,
+    pages_out_total: 0,
+};
+
 fn state(tenant: &Tenant) -> TenantState {
-    if tenant.is_released() {
+    let (was_there, is_there) = tenant.attachment();
+    if was_there && !is_there {
+        TenantState::Ended
+    } else if tenant.is_released() {
         TenantState::Released
     } else if tenant.is_exhausted() {
         TenantState::Exhausted
     } else if tenant.is_managed() {
         TenantState::Managed
-    } else if tenant.attachment().0 {
+    } else if was_there {
         TenantState::Native
     } else {
         TenantState::Starting

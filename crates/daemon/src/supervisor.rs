@@ -17,12 +17,13 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use strata_pager::Registry;
 use strata_sys::{
-    SeqPacketListener, Signal, WorkerExit, block_signals, kill_process, lock_memory, open_fds,
-    raise_descriptor_limit, spawn_sharing_files, wait_for_signal, wait_worker,
+    SeqPacketListener, Signal, WorkerExit, adopt_orphans, block_signals, collect_child,
+    ended_children, kill_process, lock_memory, open_fds, raise_descriptor_limit,
+    spawn_sharing_files, wait_for_signal, wait_worker,
 };
 
 use crate::config::Config;
-use crate::{control, worker};
+use crate::{control, tier, worker};
 
 /// The agents' socket, in the socket directory.
 pub(crate) const AGENT_SOCKET_NAME: &str = "agent.sock";
@@ -50,6 +51,7 @@ pub(crate) struct Inheritance {
 /// Serves until a worker ends in good order.
 pub(crate) fn run(config: Config, private: bool) -> anyhow::Result<ExitCode> {
     block_signals();
+    adopt_orphans();
     raise_descriptor_limit();
     make_directory(&config.socket_dir, private)?;
     let control_socket = config.control_socket();
@@ -62,6 +64,7 @@ pub(crate) fn run(config: Config, private: bool) -> anyhow::Result<ExitCode> {
     let agents = SeqPacketListener::bind(&agent_socket)
         .map_err(|error| cannot_listen(&agent_socket, &error))?;
     fs::set_permissions(&agent_socket, fs::Permissions::from_mode(open_to_all))?;
+    let tier_mark = config.tier_path.as_deref().map(claim_tier).transpose()?;
     let registry = Arc::new(Registry::create().context("cannot make the registry")?);
     if let Err(error) = lock_memory() {
         eprintln!("stratad: the supervisor may be swapped out: {error}");
@@ -80,9 +83,17 @@ pub(crate) fn run(config: Config, private: bool) -> anyhow::Result<ExitCode> {
     };
     inheritance.own_fds = open_fds().context("cannot list open descriptors")?;
     let code = watch(&inheritance)?;
+    // Until here: it says that the directory is in use.
+    drop(tier_mark);
     let _ = fs::remove_file(agent_socket);
     let _ = fs::remove_file(control_socket);
     Ok(code)
+}
+
+fn claim_tier(directory: &Path) -> anyhow::Result<fs::File> {
+    let mark = tier::claim(directory, |line| eprintln!("stratad: {line}"))?;
+    eprintln!("stratad: file tier in {}", tier::describe(directory));
+    Ok(mark)
 }
 
 fn make_directory(directory: &Path, private: bool) -> anyhow::Result<()> {
@@ -112,7 +123,11 @@ fn watch(inheritance: &Inheritance) -> anyhow::Result<ExitCode> {
             match wait_for_signal() {
                 Signal::Terminate => kill_process(worker, 15),
                 Signal::Child => match wait_worker(worker) {
-                    WorkerExit::Running => {}
+                    WorkerExit::Running => {
+                        // Restored processes of an earlier worker's time.
+                        let others = ended_children().into_iter().filter(|&pid| pid != worker);
+                        others.for_each(collect_child);
+                    }
                     other => break other,
                 },
             }

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use strata_pager::{Registry, Tenant, TenantSpec};
-use strata_sys::Pidfd;
+use strata_pager::{NodeSpec, Registry, Tenant, TenantSpec};
+use strata_sys::{Pidfd, parent_of};
 
 use crate::cgroup::Cgroups;
 use crate::config::{Config, Rule};
@@ -23,6 +23,9 @@ pub(crate) struct Wish {
     /// The process that will execute the program; none for a rule's tenant.
     pub(crate) starter: Option<u32>,
 }
+
+/// Generations of processes that are looked at for a tenant's.
+const MOST_GENERATIONS: u32 = 64;
 
 #[derive(Default)]
 struct Known {
@@ -42,6 +45,7 @@ pub(crate) struct Tenants {
     registry: Arc<Registry>,
     cgroups: Cgroups,
     tier: Option<(PathBuf, u64)>,
+    node: Option<NodeSpec>,
 }
 
 /// Characters of a name: it becomes part of a path and of a metric.
@@ -54,12 +58,18 @@ pub(crate) fn is_name(name: &str) -> bool {
 
 impl Tenants {
     pub(crate) fn new(inheritance: &Inheritance) -> Self {
-        let Config { tier_path, tier_limit, .. } = &inheritance.config;
+        let Config { tier_path, tier_limit, node, .. } = &inheritance.config;
         Self {
             known: Mutex::default(),
             registry: Arc::clone(&inheritance.registry),
             cgroups: Cgroups::find(inheritance.supervisor_pid),
             tier: tier_path.as_ref().map(|path| (path.clone(), tier_limit.0)),
+            node: node.map(|node| NodeSpec {
+                node: node.number,
+                home: node.home,
+                limit_bytes: node.limit.0,
+                bytes_per_second: node.bandwidth.0,
+            }),
         }
     }
 
@@ -86,6 +96,25 @@ impl Tenants {
         self.list().into_iter().find(|tenant| token != 0 && tenant.record().token == token)
     }
 
+    /// Whose process `pid` is, which says that it is `named`'s. A program that a
+    /// clone executes has the original's environment: it belongs to the clone.
+    pub(crate) fn of_descent(&self, pid: u32, named: Arc<Tenant>) -> Arc<Tenant> {
+        let mut family = self.list();
+        family.retain(|tenant| tenant.shares_pages_with(&named));
+        if family.len() < 2 {
+            return named;
+        }
+        let mut ancestor = Some(pid);
+        for _ in 0..MOST_GENERATIONS {
+            let Some(pid) = ancestor.filter(|&pid| pid > 1) else { break };
+            if let Some(tenant) = family.iter().find(|tenant| tenant.pids().contains(&pid)) {
+                return Arc::clone(tenant);
+            }
+            ancestor = parent_of(pid);
+        }
+        named
+    }
+
     pub(crate) fn is_empty(&self) -> bool {
         self.lock().by_name.is_empty()
     }
@@ -99,6 +128,38 @@ impl Tenants {
 
     /// Makes a tenant. The error is one line for the user.
     pub(crate) fn create(&self, wish: Wish) -> Result<(Arc<Tenant>, Vec<String>), String> {
+        self.make(wish, None)
+    }
+
+    /// Makes a tenant that shares the pages of `origin`.
+    pub(crate) fn create_beside(
+        &self,
+        wish: Wish,
+        origin: &Tenant,
+    ) -> Result<(Arc<Tenant>, Vec<String>), String> {
+        self.make(wish, Some(origin))
+    }
+
+    /// Takes a tenant down that was made in vain.
+    pub(crate) fn discard(&self, name: &str) {
+        let entry = self.lock().by_name.remove(name);
+        if let Some(entry) = entry {
+            self.take_down(&entry.tenant);
+        }
+    }
+
+    fn take_down(&self, tenant: &Arc<Tenant>) {
+        tenant.end();
+        if let Some(directory) = &tenant.record().cgroup {
+            self.cgroups.remove(directory.as_ref());
+        }
+    }
+
+    fn make(
+        &self,
+        wish: Wish,
+        origin: Option<&Tenant>,
+    ) -> Result<(Arc<Tenant>, Vec<String>), String> {
         let mut known = self.lock();
         if known.closed {
             return Err("this daemon is ending".into());
@@ -110,13 +171,26 @@ impl Tenants {
                 ));
             }
             Some(name) if known.by_name.contains_key(&name) => {
-                return Err(format!("there is a tenant {name} already"));
+                let has_ended = !known.by_name[&name].tenant.attachment().1;
+                return Err(if has_ended {
+                    format!("a tenant {name} has ended and has snapshots")
+                } else {
+                    format!("there is a tenant {name} already")
+                });
             }
             Some(name) => name,
             None => free_name(&known.by_name, wish.command.first()),
         };
         let mut warnings = Vec::new();
-        let cgroup = match self.cgroups.make(&name, wish.starter, wish.budget_bytes) {
+        // A rule's programs stay where their service put them.
+        let made = if wish.starter.is_some() || origin.is_some() {
+            // What is on the node counts there too, and not in the budget.
+            let node_bytes = self.node.map_or(0, |node| node.limit_bytes);
+            self.cgroups.make(&name, wish.starter, wish.budget_bytes.saturating_add(node_bytes))
+        } else {
+            Err(std::io::Error::other("programs of a rule stay in their own cgroup"))
+        };
+        let cgroup = match made {
             Ok(directory) => Some(directory.to_string_lossy().into_owned()),
             Err(error) => {
                 warnings.push(format!(
@@ -126,7 +200,7 @@ impl Tenants {
             }
         };
         let tier = match &self.tier {
-            Some((directory, limit)) => {
+            Some((directory, limit)) if origin.is_none() => {
                 // A file of its own, nameless as soon as it is open. Random: a
                 // daemon killed in between leaves the name behind.
                 let number =
@@ -134,7 +208,7 @@ impl Tenants {
                 let file = directory.join(format!("tier-{number:016x}"));
                 Some((file, wish.tier_limit.map_or(*limit, |own| own.min(*limit))))
             }
-            None => None,
+            _ => None,
         };
         let spec = TenantSpec {
             name: name.clone(),
@@ -144,9 +218,14 @@ impl Tenants {
             budget_bytes: wish.budget_bytes,
             cgroup: cgroup.clone(),
             tier,
+            node: self.node,
             starter: wish.starter,
         };
-        let tenant = Tenant::create(&self.registry, spec).map_err(|error| {
+        let made = match origin {
+            Some(origin) => origin.create_beside(spec),
+            None => Tenant::create(&self.registry, spec),
+        };
+        let tenant = made.map_err(|error| {
             if let Some(directory) = &cgroup {
                 self.cgroups.remove(directory.as_ref());
             }
@@ -173,8 +252,8 @@ impl Tenants {
         .map(|(tenant, _)| tenant)
     }
 
-    /// Ends every tenant whose processes are all gone.
-    pub(crate) fn end_finished(&self) {
+    /// Ends every tenant whose processes are all gone; whether there was any.
+    pub(crate) fn end_finished(&self) -> bool {
         let finished: Vec<Arc<Tenant>> = {
             let mut known = self.lock();
             let names: Vec<String> = known
@@ -185,12 +264,10 @@ impl Tenants {
                 .collect();
             names.iter().filter_map(|name| known.by_name.remove(name)).map(|e| e.tenant).collect()
         };
-        for tenant in finished {
-            tenant.end();
-            if let Some(directory) = &tenant.record().cgroup {
-                self.cgroups.remove(directory.as_ref());
-            }
+        for tenant in &finished {
+            self.take_down(tenant);
         }
+        !finished.is_empty()
     }
 }
 
@@ -199,7 +276,12 @@ impl Entry {
         let (attached_once, attached_now) = self.tenant.attachment();
         let starter_gone = self.starter.as_ref().is_none_or(Pidfd::has_exited);
         let waits_for_first = self.tenant.record().starter.is_none() && !attached_once;
-        !attached_now && starter_gone && !waits_for_first && !self.tenant.has_released_process()
+        !attached_now
+            && starter_gone
+            && !waits_for_first
+            && !self.tenant.has_released_process()
+            // It can come back.
+            && self.tenant.snapshot_memories().is_empty()
     }
 }
 

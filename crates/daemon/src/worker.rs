@@ -7,10 +7,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use strata_pager::Tenant;
-use strata_sys::{Signal, close_fd, is_living_userfaultfd, open_fds, wait_for_signal};
+use strata_sys::{
+    Signal, adopt_orphans, close_fd, collect_child, ended_children, is_living_userfaultfd,
+    open_fds, wait_for_signal,
+};
 
 use crate::commands::Commands;
 use crate::control::{ControlServer, Limits};
+use crate::snapshots::{Snapshots, schedules};
 use crate::supervisor::Inheritance;
 use crate::tenants::Tenants;
 use crate::{agents, metrics, statistics};
@@ -24,6 +28,8 @@ const TIDY_EVERY: Duration = Duration::from_millis(100);
 /// How long a daemon that is told to end waits for tenants whose last process has
 /// ended and that it has not taken down yet.
 const JUST_ENDED: Duration = Duration::from_millis(400);
+/// A child that has ended and that nobody has collected for so long is nobody's.
+const UNCOLLECTED: Duration = Duration::from_secs(4);
 /// A private daemon that gets no tenant ends after this.
 const PRIVATE_IDLE: Duration = Duration::from_secs(10);
 
@@ -42,6 +48,7 @@ pub(crate) fn run(inheritance: &Inheritance) -> i32 {
 
 fn start(inheritance: &Inheritance) -> anyhow::Result<()> {
     close_litter(inheritance)?;
+    adopt_orphans();
     let tenants = Arc::new(Tenants::new(inheritance));
     for (name, recovered) in Tenant::recover_all(&inheritance.registry) {
         match recovered {
@@ -51,7 +58,9 @@ fn start(inheritance: &Inheritance) -> anyhow::Result<()> {
         }
     }
     agents::serve(inheritance, &tenants)?;
-    let commands = Commands::new(Arc::clone(&tenants), inheritance);
+    let snapshots = Arc::new(Snapshots::new(&inheritance.config, &tenants));
+    schedules::start(&snapshots, inheritance.config.snapshot.clone())?;
+    let commands = Commands::new(Arc::clone(&tenants), Arc::clone(&snapshots), inheritance);
     let listener = inheritance.control.try_clone()?;
     let control = ControlServer::start(listener, Limits::default(), Arc::new(commands))?;
     if let Some(address) = inheritance.config.metrics {
@@ -62,7 +71,9 @@ fn start(inheritance: &Inheritance) -> anyhow::Result<()> {
     }
     let tidied = Arc::clone(&tenants);
     let private = inheritance.private;
-    std::thread::Builder::new().name("tidy".into()).spawn(move || tidy(&tidied, private))?;
+    std::thread::Builder::new()
+        .name("tidy".into())
+        .spawn(move || tidy(&tidied, &snapshots, private))?;
     loop {
         if wait_for_signal() == Signal::Terminate && terminate(&tenants) {
             return control.stop().context("cannot stop listening");
@@ -86,12 +97,24 @@ fn close_litter(inheritance: &Inheritance) -> anyhow::Result<()> {
 
 /// Ends tenants whose processes are gone; a private daemon with the last of
 /// them.
-fn tidy(tenants: &Tenants, private: bool) {
+fn tidy(tenants: &Tenants, snapshots: &Snapshots, private: bool) {
     let mut busy = Instant::now();
     let mut had_tenant = false;
+    let (mut ended, mut looked) = (Vec::new(), Instant::now());
+    snapshots.remove_copies();
     loop {
         std::thread::sleep(TIDY_EVERY);
-        tenants.end_finished();
+        if looked.elapsed() >= UNCOLLECTED {
+            // Whoever started a child collects it; what stays from one look to the
+            // next is a restored process, or one that lost its parent.
+            let before = std::mem::replace(&mut ended, ended_children());
+            ended.iter().filter(|pid| before.contains(pid)).for_each(|&pid| collect_child(pid));
+            looked = Instant::now();
+        }
+        if tenants.end_finished() {
+            snapshots.remove_copies();
+        }
+        snapshots.keep_limit();
         if !tenants.is_empty() {
             had_tenant = true;
             busy = Instant::now();
@@ -118,7 +141,8 @@ fn terminate(tenants: &Tenants) -> bool {
     }
     // Nobody looks after this what those left that have just ended.
     let until = Instant::now() + JUST_ENDED;
-    while all && !tenants.is_empty() && Instant::now() < until {
+    let has_ended = |tenant: &Arc<Tenant>| !tenant.has_released_process();
+    while all && tenants.list().iter().any(has_ended) && Instant::now() < until {
         tenants.end_finished();
         std::thread::sleep(JUST_ENDED / 20);
     }

@@ -2,9 +2,10 @@
 //! they outlive the worker.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use strata_store::Source;
 use strata_units::TenantId;
 
 use crate::registry::Registry;
@@ -35,12 +36,52 @@ pub enum Counter {
     WorkerRestarts,
     /// Faults so far as the policy counts time.
     PolicyTime,
+    /// Pages that came back from compressed memory, asked for or ahead.
+    FromCompressed,
+    /// Pages that came back from the file tier, asked for or ahead.
+    FromFile,
+    /// Stored pages moved from compressed memory to the file tier.
+    Demotions,
+    /// Stored pages moved from the file tier to compressed memory.
+    Promotions,
+    /// Faults for which a stored page was unpacked...
+    Waits,
+    /// ...and the nanoseconds from their messages to the pages being in place.
+    WaitNanoseconds,
+    /// Pages moved from DRAM to the node.
+    NodeDemotions,
+    /// Pages moved from the node to DRAM.
+    NodePromotions,
+    /// Pages evicted from the node to the store.
+    NodeEvictions,
+    /// Pages that somebody else moved back within ten seconds.
+    OpposedMoves,
 }
+
+/// A wait counts as no longer than this in what a miss takes on average: a few
+/// that fell into a stall of the machine would outweigh all others.
+const LONGEST_COUNTED: Duration = Duration::from_millis(1);
 
 /// Number of counters that the registry keeps room for.
 pub(crate) const COUNTERS: usize = 64;
 /// Buckets of the latency histogram: 8 an octave, from 1 ns.
-pub(crate) const BUCKETS: usize = 320;
+const BUCKETS: usize = 320;
+/// Those of all histograms.
+pub(crate) const ALL_BUCKETS: usize = 4 * BUCKETS;
+
+/// Whose latencies a histogram holds; first touches are in none.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(usize)]
+pub enum Latencies {
+    /// Of all faults.
+    All,
+    /// Of those on staged pages.
+    Staged,
+    /// Of those served from compressed memory.
+    Compressed,
+    /// Of those that read the file tier.
+    File,
+}
 
 /// A view of one tenant's counters.
 #[derive(Debug)]
@@ -68,20 +109,50 @@ impl Counters {
         self.registry.counter(self.tenant, counter as usize).load(Ordering::Relaxed)
     }
 
-    /// Records how long one fault took.
-    pub(crate) fn record_latency(&self, latency: Duration) {
+    /// Records a fault on a stored page: where the page was, and how long it took.
+    pub(crate) fn record_fault(&self, source: Source, latency: Duration) {
         let ns = latency.as_nanos().clamp(1, u128::from(u64::MAX)) as u64;
-        self.registry.bucket(self.tenant, bucket_of(ns)).fetch_add(1, Ordering::Relaxed);
+        let tier = match source {
+            Source::Staged => Some((Latencies::Staged, Counter::SoftFaults)),
+            Source::Compressed => Some((Latencies::Compressed, Counter::FromCompressed)),
+            Source::File => {
+                self.add(Counter::FromFile, 1);
+                Some((Latencies::File, Counter::FileFaults))
+            }
+            Source::Fill => None,
+        };
+        self.bucket(Latencies::All, bucket_of(ns)).fetch_add(1, Ordering::Relaxed);
+        if source != Source::Staged {
+            self.add(Counter::Waits, 1);
+            self.add(Counter::WaitNanoseconds, latency.min(LONGEST_COUNTED).as_nanos() as u64);
+        }
+        if let Some((latencies, counter)) = tier {
+            self.bucket(latencies, bucket_of(ns)).fetch_add(1, Ordering::Relaxed);
+            self.add(counter, 1);
+        }
     }
 
-    /// The latency in microseconds that the given shares of all faults do not
+    /// Counts a page that came before it was asked for.
+    pub(crate) fn count_ahead(&self, source: Source) {
+        self.add(Counter::PagesAhead, 1);
+        match source {
+            Source::Compressed => self.add(Counter::FromCompressed, 1),
+            Source::File => self.add(Counter::FromFile, 1),
+            Source::Staged | Source::Fill => 0,
+        };
+    }
+
+    fn bucket(&self, latencies: Latencies, index: usize) -> &AtomicU64 {
+        self.registry.bucket(self.tenant, latencies as usize * BUCKETS + index)
+    }
+
+    /// The latency in microseconds that the given shares of these faults do not
     /// exceed (upper bound of the bucket, so at most 9 % too high). 0 without
     /// faults.
     #[must_use]
-    pub fn latency_us<const N: usize>(&self, shares: [f64; N]) -> [f64; N] {
-        let counts: Vec<u64> = (0..BUCKETS)
-            .map(|index| self.registry.bucket(self.tenant, index).load(Ordering::Relaxed))
-            .collect();
+    pub fn latency_us<const N: usize>(&self, of: Latencies, shares: [f64; N]) -> [f64; N] {
+        let counts: Vec<u64> =
+            (0..BUCKETS).map(|index| self.bucket(of, index).load(Ordering::Relaxed)).collect();
         let total: u64 = counts.iter().sum();
         shares.map(|share| {
             let rank = (share * total as f64).ceil() as u64;

@@ -28,6 +28,10 @@ pub(crate) enum Entry {
     /// it came back. Whether it has been written since nobody knows: the next
     /// eviction compares, and finds an unchanged page stored already.
     Kept(Handle),
+    /// In the address space as above, not shared, and on the node: not in DRAM. That
+    /// is what is believed: the kernel moves pages too, and `crate::keeper` looks now
+    /// and then.
+    OnNode,
     /// On its way out: in place still, or in this slot of the transfer range.
     Leaving {
         /// Slot of the transfer range.
@@ -41,6 +45,11 @@ pub(crate) enum Entry {
     Arriving(Handle),
     /// Its stored copy could not be read back: whoever touches it dies.
     Lost,
+    /// Of a snapshot only: what the page of the space that it was taken of had
+    /// at the freeze, and has still, write-protected.
+    Pending,
+    /// Of a snapshot only: read, and not in the store yet (`crate::copied`).
+    Copied,
 }
 
 const TAG_BITS: u32 = 4;
@@ -62,6 +71,9 @@ impl Entry {
             Self::Lost => 5,
             Self::Discarded => 6,
             Self::Kept(handle) => 7 | (handle.0 << PAYLOAD_SHIFT),
+            Self::Pending => 8,
+            Self::Copied => 9,
+            Self::OnNode => 10,
         }
     }
 
@@ -77,6 +89,9 @@ impl Entry {
             4 => Self::Arriving(Handle(payload)),
             6 if word == 6 => Self::Discarded,
             7 => Self::Kept(Handle(payload)),
+            8 if word == 8 => Self::Pending,
+            9 if word == 9 => Self::Copied,
+            10 if word == 10 => Self::OnNode,
             _ => Self::Lost,
         }
     }
@@ -88,7 +103,12 @@ impl Entry {
 
     /// Whether the page is in the address space, for all that is known.
     pub(crate) const fn is_resident(self) -> bool {
-        matches!(self, Self::Resident { .. } | Self::Kept(_))
+        matches!(self, Self::Resident { .. } | Self::Kept(_) | Self::OnNode)
+    }
+
+    /// Whether it is there, in DRAM, and this tenant's alone: what may go to the node.
+    pub(crate) const fn is_own_dram(self) -> bool {
+        matches!(self, Self::Resident { shared: false } | Self::Kept(_))
     }
 
     /// The reference to the store that this entry owns.
@@ -104,7 +124,7 @@ impl Entry {
     pub(crate) const fn inherited(self) -> Self {
         match self {
             // One copy in the store is enough for both; the parent has it.
-            Self::Resident { .. } | Self::Kept(_) => Self::Resident { shared: true },
+            Self::Resident { .. } | Self::Kept(_) | Self::OnNode => Self::Resident { shared: true },
             // Each address space owns its own: the child's transfer range holds
             // a copy of the slot if the page had been moved already.
             Self::Leaving { slot, .. } => Self::Leaving { slot, wanted: false },
@@ -132,6 +152,9 @@ mod tests {
             Entry::Kept(handle),
             Entry::Lost,
             Entry::Discarded,
+            Entry::Pending,
+            Entry::Copied,
+            Entry::OnNode,
         ]
     }
 

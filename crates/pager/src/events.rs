@@ -40,6 +40,8 @@ pub(crate) struct FaultMessage {
     pub(crate) tid: u32,
     /// The thread is about to write.
     pub(crate) to_write: bool,
+    /// The page is there, and write-protected for a snapshot.
+    pub(crate) protected: bool,
 }
 
 /// Lets the agent move pages again.
@@ -111,8 +113,8 @@ impl Space {
             let Some(event) = Userfaultfd::message(ring, at, slot) else { continue };
             let mut changed = false;
             match event {
-                Event::Fault { address, tid, to_write } => {
-                    faults.push(FaultMessage { address, tid, to_write });
+                Event::Fault { address, tid, to_write, protected } => {
+                    faults.push(FaultMessage { address, tid, to_write, protected });
                 }
                 Event::Fork { fd } => {
                     changed = true;
@@ -148,6 +150,7 @@ impl Space {
 
     /// `range` reads as zero from now on.
     fn discarded(&self, tenant: &Tenant, gate: &mut Gate, range: Range, unmapped: bool) {
+        gate.tear_capture(tenant, range);
         let mut emptied: Vec<(Piece, LeafIndex)> = Vec::new();
         for (piece, leaf, part) in gate.pages_in(range) {
             for (_, page) in ids_in(leaf, part) {
@@ -170,12 +173,15 @@ impl Space {
         }
         if unmapped {
             gate.remove_registered(range);
+            tenant.change_settings(self.id, gate, |settings| settings.clear(range, |_| true));
         }
     }
 
     /// `mremap` moved `len` bytes. The new place may have grown; it was empty.
     fn remapped(&self, tenant: &Tenant, gate: &mut Gate, from: u64, to: u64, len: u64) {
         let source = Range { start: from, end: from + len };
+        gate.tear_capture(tenant, source);
+        gate.note_moved(Range { start: to, end: to + len });
         for (_, leaf, part) in gate.pages_in(source) {
             for (address, page) in ids_in(leaf, part) {
                 let entry = tenant.map.get(page);
@@ -212,6 +218,7 @@ impl Space {
         }
         gate.remove_registered(source);
         gate.add_registered(Range { start: to, end: to + len });
+        tenant.change_settings(self.id, gate, |settings| settings.moved(source, to));
     }
 
     /// A fork: the child has the same pages, the stored ones too.
@@ -234,7 +241,7 @@ impl Space {
             tenant.forget_leaves(known);
             tenant.registry.remove_space(known);
         }
-        let Some(child) = tenant.registry.add_space(tenant.id, uffd.as_raw_fd()) else {
+        let Some(child) = tenant.registry.add_space(tenant.id, Some(uffd.as_raw_fd())) else {
             // Closing it would let the child read zeroes: keep it for ever,
             // so that it waits.
             eprintln!("stratad: too many address spaces: a forked child will wait for ever");
@@ -304,8 +311,8 @@ impl Space {
                         tenant.store.retain(handle);
                     }
                     // Not what a child inherits.
-                    Entry::Kept(_) => {}
-                    Entry::Lost | Entry::Discarded => {}
+                    Entry::Kept(_) | Entry::OnNode => {}
+                    Entry::Lost | Entry::Discarded | Entry::Pending | Entry::Copied => {}
                 }
                 let age = tenant.map.age(from).load(Ordering::Relaxed);
                 tenant.map.age(to).store(age, Ordering::Relaxed);

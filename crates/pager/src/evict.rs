@@ -17,12 +17,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use strata_policy::{Level, gap};
+use strata_policy::{Level, exchange, gap};
 use strata_store::Fingerprint;
-use strata_sys::{Range, futex_wait, futex_wake, page_presence};
+use strata_sys::{Range, futex_wait, futex_wake, is_page_present, page_presence};
 use strata_units::wire::{BATCH_PAGES, Command, Control, RESULT_CANCELLED, RESULT_PENDING};
 use strata_units::{Handle, PAGE_SIZE, PageBuffer, PageId};
 
+use crate::capture::Leaves;
 use crate::copies::Copies;
 use crate::entry::Entry;
 use crate::scan::Excluded;
@@ -32,6 +33,9 @@ use crate::tenant::Tenant;
 /// How long the keeper waits for one command before it turns to other spaces.
 /// A batch takes well under a millisecond, unless its process is stopped.
 const PATIENCE: Duration = Duration::from_millis(100);
+/// How long it waits before a snapshot is given up: on a busy machine an agent
+/// sleeps for longer than a batch takes.
+const PARK_PATIENCE: Duration = Duration::from_secs(1);
 pub(crate) const PAGE: u64 = PAGE_SIZE as u64;
 pub(crate) const EBUSY: i32 = -16;
 pub(crate) const EINVAL: i32 = -22;
@@ -69,11 +73,18 @@ pub(crate) struct Evictor {
     pub(crate) page: Box<PageBuffer>,
     /// The keeper was evicting in its last round, too.
     pub(crate) in_a_hurry: bool,
+    /// The pages under way are packed densely at once.
+    pub(crate) densely: bool,
     /// What is known of the kept copies of resident pages.
     pub(crate) copies: Copies,
     /// Stored copies of the pages of the batch under way, by slot. In ordinary
     /// memory: a worker that dies leaves them to nobody, and recovery frees them.
     pub(crate) kept: Vec<Option<(Handle, Option<Fingerprint>)>>,
+    /// Pages with smaller gaps are worth compressed memory, should they lie in the
+    /// file tier.
+    pub(crate) horizon: Option<Level>,
+    /// By transfer slot, as `kept`: whether the page is one of them.
+    pub(crate) promotes: Vec<bool>,
 }
 
 /// How one page of a batch ended at the agent.
@@ -91,7 +102,7 @@ impl Agent {
     }
 
     /// Gives a command. The agent must be idle.
-    fn command(&self, command: Command, first_slot: u32, count: u32) {
+    pub(crate) fn command(&self, command: Command, first_slot: u32, count: u32) {
         let control = self.control.control();
         control.command.store(command as u32, Ordering::Relaxed);
         control.first_slot.store(first_slot, Ordering::Relaxed);
@@ -123,14 +134,38 @@ impl Agent {
     }
 }
 
+impl Space {
+    /// Has the agent stand aside while its process is dumped; whether it does.
+    pub(crate) fn park(&self) -> bool {
+        self.agent().is_some_and(|agent| {
+            let idle = agent.wait_idle(self, PARK_PATIENCE);
+            if idle {
+                agent.command(Command::Park, 0, 0);
+            }
+            idle && agent.wait_idle(self, PARK_PATIENCE)
+        })
+    }
+
+    /// It obeys again.
+    pub(crate) fn unpark(&self) {
+        if let Some(agent) = self.agent().filter(|agent| agent.is_idle()) {
+            agent.command(Command::Continue, 0, 0);
+            agent.wait_idle(self, PATIENCE);
+        }
+    }
+}
+
 impl Evictor {
     pub(crate) fn new() -> Self {
         Self {
             buffer: vec![0; BATCH_PAGES * PAGE_SIZE],
             page: PageBuffer::zeroed(),
             in_a_hurry: false,
+            densely: false,
             copies: Copies::default(),
             kept: Vec::with_capacity(BATCH_PAGES),
+            horizon: None,
+            promotes: Vec::with_capacity(BATCH_PAGES),
         }
     }
 
@@ -144,6 +179,7 @@ impl Evictor {
         pages: &[PageId],
     ) -> Option<BatchReport> {
         let report = self.evict_batch(space, tenant, excluded, pages);
+        self.promotes.clear();
         // What is left of them belongs to pages that changed or stayed.
         for (handle, _) in self.kept.drain(..).flatten() {
             tenant.store.release(handle);
@@ -213,21 +249,15 @@ impl Evictor {
         }
         // A worker that died while it put a page back left it in both places, and
         // the program has gone on with the one that it sees.
-        let leaving: Vec<(usize, u64)> = lock(&space.gate)
-            .slots
-            .iter()
-            .enumerate()
-            .filter(|&(slot, &address)| address != 0 && results.get(slot) == Some(&Moved::Yes))
-            .map(|(slot, &address)| (slot, address))
-            .collect();
-        for (slot, address) in leaving {
-            let one = Range { start: address, end: address + PAGE };
-            let mut in_place = false;
-            if page_presence(agent.pid, one, |_, _| in_place = true).is_err() {
-                return report;
+        let slots = lock(&space.gate).slots.clone();
+        for (result, address) in results.iter_mut().zip(slots) {
+            if *result != Moved::Yes || address == 0 {
+                continue;
             }
-            if in_place {
-                results[slot] = Moved::No(RESULT_CANCELLED);
+            match is_page_present(agent.pid, address) {
+                Ok(true) => *result = Moved::No(RESULT_CANCELLED),
+                Ok(false) => {}
+                Err(_) => return report,
             }
         }
         space.has_strays.store(false, Ordering::Release);
@@ -268,13 +298,26 @@ impl Evictor {
             if gate.page(address) != Some(page) || !gate.is_registered(one) {
                 continue;
             }
+            if tenant.holds_pinned(&gate, address) {
+                // Let go of until the pin is: the policy has forgotten it.
+                continue;
+            }
             if excluded.contains(address) {
                 report.stayed.push((page, address, Stayed::Pinned));
                 continue;
             }
-            if resident == (Entry::Resident { shared: true }) {
-                // Leaving pages are charged here.
+            let Some(leaves) = gate.may_leave(tenant, address) else {
+                report.stayed.push((page, address, Stayed::Cancelled));
+                continue;
+            };
+            gate.of_freeze[count] = leaves == Leaves::WithSnapshot;
+            // Leaving pages are charged here, and as DRAM: the store is there.
+            if resident == (Entry::Resident { shared: true }) || resident == Entry::OnNode {
                 tenant.resident_pages.fetch_add(1, Ordering::Relaxed);
+            }
+            if resident == Entry::OnNode {
+                tenant.node_pages.fetch_sub(1, Ordering::Relaxed);
+                tenant.headroom_pages.fetch_sub(1, Ordering::Relaxed);
             }
             let entry = &control.entries[count];
             entry.address.store(address, Ordering::Relaxed);
@@ -285,6 +328,7 @@ impl Evictor {
             if copy.is_some() {
                 tenant.kept_pages.fetch_sub(1, Ordering::Relaxed);
             }
+            self.promotes.push(exchange::promotes(self.horizon, level_of(tenant, page)));
             self.kept.push(copy.map(|handle| (handle, self.copies.forget(page))));
             count += 1;
         }

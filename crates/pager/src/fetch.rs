@@ -7,6 +7,7 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use strata_policy::{Level, gap};
 use strata_store::Put;
@@ -35,6 +36,8 @@ struct Fetched {
 struct Settling<'a> {
     space: &'a Space,
     tenant: &'a Tenant,
+    /// When the pages were out.
+    began: Instant,
     /// The policy's time, and its guess for pages without history.
     now: u32,
     newcomer: Level,
@@ -78,6 +81,7 @@ impl Evictor {
         let mut settling = Settling {
             space,
             tenant,
+            began: Instant::now(),
             now: tenant.counters.get(Counter::PolicyTime) as u32,
             newcomer: tenant.census().newcomer(),
             report,
@@ -137,6 +141,13 @@ impl Evictor {
         }
         if let Some((handle, _)) = unchanged {
             tenant.counters.add(Counter::EvictionsUnchanged, 1);
+            let promotes = self.promotes.get(slot).is_some_and(|&promotes| promotes);
+            let promoted = promotes.then(|| tenant.store.promote(handle, page)).flatten();
+            if let Some(promoted) = promoted {
+                tenant.counters.add(Counter::Promotions, 1);
+                tenant.store.release(handle);
+                return Some(promoted);
+            }
             return Some(handle);
         }
         if report.store_error.is_some() {
@@ -144,7 +155,11 @@ impl Evictor {
         }
         // Staged pages are packed when there is time. While eviction goes on
         // without a pause there is none, and keeping a page twice only costs.
-        let how = if self.in_a_hurry { Put::Fast } else { Put::Staged };
+        let how = match (self.densely, self.in_a_hurry) {
+            (true, _) => Put::Zstd,
+            (false, true) => Put::Fast,
+            (false, false) => Put::Staged,
+        };
         match tenant.store.put(page, how) {
             Ok(handle) => Some(handle),
             Err(error) => {
@@ -164,8 +179,10 @@ impl Evictor {
         page: Fetched,
     ) -> bool {
         let waits = settling.leaving(gate, page.slot).is_some_and(|(_, _, waits)| waits);
-        // Who inherits the page has it from the store.
-        if waits && !settling.has_heirs() {
+        // Who inherits the page has it from the store, and so has a snapshot.
+        let to_store =
+            settling.has_heirs() || gate.is_pending(&settling.tenant.map, gate.slots[page.slot]);
+        if waits && !to_store {
             self.put_back(settling, gate, page, Stayed::Wanted);
         }
         gate.slots[page.slot] == 0
@@ -189,7 +206,12 @@ impl Evictor {
                     settling.space.uffd.wake(Range { start: address, end: address + PAGE });
                 }
                 gate.slots[slot] = 0;
+                gate.put_back_unprotected(settling.tenant, address);
                 settling.tenant.map.set(id, Entry::Resident { shared: false });
+                if why == Stayed::Wanted {
+                    settling.tenant.advisor.left(id, settling.began);
+                    settling.tenant.advisor.returned(id);
+                }
                 settling.report.stayed.push((id, address, why));
                 if why == Stayed::Wanted {
                     settling.tenant.counters.add(Counter::Faults, 1);
@@ -241,6 +263,9 @@ impl Settling<'_> {
         self.inherit(slot, Moved::No(reason), None);
         if let Some((page, address, waits)) = self.leaving(gate, slot) {
             gate.slots[slot] = 0;
+            if reason == ENOENT {
+                gate.captured_by_leaving(self.tenant, slot, address, None);
+            }
             stay(self.space, self.tenant, page, address, reason, waits, self.report);
         }
     }
@@ -253,11 +278,14 @@ impl Settling<'_> {
             return;
         };
         gate.slots[slot] = 0;
+        gate.captured_by_leaving(tenant, slot, address, Some(handle));
         let age = tenant.map.age(page);
         age.store(
             gap::left(age.load(Ordering::Relaxed), self.now, self.newcomer),
             Ordering::Relaxed,
         );
+        // Before a fault can bring it back.
+        tenant.advisor.left(page, self.began);
         tenant.map.set(page, Entry::Stored(handle));
         tenant.uncharge(Entry::Resident { shared: false });
         tenant.counters.add(Counter::Evictions, 1);

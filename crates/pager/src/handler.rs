@@ -1,13 +1,15 @@
 //! The fault handler: one thread per space under pressure. It takes messages,
 //! acts on events, and puts pages in place. It never waits for an agent's work,
-//! for an eviction, or for another tenant.
+//! for an eviction, for the file tier, or for another tenant.
 //!
 //! Between the claim of a page (`Stored → Arriving`, under the gate) and its
 //! completion (`Arriving → Resident`, without) nobody else changes its entry:
 //! the keeper leaves arriving pages alone, and this thread is the only one that
-//! takes messages.
+//! takes messages. What it has to read from the file tier meanwhile is in
+//! [`crate::reads`].
 
-use std::collections::VecDeque;
+mod ahead;
+
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -20,9 +22,12 @@ use strata_units::{Handle, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageId, Tenant
 use crate::counters::Counter;
 use crate::entry::Entry;
 use crate::events::FaultMessage;
+use crate::reads::{Reads, Why};
+use crate::settings::Setting;
 use crate::space::{Gate, Space, lock};
-use crate::streams::Streams;
 use crate::tenant::Tenant;
+use ahead::Ahead;
+pub(crate) use ahead::MOST_HOT;
 
 /// How long a fault that found no DRAM left, or an address space that was
 /// changing, waits before it is tried again.
@@ -33,23 +38,28 @@ const LONGEST_WAIT: Duration = Duration::from_millis(200);
 /// A read error of the tier file is tried again so often before the page is
 /// given up for lost.
 const READ_RETRIES: u32 = 3;
+/// Nobody evicts while a program is being stopped for a snapshot, and a thread in
+/// a system call that asks for page after page cannot be stopped before it has
+/// them all: from then on no fault waits.
+const LONGEST_WAIT_FOR_A_FREEZE: Duration = Duration::from_millis(10);
 /// Pause before a descriptor that the kernel refused is asked for again.
 const NO_DESCRIPTOR: Duration = Duration::from_millis(20);
 /// A first-touch fill never maps more than this at once: 2 MiB, one leaf.
 const MOST_ZERO_PAGES: u64 = PAGES_PER_LEAF as u64;
 /// A first-touch fill takes at most this part of what is free in the budget.
 const ZERO_SHARE: i64 = 16;
-/// Pages brought ahead between two looks for threads that wait.
-const AHEAD_AT_A_TIME: usize = 8;
-/// Ranges that wait to be brought ahead.
-const MOST_AHEAD: usize = 64;
-/// Pages that must be free in the budget for it: as many as the keeper is woken
-/// at.
-const AHEAD_HEADROOM: i64 = crate::keeper::WAKE_AT_PAGES;
 /// How often to look where the faulting thread runs.
 const FOLLOW_EVERY: Duration = Duration::from_millis(4);
 /// Most faults that wait for DRAM here; further ones fault again.
-const MOST_DEFERRED: usize = 4096;
+pub(crate) const MOST_DEFERRED: usize = 4096;
+
+/// A stored page that is to be put in place.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Order {
+    pub(crate) page: PageId,
+    pub(crate) address: u64,
+    pub(crate) handle: Handle,
+}
 
 /// What is to be done about one fault.
 #[derive(Debug)]
@@ -58,11 +68,11 @@ enum Claim {
     Done,
     /// Put this stored page in place.
     Fill {
-        page: PageId,
-        address: u64,
-        handle: Handle,
+        order: Order,
         /// The thread that waits is about to write to it.
         to_write: bool,
+        /// The program has said that it reads in order here.
+        in_order: bool,
     },
     /// It is on its way out; the keeper hands it back when it has arrived.
     Wait,
@@ -74,14 +84,14 @@ enum Claim {
 
 /// What came of it.
 #[derive(PartialEq, Eq, Debug)]
-enum Served {
+pub(crate) enum Served {
     Done,
     Defer,
 }
 
 /// What came of bringing a stored page back.
 #[derive(PartialEq, Eq, Debug)]
-enum Filled {
+pub(crate) enum Filled {
     /// It is in place, and its thread goes on.
     Arrived(Source, Option<Fingerprint>),
     /// It was in place already.
@@ -139,17 +149,22 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
     let mut claims: Vec<(FaultMessage, Claim)> = Vec::with_capacity(64);
     let mut deferred: Vec<FaultMessage> = Vec::new();
     let mut waiting_since: Option<Instant> = None;
-    let mut ahead = Ahead { streams: Streams::default(), ranges: VecDeque::new() };
+    let mut ahead = Ahead::default();
+    let mut reads = Reads::new(space, tenant);
     let mut served = false;
     let mut follow = Follow { looked: Instant::now(), cpu: None };
     let Some(poller) = poller(space, tenant) else { return };
     while !space.is_gone() {
-        let wait = if served || !ahead.ranges.is_empty() {
+        ahead.take_hot(space);
+        let wait = if served || ahead.can_bring(tenant, &reads) {
             // The next fault is often here by now: the thread that was woken
             // ran at once. Asked for without asking first whether there is one.
             None
+        } else if deferred.is_empty() {
+            let (read, hot) = (reads.patience(), ahead.patience());
+            Some(read.into_iter().chain(hot).min())
         } else {
-            Some((!deferred.is_empty()).then_some(RETRY_AFTER))
+            Some(Some(RETRY_AFTER))
         };
         let kicked = match wait.map(|timeout| poller.wait(timeout)) {
             None => false,
@@ -166,6 +181,7 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
             address,
             tid: 0,
             to_write: false,
+            protected: false,
         }));
         let waits_long = match (deferred.is_empty(), waiting_since) {
             (true, _) => {
@@ -177,13 +193,14 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
                 false
             }
             (false, Some(since)) => began.duration_since(since) > LONGEST_WAIT,
-        };
+        } || (!tenant.may_fill()
+            && tenant.freezes_for() > LONGEST_WAIT_FOR_A_FREEZE);
         faults.append(&mut deferred);
         {
             let mut gate = lock(&space.gate);
             space.take_messages(tenant, &mut gate, &mut faults);
-            faults.sort_unstable_by_key(|fault| fault.address);
-            faults.dedup_by_key(|fault| fault.address);
+            faults.sort_unstable_by_key(|fault| (fault.address, fault.protected));
+            faults.dedup_by_key(|fault| (fault.address, fault.protected));
             for fault in faults.drain(..) {
                 let claim = space.claim(tenant, &mut gate, &fault, waits_long);
                 claims.push((fault, claim));
@@ -193,8 +210,14 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
         for (fault, claim) in claims.drain(..) {
             if fault.tid != 0 {
                 follow.beside(space, fault.tid, began);
-                if matches!(claim, Claim::Fill { .. }) {
-                    ahead.follow(fault.address);
+                if let Claim::Fill { in_order, .. } = claim {
+                    ahead.follow(space, fault.address, in_order);
+                }
+            }
+            if let Claim::Fill { order, to_write, .. } = claim {
+                let why = Why::Fault { began, to_write };
+                if reads.take(tenant, order, why) {
+                    continue;
                 }
             }
             let counts = !matches!(claim, Claim::Wait | Claim::Defer);
@@ -211,54 +234,13 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
                 Served::Defer => space.uffd.wake(one_page(fault.address)),
             }
         }
-        ahead.bring(space, tenant, &mut page);
+        // Before anything is brought ahead: who waits for a device waits longest.
+        reads.begin(tenant);
+        served |= reads.land(space, tenant, &mut page, &mut deferred);
+        ahead.bring(space, tenant, &mut reads, &mut page);
+        reads.begin(tenant);
     }
-}
-
-/// Pages that come before they are asked for.
-struct Ahead {
-    streams: Streams,
-    /// What is still to come, at most [`MOST_AHEAD`].
-    ranges: VecDeque<Range>,
-}
-
-impl Ahead {
-    /// A thread asked for the stored page at `address`.
-    fn follow(&mut self, address: u64) {
-        let pages = self.streams.follow(address);
-        if pages > 0 && self.ranges.len() < MOST_AHEAD {
-            let start = address + PAGE_SIZE as u64;
-            self.ranges.push_back(Range { start, end: start + pages * PAGE_SIZE as u64 });
-        }
-    }
-
-    /// Brings some of it; threads that wait come first again after that.
-    fn bring(&mut self, space: &Space, tenant: &Tenant, buffer: &mut PageBuffer) {
-        for _ in 0..AHEAD_AT_A_TIME {
-            let Some(range) = self.ranges.front_mut() else { return };
-            // What is brought must not make others wait.
-            if range.is_empty() || tenant.headroom_pages() < AHEAD_HEADROOM {
-                self.ranges.pop_front();
-                continue;
-            }
-            let address = range.start;
-            range.start += PAGE_SIZE as u64;
-            let claimed = space.claim_ahead(tenant, &lock(&space.gate), address);
-            let Some((page, handle)) = claimed else { continue };
-            match space.serve_stored(tenant, page, address, handle, buffer) {
-                Filled::Arrived(_, fingerprint) => {
-                    tenant.arrived(page, handle, fingerprint);
-                    tenant.counters.add(Counter::PagesAhead, 1);
-                }
-                Filled::WasThere => tenant.arrived(page, handle, None),
-                // Not worth a second try. A page that cannot be read is lost only
-                // when somebody asks for it: by then it may be readable.
-                Filled::Unreadable(_) | Filled::Not(_) => {
-                    tenant.map.set(page, Entry::Stored(handle));
-                }
-            }
-        }
-    }
+    reads.end(tenant);
 }
 
 /// Waits for the descriptor that this takes, as the space's faults do. None:
@@ -279,7 +261,8 @@ fn poller(space: &Space, tenant: &Tenant) -> Option<Poller<2>> {
     None
 }
 
-fn one_page(address: u64) -> Range {
+/// The range of one page.
+pub(crate) fn one_page(address: u64) -> Range {
     Range { start: address, end: address + PAGE_SIZE as u64 }
 }
 
@@ -293,9 +276,23 @@ impl Space {
         waits_long: bool,
     ) -> Claim {
         let address = fault.address;
-        if let Some(agent) = self.agent() {
-            if agent.ranges.own.contains(address) {
-                return self.zero_here(address);
+        if fault.protected {
+            return match self.before_write(tenant, gate, address) {
+                true => Claim::Done,
+                false => Claim::Defer,
+            };
+        }
+        let agent = self.agent();
+        // Before its agent has come nothing of a process can be evicted: to make it
+        // wait for DRAM would only put that off.
+        let must_wait = agent.is_some() && !waits_long;
+        if let Some(agent) = agent {
+            // That of a restored process may still be on its way.
+            let is_stored = gate.page(address).is_some_and(|page| {
+                matches!(tenant.map.get(page), Entry::Stored(_) | Entry::Arriving(_))
+            });
+            if agent.ranges.own.contains(address) && !is_stored {
+                return self.zero_here(tenant, address);
             }
             // What has not been moved there is elsewhere: whoever reads it, the
             // evictor too, is told so.
@@ -309,13 +306,15 @@ impl Space {
         match tenant.map.get(page) {
             // Discarded unseen (MADV_FREE), or another thread's fault on the
             // same page came first: then it is there, and this only wakes.
-            Entry::Resident { .. } | Entry::Kept(_) => self.zero_here(address),
+            Entry::Resident { .. } | Entry::Kept(_) | Entry::OnNode => {
+                self.zero_here(tenant, address)
+            }
             Entry::Leaving { slot, .. } => {
                 tenant.map.set(page, Entry::Leaving { slot, wanted: true });
                 Claim::Wait
             }
-            Entry::Lost => Claim::Poison(address),
-            _ if !tenant.may_fill() && !waits_long => {
+            Entry::Lost | Entry::Pending | Entry::Copied => Claim::Poison(address),
+            _ if !tenant.may_fill() && must_wait => {
                 tenant.wake_keeper();
                 Claim::Defer
             }
@@ -325,18 +324,22 @@ impl Space {
             }
             Entry::Stored(handle) | Entry::Arriving(handle) => {
                 tenant.map.set(page, Entry::Arriving(handle));
-                Claim::Fill { page, address, handle, to_write: fault.to_write }
+                self.note_touched(address);
+                let order = Order { page, address, handle };
+                let in_order = !gate.settings.is_empty()
+                    && gate.settings.at(address) == Some(Setting::Sequential);
+                Claim::Fill { order, to_write: fault.to_write, in_order }
             }
         }
     }
 
     /// The stored page at `address`, to be brought although nobody asked. The
     /// caller holds the gate.
-    fn claim_ahead(&self, tenant: &Tenant, gate: &Gate, address: u64) -> Option<(PageId, Handle)> {
+    fn claim_ahead(&self, tenant: &Tenant, gate: &Gate, address: u64) -> Option<Order> {
         let page = gate.page(address)?;
         let Entry::Stored(handle) = tenant.map.get(page) else { return None };
         tenant.map.set(page, Entry::Arriving(handle));
-        Some((page, handle))
+        Some(Order { page, address, handle })
     }
 
     /// How much to map at a first touch: one page, but twice as much each time
@@ -369,49 +372,74 @@ impl Space {
         match claim {
             Claim::Wait | Claim::Done => Served::Done,
             Claim::Defer => Served::Defer,
-            Claim::Poison(address) => {
-                self.uffd.poison(address);
+            Claim::Poison(address) => self.poison(address),
+            Claim::Fill { order, to_write, in_order: _ } => {
+                let filled = self.serve_stored(tenant, order, buffer);
+                self.settle_fill(tenant, order, to_write, began, filled)
+            }
+        }
+    }
+
+    /// What came of a fill that a thread waits for, since `began`.
+    pub(crate) fn settle_fill(
+        &self,
+        tenant: &Tenant,
+        order: Order,
+        to_write: bool,
+        began: Instant,
+        filled: Filled,
+    ) -> Served {
+        let Order { page, address, handle } = order;
+        match filled {
+            Filled::Arrived(source, fingerprint) => {
+                tenant.arrived(page, handle, fingerprint.filter(|_| !to_write));
+                tenant.counters.record_fault(source, began.elapsed());
+                Served::Done
+            }
+            Filled::WasThere => {
+                tenant.was_in_place(self, page, address, handle);
                 self.uffd.wake(one_page(address));
                 Served::Done
             }
-            Claim::Fill { page, address, handle, to_write } => {
-                let served = self.serve_stored(tenant, page, address, handle, buffer);
-                match served {
-                    Filled::Arrived(source, fingerprint) => {
-                        tenant.arrived(page, handle, fingerprint.filter(|_| !to_write));
-                        tenant.counters.record_latency(began.elapsed());
-                        match source {
-                            Source::Staged => tenant.counters.add(Counter::SoftFaults, 1),
-                            Source::File => tenant.counters.add(Counter::FileFaults, 1),
-                            Source::Fill | Source::Compressed => 0,
-                        };
-                        Served::Done
-                    }
-                    Filled::WasThere => {
-                        tenant.arrived(page, handle, None);
-                        self.uffd.wake(one_page(address));
-                        Served::Done
-                    }
-                    Filled::Unreadable(why) => {
-                        tenant.lost_page(self, page, address, &why);
-                        self.uffd.poison(address);
-                        self.uffd.wake(one_page(address));
-                        Served::Done
-                    }
-                    Filled::Not(served) => served,
-                }
+            Filled::Unreadable(why) => {
+                tenant.lost_page(self, page, address, &why);
+                self.poison(address)
+            }
+            Filled::Not(served) => served,
+        }
+    }
+
+    /// What came of a fill that nobody waits for yet.
+    pub(crate) fn settle_ahead(&self, tenant: &Tenant, order: Order, filled: Filled) {
+        let Order { page, address, handle } = order;
+        match filled {
+            Filled::Arrived(source, fingerprint) => {
+                tenant.arrived(page, handle, fingerprint);
+                tenant.counters.count_ahead(source);
+            }
+            Filled::WasThere => tenant.was_in_place(self, page, address, handle),
+            // Not worth a second try. A page that cannot be read is lost only
+            // when somebody asks for it: by then it may be readable.
+            Filled::Unreadable(_) | Filled::Not(_) => {
+                tenant.map.set(page, Entry::Stored(handle));
             }
         }
+    }
+
+    /// Whoever touches the page at `address` dies, those who wait there first.
+    pub(crate) fn poison(&self, address: u64) -> Served {
+        self.uffd.poison(address);
+        self.uffd.wake(one_page(address));
+        Served::Done
     }
 
     /// A zero page at `address` unless there is a page. Under the gate, as all
     /// zero pages are put in place: later the page could have been evicted, and
     /// zeroes would stand where a stored page belongs.
-    fn zero_here(&self, address: u64) -> Claim {
-        let outcome = self.uffd.zero(one_page(address));
-        match outcome {
+    fn zero_here(&self, tenant: &Tenant, address: u64) -> Claim {
+        match self.uffd.zero(one_page(address)) {
             Fill::Done { .. } => Claim::Done,
-            other => self.not_zeroed(address, other),
+            other => self.not_zeroed(tenant, address, other),
         }
     }
 
@@ -426,11 +454,8 @@ impl Space {
             other => other,
         };
         let Fill::Done { pages } = filled else {
-            if filled == Fill::NoMemory {
-                tenant.wake_keeper();
-            }
             // Present: entered by nobody yet, or just being discarded.
-            return self.not_zeroed(window.start, filled);
+            return self.not_zeroed(tenant, window.start, filled);
         };
         tenant.counters.add(Counter::ZeroFaults, 1);
         for offset in 0..pages as u32 {
@@ -442,21 +467,21 @@ impl Space {
     }
 
     /// What a zero fill that put nothing in place means for its fault.
-    fn not_zeroed(&self, address: u64, outcome: Fill) -> Claim {
-        match self.not_filled(address, outcome) {
+    fn not_zeroed(&self, tenant: &Tenant, address: u64, outcome: Fill) -> Claim {
+        match self.not_filled(tenant, address, outcome) {
             Served::Done => Claim::Done,
             Served::Defer => Claim::Defer,
         }
     }
 
-    fn serve_stored(
+    /// Brings a page of which reading waits for nothing.
+    pub(crate) fn serve_stored(
         &self,
         tenant: &Tenant,
-        page: PageId,
-        address: u64,
-        handle: Handle,
+        order: Order,
         buffer: &mut PageBuffer,
     ) -> Filled {
+        let handle = order.handle;
         let mut got = tenant.store.get_with_fingerprint(handle, &mut buffer.0);
         for _ in 0..READ_RETRIES {
             if !matches!(got, Err(GetError::Io { .. })) {
@@ -464,10 +489,21 @@ impl Space {
             }
             got = tenant.store.get_with_fingerprint(handle, &mut buffer.0);
         }
-        let (source, fingerprint) = match got {
-            Ok(got) => got,
-            Err(error) => return Filled::Unreadable(error.to_string()),
-        };
+        match got {
+            Ok(got) => self.put_in_place(tenant, order, buffer, got),
+            Err(error) => Filled::Unreadable(error.to_string()),
+        }
+    }
+
+    /// Puts what was read where it belongs.
+    pub(crate) fn put_in_place(
+        &self,
+        tenant: &Tenant,
+        order: Order,
+        buffer: &PageBuffer,
+        (source, fingerprint): (Source, Option<Fingerprint>),
+    ) -> Filled {
+        let Order { page, address, handle } = order;
         match self.uffd.copy(address, buffer) {
             Fill::Done { .. } => Filled::Arrived(source, fingerprint),
             Fill::Present => Filled::WasThere,
@@ -477,18 +513,19 @@ impl Space {
                     // handle.
                     tenant.map.set(page, Entry::Stored(handle));
                 }
-                if other == Fill::NoMemory {
-                    tenant.wake_keeper();
-                }
-                Filled::Not(self.not_filled(address, other))
+                Filled::Not(self.not_filled(tenant, address, other))
             }
         }
     }
 
     /// What a fill that put nothing in place means for its fault.
-    fn not_filled(&self, address: u64, outcome: Fill) -> Served {
+    fn not_filled(&self, tenant: &Tenant, address: u64, outcome: Fill) -> Served {
         match outcome {
-            Fill::Changing | Fill::NoMemory => Served::Defer,
+            Fill::Changing => Served::Defer,
+            Fill::NoMemory => {
+                tenant.wake_keeper();
+                Served::Defer
+            }
             // The thread that waits there touched what is no longer mapped:
             // woken, it learns so from the kernel.
             Fill::Done { .. } | Fill::Present | Fill::Unmapped => {

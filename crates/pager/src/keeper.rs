@@ -2,25 +2,37 @@
 //! the policy what to do about it, and does some of it; then it looks again.
 //! Evicting runs ahead of demand: faults are served from what it keeps free.
 
+mod advised;
+mod advising;
+mod evicting;
+mod exchange;
+mod node;
+mod observe;
+mod taking;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use strata_policy::budget::{self, Actions, Observation, Packed};
+use strata_policy::budget::{self, Actions};
 use strata_policy::replacement::Standing;
 use strata_policy::{Census, Pages, Replacement, gap};
-use strata_store::StoreStats;
+use strata_sys::thread_time;
 use strata_units::wire::BATCH_PAGES;
-use strata_units::{ByteSize, PAGE_SIZE, PAGES_PER_LEAF, PageId};
+use strata_units::{ByteSize, LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
 
-use crate::copies::stored_page_cost;
+use advising::Advising;
+
 use crate::counters::Counter;
 use crate::entry::Entry;
-use crate::evict::{BatchReport, Evictor, Stayed, level_of};
+use crate::evict::{Evictor, level_of};
+use crate::keeper::advised::Advised;
+use crate::pace::{Machine, Pace};
 use crate::release;
-use crate::scan::{Excluded, register_new, settle_shared, take_charge};
+use crate::scan::{Excluded, register_new, settle_shared};
+use crate::snapshot::{Capturing, SnapshotError};
 use crate::space::{Space, lock};
 use crate::tenant::{Order, Tenant};
 use crate::usage::{Usage, measure};
@@ -29,8 +41,11 @@ use crate::usage::{Usage, measure};
 pub(crate) const WAKE_AT_PAGES: i64 = 512;
 /// Pages evicted between two looks: a few milliseconds of work.
 const PAGES_PER_ROUND: usize = 2 * BATCH_PAGES;
-/// Pages settled, repacked or demoted between two looks.
+/// Pages settled or repacked between two looks.
 const STORE_PAGES_PER_ROUND: usize = 512;
+/// Pages moved to the file tier between two looks: more than are evicted, or pages
+/// that do not compress take all of the budget on their way.
+const DEMOTED_PAGES_PER_ROUND: usize = 2 * PAGES_PER_ROUND;
 /// Pages packed densely in a round while the tenant evicts...
 const REPACK_BESIDE_EVICTION: usize = 4;
 /// ...which it does until so long after the last eviction.
@@ -73,6 +88,10 @@ const PAGE: u64 = PAGE_SIZE as u64;
 impl Pages for Tenant {
     fn standing(&self, page: PageId) -> Standing {
         match self.map.get(page) {
+            // As if it were not there: it is announced when it is let go.
+            // For this it has left DRAM; it is announced when it is back.
+            Entry::OnNode => Standing::Gone,
+            entry if entry.is_resident() && self.is_pinned(page) => Standing::Gone,
             entry if entry.is_resident() => Standing::Evictable(level_of(self, page)),
             // On its way out and perhaps back: it is announced when it is.
             _ => Standing::Gone,
@@ -83,8 +102,8 @@ impl Pages for Tenant {
 impl Tenant {
     pub(crate) fn census(&self) -> Census {
         let resident = self.resident_pages.load(Ordering::Relaxed).max(0) as usize;
-        let stored = self.store.stats().stored_pages.saturating_sub(self.kept_pages());
-        Census { managed: resident + stored as usize, resident }
+        let elsewhere = self.away_pages() + self.node_pages();
+        Census { managed: resident + elsewhere as usize, resident }
     }
 }
 
@@ -116,12 +135,25 @@ struct Keeper<'a> {
     evicting: bool,
     evicted_last: Instant,
     resident_before: u64,
-    spaces_at_scan: usize,
+    attended_at_scan: Vec<SpaceId>,
     time_before: u64,
     quiet_rounds: u32,
     over: Option<Over>,
     /// Trains a dictionary for the store.
     trainer: Option<JoinHandle<()>>,
+    capturing: Option<Capturing>,
+    advised: Advised,
+    machine: Machine,
+    /// Of packing that nothing asks for.
+    packing: Pace,
+    exchange: exchange::Exchange,
+    /// Where there is one.
+    node: Option<node::NodeKeeper>,
+    /// It was registered for snapshots alone.
+    stands_down: bool,
+    snapshot_begun: Instant,
+    /// As long as somebody wants advice.
+    advising: Option<Advising>,
 }
 
 /// How it goes with a tenant that is over its budget.
@@ -151,22 +183,40 @@ pub(crate) fn run(tenant: &Arc<Tenant>) {
         evicting: false,
         evicted_last: now,
         resident_before: 0,
-        spaces_at_scan: 0,
+        attended_at_scan: Vec::new(),
         time_before: 0,
         quiet_rounds: 0,
         over: None,
         trainer: None,
+        capturing: None,
+        advised: Advised::default(),
+        machine: Machine::new(),
+        packing: Pace::default(),
+        exchange: exchange::Exchange::default(),
+        node: node::NodeKeeper::of(tenant, now),
+        stands_down: false,
+        snapshot_begun: now,
+        advising: None,
     };
+    // An earlier worker may have died over a snapshot.
+    for space in tenant.space_list() {
+        space.unpark();
+    }
     let mut next_look = Duration::ZERO;
     loop {
         for order in wait_for_orders(tenant, next_look) {
             match order {
                 Order::Release(answer, progress) => {
+                    keeper.empty_node();
                     let outcome = release::release(tenant, &mut keeper.evictor, &progress);
                     // The one who asked may have gone.
                     let _ = answer.send(outcome);
                 }
+                Order::Snapshot(order) => keeper.begin_snapshot(*order),
                 Order::End => {
+                    if let Some(capturing) = keeper.capturing.take() {
+                        capturing.give_up(tenant, SnapshotError::Failed("it has ended".into()));
+                    }
                     for space in tenant.space_list() {
                         tenant.bury(&space);
                     }
@@ -177,21 +227,6 @@ pub(crate) fn run(tenant: &Arc<Tenant>) {
         }
         next_look = keeper.round();
     }
-}
-
-/// What lz4 packed, and everything else in DRAM that is not staged (zstd, with a
-/// dictionary or without, and pages that do not compress): what each was and
-/// costs, unused parts of slots and slabs shared out in proportion.
-fn packed(store: &StoreStats) -> (Packed, Packed) {
-    let payload = store.payload_bytes - store.staged_bytes.min(store.payload_bytes);
-    let cost = store.dram_bytes.saturating_sub(store.staged_bytes);
-    let fast_cost = (u128::from(cost) * u128::from(store.fast_payload_bytes)
-        / u128::from(payload.max(1))) as u64;
-    let fast_cost = fast_cost.min(cost);
-    let in_dram = store.objects * PAGE;
-    let rest = in_dram.saturating_sub(store.fast_original_bytes + store.staged_bytes);
-    let fast = Packed { original_bytes: store.fast_original_bytes, cost_bytes: fast_cost };
-    (fast, Packed { original_bytes: rest, cost_bytes: cost - fast_cost })
 }
 
 fn wait_for_orders(tenant: &Tenant, patience: Duration) -> Vec<Order> {
@@ -209,8 +244,13 @@ impl Keeper<'_> {
     fn round(&mut self) -> Duration {
         let tenant = self.tenant;
         self.take_arrivals();
+        tenant.collect_ended();
         let spaces = self.living_spaces();
-        let own = self.replacement.memory_bytes() + self.evictor.copies.memory_bytes();
+        tenant.count_share();
+        let own = self.replacement.memory_bytes()
+            + self.evictor.copies.memory_bytes()
+            + self.advising.as_ref().map_or(0, Advising::memory_bytes)
+            + self.node.as_ref().map_or(0, node::NodeKeeper::memory_bytes);
         let usage = measure(tenant, own as u64);
         *lock(&tenant.usage) = usage;
         if tenant.is_released() {
@@ -219,28 +259,41 @@ impl Keeper<'_> {
         }
         let budget = tenant.budget_bytes();
         self.set_headroom(budget, usage);
+        let node_rest = self.attend_node(&spaces);
         let seen = self.observe(budget, usage);
         let actions = budget::decide(&seen);
         let shares = spaces.iter().any(|space| space.has_shared.load(Ordering::Acquire));
         let was_managed = tenant.under_pressure.load(Ordering::Relaxed);
         if actions.register && !spaces.is_empty() {
+            self.stands_down = false;
             tenant.under_pressure.store(true, Ordering::Relaxed);
         }
-        if tenant.under_pressure.load(Ordering::Relaxed) {
+        let is_managed = tenant.under_pressure.load(Ordering::Relaxed);
+        if is_managed {
             self.rescan(&spaces, seen.unmanaged_bytes);
+        }
+        if is_managed || tenant.placement.registers.load(Ordering::Relaxed) {
             self.settle_shared(&spaces);
-            for space in &spaces {
-                let strays = space.has_strays.load(Ordering::Acquire)
-                    && !space.is_heir.load(Ordering::Acquire);
-                if strays {
-                    let report = self.evictor.fetch_strays(space, tenant);
-                    self.take_report(space, report);
-                }
+        }
+        // Whoever made them, the advisor of a tenant far from its budget too: their
+        // threads wait until they are fetched.
+        for space in &spaces {
+            let strays =
+                space.has_strays.load(Ordering::Acquire) && !space.is_heir.load(Ordering::Acquire);
+            if strays {
+                let report = self.evictor.fetch_strays(space, tenant);
+                self.take_report(space, report);
             }
         }
+        let spare = self.machine.has_spare();
+        self.capturing = self.capturing.take().and_then(|capturing| capturing.go_on(tenant, spare));
+        self.stand_down_if_due(&spaces);
         self.evictor.in_a_hurry = self.evicting;
-        let progress = self.act(&actions, &spaces);
+        self.evictor.horizon = self.exchange.horizon(tenant);
+        let heeds = self.heed(&spaces);
+        let progress = self.act(&actions, &spaces, spare);
         self.evicting = actions.evict_pages > 0;
+        let patience = self.advise(&spaces, &seen);
         self.sweep();
         // Before the first scan nothing is known to be evictable.
         let exhausted = was_managed && self.is_stuck(&progress);
@@ -248,12 +301,17 @@ impl Keeper<'_> {
         if progress.more {
             return Duration::ZERO;
         }
+        let next_look = Duration::from_micros(actions.next_look_us).min(node_rest);
+        let next_look = if heeds { next_look.min(QUIET_LOOK) } else { next_look };
+        if let Some(capturing) = &self.capturing {
+            return capturing.rest().min(next_look).min(patience);
+        }
         let time = tenant.counters.get(Counter::PolicyTime);
         let quiet = time == self.time_before && was_managed && !shares;
         self.quiet_rounds = if quiet { self.quiet_rounds + 1 } else { 0 };
         self.time_before = time;
         let least = if self.quiet_rounds >= QUIET_ROUNDS { QUIET_LOOK } else { Duration::ZERO };
-        Duration::from_micros(actions.next_look_us).max(least)
+        next_look.max(least).min(patience)
     }
 
     /// Whether the tenant has been over its budget for a while and hardly
@@ -287,6 +345,9 @@ impl Keeper<'_> {
         let now = self.tenant.counters.get(Counter::PolicyTime) as u32;
         let lost = arrivals.len() >= MOST_ARRIVALS;
         for page in arrivals {
+            if let Some(node) = &mut self.node {
+                node.returned(page);
+            }
             self.replacement.arrived(page, now);
         }
         // After the arrivals: of what the policy knows, all copies are known.
@@ -310,10 +371,14 @@ impl Keeper<'_> {
     fn rebuild(&mut self) {
         let tenant = self.tenant;
         let now = tenant.counters.get(Counter::PolicyTime) as u32;
-        let resident = tenant.map.leaves().into_iter().flat_map(|(leaf, _, _)| {
+        let own = |&(_, owner, _): &(_, SpaceId, _)| tenant.registry.tenant_of(owner) == tenant.id;
+        let resident = tenant.map.leaves().into_iter().filter(own).flat_map(|(leaf, _, _)| {
             (0..PAGES_PER_LEAF)
                 .map(move |index| PageId::new(leaf, index))
-                .filter(|&page| tenant.map.get(page).is_resident())
+                .filter(|&page| {
+                    let entry = tenant.map.get(page);
+                    entry.is_resident() && entry != Entry::OnNode
+                })
                 .map(|page| (page, level_of(tenant, page)))
         });
         self.replacement.rebuild(resident, now);
@@ -334,47 +399,13 @@ impl Keeper<'_> {
         living
     }
 
-    fn set_headroom(&self, budget: u64, usage: Usage) {
-        let hard = budget + budget::tolerance_bytes(budget) / 4;
-        let pages = (hard as i64 - usage.total_bytes() as i64) / PAGE as i64;
-        self.tenant.headroom_pages.store(pages, Ordering::Relaxed);
-    }
-
-    fn observe(&mut self, budget_bytes: u64, usage: Usage) -> Observation {
-        let tenant = self.tenant;
-        let store = tenant.store.stats();
-        let managed = tenant.resident_pages.load(Ordering::Relaxed).max(0) as u64 * PAGE;
-        let in_space = managed.min(usage.anonymous_bytes);
-        let pinned = self.pinned.len() as u64 * PAGE;
-        let resident_bytes = in_space + store.staged_bytes;
-        let growth_bytes = resident_bytes.saturating_sub(self.resident_before);
-        self.resident_before = resident_bytes;
-        let (fast, dense) = packed(&store);
-        Observation {
-            budget_bytes,
-            resident_bytes,
-            evictable_bytes: in_space.saturating_sub(pinned),
-            staged_bytes: store.staged_bytes,
-            fast,
-            dense,
-            lands_dense: store.lands_dense,
-            kept_unchanged_percent: self.evictor.copies.unchanged_percent(),
-            kept_cost_bytes: tenant.kept_pages() * stored_page_cost(&store),
-            metadata_bytes: usage.metadata_bytes,
-            unmanaged_bytes: usage.anonymous_bytes - in_space,
-            growth_bytes,
-            file_room_bytes: tenant
-                .record
-                .tier
-                .as_ref()
-                .map(|(_, limit)| limit.saturating_sub(store.file_bytes)),
-            evicting: self.evicting,
-        }
-    }
-
     fn rescan(&mut self, spaces: &[Arc<Space>], unmanaged_bytes: u64) {
+        // Of one whose agent has just come, as of a restored process, nothing can be
+        // evicted before its memory map was read.
+        let attended: Vec<SpaceId> =
+            spaces.iter().filter(|space| space.agent().is_some()).map(|space| space.id).collect();
         let due = self.scanned.elapsed() >= RESCAN_EVERY
-            || spaces.len() != self.spaces_at_scan
+            || attended != self.attended_at_scan
             || unmanaged_bytes > self.unmanaged_at_scan + RESCAN_AT_BYTES;
         if !due {
             return;
@@ -385,7 +416,7 @@ impl Keeper<'_> {
             }
         }
         self.scanned = Instant::now();
-        self.spaces_at_scan = spaces.len();
+        self.attended_at_scan = attended;
         let managed = self.tenant.resident_pages.load(Ordering::Relaxed).max(0) as u64 * PAGE;
         let usage = measure(self.tenant, 0);
         self.unmanaged_at_scan = usage.anonymous_bytes.saturating_sub(managed);
@@ -406,8 +437,9 @@ impl Keeper<'_> {
     }
 
     /// Does some of what the policy asks for.
-    fn act(&mut self, actions: &Actions, spaces: &[Arc<Space>]) -> Progress {
+    fn act(&mut self, actions: &Actions, spaces: &[Arc<Space>], spare: bool) -> Progress {
         let tenant = self.tenant;
+        let began = thread_time();
         let before = tenant.store.stats();
         tenant.keep_copies.store(actions.keep_copies, Ordering::Relaxed);
         if actions.drop_kept_bytes > 0 {
@@ -417,7 +449,12 @@ impl Keeper<'_> {
             self.train_dictionary();
         }
         tenant.store.reap();
-        let settle = (actions.settle_pages as usize).min(STORE_PAGES_PER_ROUND);
+        // Below its budget a tenant's pages are packed when somebody has time for it.
+        let over = tenant.headroom_pages() <= 0;
+        let asked_for = over || actions.evict_pages > 0 || actions.hold_growth;
+        let packs = asked_for || self.packing.is_due();
+        let most = if packs { STORE_PAGES_PER_ROUND } else { 0 };
+        let settle = (actions.settle_pages as usize).min(most);
         let mut freed_pages = tenant.store.settle(settle);
         let mut evicted_pages = 0;
         let evict = (actions.evict_pages as usize).min(PAGES_PER_ROUND);
@@ -428,7 +465,6 @@ impl Keeper<'_> {
         // Dense packing costs more than an eviction and makes the next fault
         // slower: a little of it while pages come and go, unless nothing else
         // brings the tenant under its budget.
-        let over = tenant.headroom_pages() <= 0;
         if evicted_pages > 0 {
             self.evicted_last = Instant::now();
         }
@@ -436,19 +472,20 @@ impl Keeper<'_> {
         // Where what is stored takes most of the budget, there is no other way.
         let stored = before.dram_bytes.saturating_sub(before.staged_bytes);
         let crowded = stored > tenant.budget_bytes() / 2;
-        let most = if over || idle || crowded {
-            STORE_PAGES_PER_ROUND / 2
-        } else {
-            REPACK_BESIDE_EVICTION
-        };
+        let most = if over || idle || crowded { most / 2 } else { REPACK_BESIDE_EVICTION };
         let repack = (actions.repack_pages as usize).min(most);
         tenant.store.repack(repack);
+        if settle + repack > 0 && !asked_for {
+            self.packing.worked(began, spare);
+        }
         // What dense packing was guessed to bring may not come.
         let least = if over && tenant.record.tier.is_some() { DEMOTE_WHEN_OVER_BYTES } else { 0 };
         let demote_bytes = actions.demote_bytes.max(least);
         if demote_bytes > 0 {
             let pages = (demote_bytes / 1024) as usize + 1;
-            freed_pages += tenant.store.demote(pages.min(STORE_PAGES_PER_ROUND / 2));
+            let demoted = tenant.store.demote(pages.min(DEMOTED_PAGES_PER_ROUND));
+            tenant.counters.add(Counter::Demotions, demoted as u64);
+            freed_pages += demoted;
         }
         // Slots that pages left behind become memory again.
         let after = tenant.store.stats();
@@ -485,135 +522,6 @@ impl Keeper<'_> {
         self.trainer = started.ok();
     }
 
-    fn evict(&mut self, want: usize, spaces: &[Arc<Space>]) -> usize {
-        let tenant = self.tenant;
-        let now = tenant.counters.get(Counter::PolicyTime) as u32;
-        let census = tenant.census();
-        let mut victims = Vec::with_capacity(want);
-        self.replacement.maintain(census, tenant.as_ref());
-        self.replacement.victims(now, want, census, tenant.as_ref(), &mut victims);
-        if victims.len() < want / 2 && census.resident > victims.len() + 4096 {
-            self.rebuild();
-        }
-        let mut by_space: BTreeMap<u32, Vec<PageId>> = BTreeMap::new();
-        for page in victims {
-            if let Some((space, _)) = tenant.map.owner(page.leaf()) {
-                by_space.entry(space.0).or_default().push(page);
-            }
-        }
-        let mut evicted = 0;
-        for (id, mut pages) in by_space {
-            // Neighbours side by side: the agent moves them together.
-            pages.sort_unstable();
-            let Some(space) = spaces.iter().find(|space| space.id.0 == id) else { continue };
-            for batch in pages.chunks(BATCH_PAGES) {
-                let Some(agent) = space.agent() else {
-                    self.give_back(batch);
-                    continue;
-                };
-                let control = agent.control.control();
-                let excluded = self.excluded.entry(id).or_default();
-                if excluded.is_stale(control) {
-                    *excluded = Excluded::read(control);
-                }
-                match self.evictor.evict(space, tenant, excluded, batch) {
-                    Some(report) => {
-                        evicted += report.evicted;
-                        let left = self.take_report(space, report);
-                        evicted += self.evict_relatives(space, &left, spaces);
-                    }
-                    None => self.give_back(batch),
-                }
-            }
-        }
-        evicted
-    }
-
-    /// A page that a fork shares costs as much as before until the last of the
-    /// family has lost it: those who inherited what `space` just lost follow.
-    fn evict_relatives(
-        &mut self,
-        space: &Arc<Space>,
-        left: &[u64],
-        spaces: &[Arc<Space>],
-    ) -> usize {
-        let mut evicted = 0;
-        for relative in spaces {
-            if relative.id == space.id || !relative.has_shared.load(Ordering::Acquire) {
-                continue;
-            }
-            let pages = take_charge(relative, self.tenant, left);
-            for batch in pages.chunks(BATCH_PAGES) {
-                let Some(agent) = relative.agent() else { continue };
-                let excluded = self.excluded.entry(relative.id.0).or_default();
-                if excluded.is_stale(agent.control.control()) {
-                    *excluded = Excluded::read(agent.control.control());
-                }
-                match self.evictor.evict(relative, self.tenant, excluded, batch) {
-                    Some(report) => {
-                        evicted += report.evicted;
-                        self.take_report(relative, report);
-                    }
-                    None => self.give_back(batch),
-                }
-            }
-        }
-        evicted
-    }
-
-    fn give_back(&mut self, pages: &[PageId]) {
-        let now = self.tenant.counters.get(Counter::PolicyTime) as u32;
-        for &page in pages {
-            self.replacement.refused(page, now);
-        }
-    }
-
-    /// Sees to the pages that stayed. Returns the addresses of those that left.
-    fn take_report(&mut self, space: &Arc<Space>, report: BatchReport) -> Vec<u64> {
-        let mut left = report.left;
-        let tenant = self.tenant;
-        let now = tenant.counters.get(Counter::PolicyTime) as u32;
-        let mut busy = Vec::new();
-        for (page, address, stayed) in report.stayed {
-            match stayed {
-                Stayed::Cancelled | Stayed::Wanted => self.replacement.refused(page, now),
-                Stayed::Busy => busy.push((page, address)),
-                Stayed::Pinned | Stayed::StoreFull => {
-                    self.pinned.push((Instant::now() + PINNED_FOR, page));
-                }
-            }
-        }
-        tenant.note(
-            "store",
-            report.store_error.map(|error| format!("pages cannot be stored, they stay: {error}")),
-        );
-        // Once shared by a fork, or pinned by I/O: after a write of its own a
-        // page is the process's alone. Then once more; else a pause.
-        for batch in busy.chunks(BATCH_PAGES) {
-            let addresses: Vec<u64> = batch.iter().map(|&(_, address)| address).collect();
-            let populated = self.evictor.populate(space, &addresses);
-            let pages: Vec<PageId> = batch.iter().map(|&(page, _)| page).collect();
-            let again = populated.then(|| {
-                let excluded = self.excluded.entry(space.id.0).or_default();
-                self.evictor.evict(space, tenant, excluded, &pages)
-            });
-            match again.flatten() {
-                Some(second) => {
-                    left.extend(second.left);
-                    for (page, _, stayed) in second.stayed {
-                        if matches!(stayed, Stayed::Cancelled | Stayed::Wanted) {
-                            self.replacement.refused(page, now);
-                        } else {
-                            self.pinned.push((Instant::now() + PINNED_FOR, page));
-                        }
-                    }
-                }
-                None => self.give_back(&pages),
-            }
-        }
-        left
-    }
-
     /// Raises the estimates of pages that stay out for long.
     fn sweep(&mut self) {
         let tenant = self.tenant;
@@ -631,7 +539,13 @@ impl Keeper<'_> {
             return;
         };
         self.swept_leaf += count;
-        for leaf in leaves {
+        let registry = &tenant.registry;
+        let own = |&leaf: &LeafIndex| {
+            tenant.map.owner(leaf).is_some_and(|(space, _)| {
+                registry.tenant_of(space) == tenant.id && registry.space_is_live(space)
+            })
+        };
+        for leaf in leaves.into_iter().filter(own) {
             for index in 0..PAGES_PER_LEAF {
                 let page = PageId::new(leaf, index);
                 if matches!(tenant.map.get(page), Entry::Stored(_)) {

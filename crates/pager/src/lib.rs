@@ -9,26 +9,49 @@
 //! who may change what.
 #![forbid(unsafe_code)]
 
+mod advice;
+mod capture;
+#[cfg(test)]
+mod capture_tests;
+mod charge;
+mod copied;
 mod copies;
 mod counters;
 mod entry;
 mod events;
 mod evict;
+mod exchange;
 mod fetch;
 mod handler;
 mod keeper;
+mod node;
+mod pace;
 mod page_map;
+mod page_set;
+mod place;
+mod reads;
 mod recover;
 mod registry;
 mod release;
+mod restore;
 mod scan;
+mod settings;
+mod share;
+mod snapshot;
 mod space;
 mod streams;
 mod tenant;
+mod unwritten;
 mod usage;
 
 #[cfg(test)]
 mod map_tests;
+#[cfg(test)]
+mod node_tests;
+#[cfg(test)]
+mod place_tests;
+#[cfg(test)]
+mod read_tests;
 #[cfg(test)]
 mod ring_tests;
 #[cfg(test)]
@@ -36,7 +59,15 @@ mod serve_tests;
 #[cfg(test)]
 mod testing;
 
-pub use counters::{Counter, Counters};
+pub use advice::{Advice, AdviceState};
+pub use counters::{Counter, Counters, Latencies};
+pub use node::NodeSpec;
+pub use place::{Refused, Whereabouts, Wish};
 pub use registry::{Registry, TenantRecord};
+pub use restore::Prepared;
+pub use settings::{MOST_SETTINGS, Setting};
+pub use share::SnapshotSize;
+pub use snapshot::{Captured, Freeze, SnapshotError, SnapshotRequest, Standing};
 pub use space::Space;
+pub use strata_store::StoreStats;
 pub use tenant::{Hail, ReleaseRefused, Tenant, TenantSpec, Usage};

@@ -175,13 +175,13 @@ fn tenants_are_found_again_and_their_slots_reused() {
     }
     let reused = ids[500];
     registry.counter(reused, 3).store(9, Ordering::Relaxed);
-    registry.bucket(reused, 3).store(9, Ordering::Relaxed);
+    registry.bucket(reused, 700).store(9, Ordering::Relaxed);
     registry.released(reused).store(1, Ordering::Relaxed);
     registry.remove_tenant(reused);
     assert!(registry.tenants().iter().all(|&(id, _)| id != reused));
     assert_eq!(registry.add_tenant(&record("new"), 1), Some(reused));
     assert_eq!(registry.counter(reused, 3).load(Ordering::Relaxed), 0);
-    assert_eq!(registry.bucket(reused, 3).load(Ordering::Relaxed), 0);
+    assert_eq!(registry.bucket(reused, 700).load(Ordering::Relaxed), 0);
     assert_eq!(registry.released(reused).load(Ordering::Relaxed), 0);
 }
 
@@ -216,12 +216,12 @@ fn every_descriptor_that_a_record_names_is_claimed() {
     tenant.map_fds = vec![1001, 1002, 1003];
     tenant.store_fds = vec![1004, 1005];
     let id = registry.add_tenant(&tenant, 0).expect("room");
-    let live = registry.add_space(id, 1006).expect("room");
+    let live = registry.add_space(id, Some(1006)).expect("room");
     registry.space_goes_live(live);
     registry.set_space_fd(live, SpaceField::Pidfd, Some(1007));
     registry.set_space_fd(live, SpaceField::Control, Some(1008));
     registry.set_space_fd(live, SpaceField::Socket, Some(1009));
-    let building = registry.add_space(id, 1010).expect("room");
+    let building = registry.add_space(id, Some(1010)).expect("room");
     assert!(!registry.space_is_live(building));
     // Forks whose messages were read and not acted on, wherever they stand.
     let (ring, at) = registry.ring(live);
@@ -237,7 +237,7 @@ fn every_descriptor_that_a_record_names_is_claimed() {
     assert_eq!(claimed, expected);
     // A slot that is used again names nothing of its former space.
     registry.remove_space(live);
-    let again = registry.add_space(id, 1020).expect("room");
+    let again = registry.add_space(id, Some(1020)).expect("room");
     assert_eq!(again, live);
     let claimed = registry.claimed_fds();
     assert!((1006..=1009).chain(1011..=1013).all(|fd| !claimed.contains(&fd)), "{claimed:?}");
@@ -252,10 +252,10 @@ fn spaces_are_of_their_tenant_and_their_number_is_limited() {
     let spaces: Vec<SpaceId> = (0..SPACES)
         .map(|number| {
             let owner = if number % 2 == 0 { mine } else { other };
-            registry.add_space(owner, number as RawFd).expect("room")
+            registry.add_space(owner, Some(number as RawFd)).expect("room")
         })
         .collect();
-    assert_eq!(registry.add_space(mine, 0), None);
+    assert_eq!(registry.add_space(mine, Some(0)), None);
     let even: Vec<SpaceId> = spaces.iter().copied().step_by(2).collect();
     assert_eq!(registry.spaces_of(mine), even);
 }

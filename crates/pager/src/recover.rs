@@ -11,22 +11,23 @@
 //! 7. handlers start, and every waiting thread is woken: faults that the old
 //!    worker had read are not delivered again, so their threads fault again.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io;
+use std::os::fd::RawFd;
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
 use strata_store::{Descriptors, Store};
 use strata_sys::{
-    ControlBlock, EventFd, Pidfd, Range, SeqPacket, Userfaultfd, adopt_fd, page_presence,
+    ControlBlock, EventFd, Pidfd, Range, SeqPacket, Userfaultfd, adopt_fd, is_page_present,
 };
-use strata_units::{PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId, TenantId};
+use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId, TenantId};
 
 use crate::counters::Counter;
 use crate::entry::Entry;
 use crate::events::done_reading;
-use crate::page_map::PageMap;
+use crate::page_map::{PageMap, Piece};
 use crate::registry::{RING_MESSAGES, Registry, SpaceAddress, SpaceField, TenantRecord};
 use crate::space::{Agent, AgentRanges, Space, lock};
 use crate::tenant::{Tenant, store_config};
@@ -38,49 +39,86 @@ fn store_descriptors(record: &TenantRecord) -> io::Result<Descriptors> {
     Ok(Descriptors { table: next()?, data: next()?, file: next().ok() })
 }
 
-impl Tenant {
-    /// Every tenant of the registry, taken over and at work again.
-    pub fn recover_all(registry: &Arc<Registry>) -> Vec<(String, io::Result<Arc<Self>>)> {
-        registry
-            .tenants()
-            .into_iter()
-            .map(|(id, record)| {
-                let name = record.name.clone();
-                (name, Self::recover(registry, id, record))
-            })
-            .collect()
-    }
+/// The page map and the store of tenants that share them.
+struct Files {
+    map: Arc<PageMap>,
+    store: Arc<Store>,
+    /// Every leaf, by space.
+    directories: HashMap<SpaceId, BTreeMap<Piece, LeafIndex>>,
+}
 
-    fn recover(
-        registry: &Arc<Registry>,
-        id: TenantId,
-        record: TenantRecord,
-    ) -> io::Result<Arc<Self>> {
+impl Files {
+    fn recover(record: &TenantRecord) -> io::Result<Self> {
         let map = PageMap::attach(&record.map_fds)?;
         let tier = record.tier.as_ref().map(|(path, limit)| (PathBuf::from(path), *limit));
-        let mut recovering = Store::recover(store_descriptors(&record)?, store_config(&tier))
+        let mut recovering = Store::recover(store_descriptors(record)?, store_config(&tier))
             .map_err(io::Error::other)?;
         // The store counts references from the page map before it serves; the
         // events of step 3 release and retain, so they wait for it.
-        let mut directories: HashMap<SpaceId, Vec<_>> = HashMap::new();
+        let mut directories: HashMap<SpaceId, BTreeMap<Piece, LeafIndex>> = HashMap::new();
         for (leaf, space, piece) in map.leaves() {
-            directories.entry(space).or_default().push((piece, leaf));
+            directories.entry(space).or_default().insert(piece, leaf);
             for index in 0..PAGES_PER_LEAF {
                 if let Some(handle) = map.get(PageId::new(leaf, index)).handle() {
                     recovering.reference(handle).map_err(io::Error::other)?;
                 }
             }
         }
-        let store = recovering.finish();
+        Ok(Self { map: Arc::new(map), store: Arc::new(recovering.finish()), directories })
+    }
+}
+
+impl Tenant {
+    /// Every tenant of the registry, taken over and at work again.
+    pub fn recover_all(registry: &Arc<Registry>) -> Vec<(String, io::Result<Arc<Self>>)> {
+        let mut families: BTreeMap<Vec<RawFd>, Vec<(TenantId, TenantRecord)>> = BTreeMap::new();
+        for (id, record) in registry.tenants() {
+            families.entry(record.map_fds.clone()).or_default().push((id, record));
+        }
+        let mut recovered = Vec::new();
+        for family in families.into_values() {
+            let mut files = match Files::recover(&family[0].1) {
+                Ok(files) => files,
+                Err(error) => {
+                    let kind = error.kind();
+                    let failed = |(_, record): (_, TenantRecord)| {
+                        (record.name, Err(io::Error::new(kind, error.to_string())))
+                    };
+                    recovered.extend(family.into_iter().map(failed));
+                    continue;
+                }
+            };
+            for (id, record) in family {
+                let name = record.name.clone();
+                recovered.push((name, Ok(Self::recover(registry, id, record, &mut files))));
+            }
+        }
+        recovered
+    }
+
+    fn recover(
+        registry: &Arc<Registry>,
+        id: TenantId,
+        record: TenantRecord,
+        files: &mut Files,
+    ) -> Arc<Self> {
+        let (map, store) = (Arc::clone(&files.map), Arc::clone(&files.store));
+        let directories = &mut files.directories;
         let tenant = Self::assemble(registry, id, record, map, store);
         tenant.counters.add(Counter::WorkerRestarts, 1);
         let mut spaces = Vec::new();
         for space_id in registry.spaces_of(id) {
+            if registry.is_snapshot(space_id) {
+                let directory = directories.remove(&space_id).unwrap_or_default();
+                tenant.know_snapshot(space_id, directory);
+                continue;
+            }
             if !registry.space_is_live(space_id) {
                 // A fork half taken over: its message is still in the parent's
                 // ring and makes it anew. Or half a handshake: its agent asks
-                // again.
+                // again. Or half a snapshot: there is none.
                 if registry.space_field(space_id, SpaceField::Parent).load(Ordering::Relaxed) == 0 {
+                    tenant.forget_leaves(space_id);
                     registry.remove_space(space_id);
                 }
                 continue;
@@ -88,10 +126,9 @@ impl Tenant {
             match tenant.recover_space(space_id) {
                 Ok(space) => {
                     let mut gate = lock(&space.gate);
-                    for (piece, leaf) in directories.remove(&space_id).unwrap_or_default() {
-                        gate.directory.insert(piece, leaf);
-                    }
+                    gate.directory = directories.remove(&space_id).unwrap_or_default();
                     drop(gate);
+                    tenant.recover_settings(&space);
                     spaces.push(space);
                 }
                 Err(error) => {
@@ -129,7 +166,7 @@ impl Tenant {
             tenant.adopt_space(space);
         }
         tenant.start_keeper();
-        Ok(tenant)
+        tenant
     }
 
     fn recover_space(&self, id: SpaceId) -> io::Result<Arc<Space>> {
@@ -158,6 +195,7 @@ impl Tenant {
                 socket: Mutex::new(fd(SpaceField::Socket).map(SeqPacket::adopt)),
                 pid: self.registry.space_field(id, SpaceField::Pid).load(Ordering::Relaxed),
                 pidfd: Pidfd::adopt(pidfd),
+                restart: Some(address(SpaceAddress::Restart)).filter(|&at| at != 0),
             };
             *space.agent.write().unwrap_or_else(std::sync::PoisonError::into_inner) =
                 Some(Arc::new(agent));
@@ -179,6 +217,9 @@ impl Tenant {
                         self.kept_pages.fetch_add(1, Ordering::Relaxed);
                         self.charge_resident(page);
                     }
+                    Entry::OnNode => {
+                        self.node_pages.fetch_add(1, Ordering::Relaxed);
+                    }
                     Entry::Resident { shared: true } => {
                         space.has_shared.store(true, Ordering::Release);
                     }
@@ -190,19 +231,20 @@ impl Tenant {
                         space.has_strays.store(true, Ordering::Release);
                     }
                     Entry::Arriving(handle) => {
-                        let one = Range { start: address, end: address + PAGE_SIZE as u64 };
-                        let mut there = false;
-                        if let Some(pid) = pid {
-                            // Unreadable: the process is gone.
-                            let _ = page_presence(pid, one, |_, presence| there = presence.present);
-                        }
-                        if there {
+                        // Unreadable: the process is gone.
+                        let there = |pid| is_page_present(pid, address).unwrap_or(false);
+                        if pid.is_some_and(there) {
                             self.arrived(page, handle, None);
                         } else {
                             self.map.set(page, Entry::Stored(handle));
                         }
                     }
-                    Entry::Untouched | Entry::Discarded | Entry::Stored(_) | Entry::Lost => {}
+                    Entry::Untouched
+                    | Entry::Discarded
+                    | Entry::Stored(_)
+                    | Entry::Lost
+                    | Entry::Pending
+                    | Entry::Copied => {}
                 }
             }
         }

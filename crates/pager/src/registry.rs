@@ -13,7 +13,9 @@ use serde::{Deserialize, Serialize};
 use strata_sys::{SharedMemory, Userfaultfd};
 use strata_units::{SpaceId, TenantId};
 
-use crate::counters::{BUCKETS, COUNTERS};
+use crate::counters::{ALL_BUCKETS, COUNTERS};
+use crate::node::NodeSpec;
+use crate::settings::SettingsFile;
 
 /// Most tenants at a time.
 pub(crate) const TENANTS: u32 = 1024;
@@ -23,7 +25,7 @@ pub(crate) const SPACES: u32 = 8192;
 pub(crate) const RING_MESSAGES: usize = 16;
 
 const HEADER_BYTES: u64 = 4096;
-const TENANT_BYTES: u64 = 8192;
+const TENANT_BYTES: u64 = 16384;
 const SPACE_BYTES: u64 = 1024;
 const TENANTS_AT: u64 = HEADER_BYTES;
 const SPACES_AT: u64 = TENANTS_AT + TENANTS as u64 * TENANT_BYTES;
@@ -35,10 +37,14 @@ const T_RELEASED: u64 = 4;
 const T_BUDGET: u64 = 8;
 const T_COUNTERS: u64 = 64;
 const T_BUCKETS: u64 = T_COUNTERS + 8 * COUNTERS as u64;
-const T_RECORD: u64 = 4096;
-const _: () = assert!(T_BUCKETS + 8 * BUCKETS as u64 <= T_RECORD);
+const T_RECORD: u64 = 12288;
+const _: () = assert!(T_BUCKETS + 8 * ALL_BUCKETS as u64 <= T_RECORD);
+
+/// In the header: descriptor of the settings' memory file + 1.
+const H_SETTINGS: u64 = 8;
 
 // Within a space's slot.
+const S_SETTINGS: u64 = 64;
 const S_RING: u64 = 256;
 const _: () = assert!(S_RING + Userfaultfd::ring_bytes(RING_MESSAGES) as u64 <= SPACE_BYTES);
 
@@ -46,8 +52,11 @@ const _: () = assert!(S_RING + Userfaultfd::ring_bytes(RING_MESSAGES) as u64 <= 
 const FREE: u32 = 0;
 /// A slot in use.
 const LIVE: u32 = 1;
-/// A forked child's slot whose page map is not complete yet.
+/// A slot whose page map is not complete yet: a forked child's, a restored
+/// process's, a snapshot's.
 const BUILDING: u32 = 2;
+/// A snapshot of an address space: a page map without a process.
+const SNAPSHOT: u32 = 3;
 
 /// What is fixed about a tenant from its start on.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -66,6 +75,8 @@ pub struct TenantRecord {
     pub cgroup: Option<String>,
     /// Directory and limit of its file tier, if any.
     pub tier: Option<(String, u64)>,
+    /// Its node tier, if any.
+    pub node: Option<NodeSpec>,
     /// The process that `strata run` became; none where a rule of the
     /// configuration made the tenant.
     pub starter: Option<u32>,
@@ -97,19 +108,22 @@ pub(crate) enum SpaceAddress {
     Transfer = 32,
     OwnStart = 40,
     OwnEnd = 48,
+    /// 0: none.
+    Restart = 56,
 }
 
 /// See the module's text.
 #[derive(Debug)]
 pub struct Registry {
     memory: SharedMemory,
+    pub(crate) settings: SettingsFile,
 }
 
 impl Registry {
     /// A new, empty one.
     pub fn create() -> io::Result<Self> {
         let memory = SharedMemory::create("strata-registry", REGISTRY_BYTES)?;
-        Ok(Self { memory })
+        Ok(Self { memory, settings: SettingsFile::default() })
     }
 
     /// The registry's own descriptor.
@@ -205,13 +219,13 @@ impl Registry {
     }
 
     pub(crate) fn bucket(&self, id: TenantId, index: usize) -> &AtomicU64 {
-        assert!(index < BUCKETS, "bucket_of clamps");
+        assert!(index < ALL_BUCKETS, "bucket_of clamps");
         self.memory.atomic_u64(Self::tenant_at(id) + T_BUCKETS + 8 * index as u64)
     }
 
     /// Takes a free slot for a space that is not complete yet. None: all are
     /// taken.
-    pub(crate) fn add_space(&self, tenant: TenantId, uffd: RawFd) -> Option<SpaceId> {
+    pub(crate) fn add_space(&self, tenant: TenantId, uffd: Option<RawFd>) -> Option<SpaceId> {
         let id = (0..SPACES).map(SpaceId).find(|&id| {
             self.space_field(id, SpaceField::Live)
                 .compare_exchange(FREE, BUILDING, Ordering::AcqRel, Ordering::Relaxed)
@@ -223,7 +237,7 @@ impl Registry {
         self.set_space_fd(id, SpaceField::Control, None);
         self.set_space_fd(id, SpaceField::Socket, None);
         self.space_field(id, SpaceField::Tenant).store(tenant.0, Ordering::Relaxed);
-        self.space_field(id, SpaceField::Uffd).store(uffd as u32, Ordering::Release);
+        self.set_space_fd(id, SpaceField::Uffd, uffd);
         Some(id)
     }
 
@@ -231,8 +245,22 @@ impl Registry {
         self.space_field(id, SpaceField::Live).store(LIVE, Ordering::Release);
     }
 
+    /// Whose space or snapshot it is.
+    pub(crate) fn tenant_of(&self, id: SpaceId) -> TenantId {
+        TenantId(self.space_field(id, SpaceField::Tenant).load(Ordering::Relaxed))
+    }
+
     pub(crate) fn space_is_live(&self, id: SpaceId) -> bool {
         self.space_field(id, SpaceField::Live).load(Ordering::Acquire) == LIVE
+    }
+
+    /// The slot is a whole snapshot's from now on.
+    pub(crate) fn snapshot_is_whole(&self, id: SpaceId) {
+        self.space_field(id, SpaceField::Live).store(SNAPSHOT, Ordering::Release);
+    }
+
+    pub(crate) fn is_snapshot(&self, id: SpaceId) -> bool {
+        self.space_field(id, SpaceField::Live).load(Ordering::Acquire) == SNAPSHOT
     }
 
     pub(crate) fn remove_space(&self, id: SpaceId) {
@@ -267,6 +295,21 @@ impl Registry {
         self.space_field(id, field).store(fd.unwrap_or(-1) as u32, Ordering::Release);
     }
 
+    /// How many settings of a space are kept, and in which bank.
+    pub(crate) fn settings_word(&self, id: SpaceId) -> &AtomicU32 {
+        self.memory.atomic_u32(Self::space_at(id) + S_SETTINGS)
+    }
+
+    /// The settings' memory file, if there is one.
+    pub(crate) fn settings_fd(&self) -> Option<RawFd> {
+        let word = self.memory.atomic_u32(H_SETTINGS).load(Ordering::Acquire);
+        (word as RawFd).checked_sub(1).filter(|&fd| fd >= 0)
+    }
+
+    pub(crate) fn set_settings_fd(&self, fd: RawFd) {
+        self.memory.atomic_u32(H_SETTINGS).store(fd as u32 + 1, Ordering::Release);
+    }
+
     /// The memory that a space's messages are read into, and where.
     pub(crate) fn ring(&self, id: SpaceId) -> (&SharedMemory, u64) {
         (&self.memory, Self::space_at(id) + S_RING)
@@ -277,6 +320,7 @@ impl Registry {
     #[must_use]
     pub fn claimed_fds(&self) -> Vec<RawFd> {
         let mut fds = vec![self.memory.as_fd().as_raw_fd()];
+        fds.extend(self.settings_fd());
         for (id, record) in self.tenants() {
             fds.extend(&record.map_fds);
             fds.extend(&record.store_fds);

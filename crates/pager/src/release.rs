@@ -90,7 +90,7 @@ pub(crate) fn release(
     progress: &Progress,
 ) -> Result<(), ReleaseRefused> {
     progress.check()?;
-    let stored_pages = tenant.store.stats().stored_pages.saturating_sub(tenant.kept_pages());
+    let stored_pages = tenant.away_pages();
     let needed_bytes = stored_pages * PAGE_SIZE as u64;
     let available = available_bytes().unwrap_or(0);
     if needed_bytes + MARGIN_BYTES > available && needed_bytes > 0 {

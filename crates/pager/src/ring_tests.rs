@@ -531,7 +531,7 @@ fn a_forked_child_owns_its_own_references_whole_or_begun_again() {
     let fd = testing::raw(child_uffd);
     // A worker died over the same message: the child's slot was being built,
     // and one leaf of it was there.
-    let begun = tenant.registry.add_space(tenant.id, fd).expect("room");
+    let begun = tenant.registry.add_space(tenant.id, Some(fd)).expect("room");
     let leaf = tenant.map.take(begun, 77).expect("room");
     tenant.map.set(strata_units::PageId::new(leaf, 5), Entry::Resident { shared: true });
     world.act(&[Message::Fork { fd }], 2);

@@ -8,11 +8,13 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use strata_policy::sampler;
 use strata_sys::{
     Mapping, Range, Registration, page_presence, present_ranges, read_mapping_flags, read_maps,
+    stack_pointers,
 };
 use strata_units::wire::Control;
-use strata_units::{PAGE_SIZE, PageId, SpaceId};
+use strata_units::{PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
 
 use crate::entry::Entry;
 use crate::handler;
@@ -26,19 +28,20 @@ const SMALLEST_BYTES: u64 = 128 << 10;
 /// A mapping that holds a thread's stack is taken for that stack, whole, up to
 /// this size; in a larger one only the thread's control block is kept out.
 const LARGEST_STACK_BYTES: u64 = 64 << 20;
+/// The same for a thread that was not recorded: its stack can lie in a heap that
+/// its runtime keeps, and that is to be managed (Go's).
+const LARGEST_UNRECORDED_BYTES: u64 = 16 << 20;
 /// Pages around a thread control block (below, above) that are never evicted:
 /// the kernel writes there when a thread ends, and cannot wait for a page then.
 const CONTROL_BLOCK_PAGES: (u64, u64) = (1, 3);
 /// Mappings registered under one hold of the gate.
 const REGISTERED_AT_ONCE: usize = 64;
+/// One piece in so many is registered for the advisor.
+const SAMPLE_PART: u32 = 112;
 /// Pages whose entries are changed under one hold of the gate.
 const CHUNK_BYTES: u64 = 16 << 20;
 
 const PAGE: u64 = PAGE_SIZE as u64;
-
-/// The process is gone.
-#[derive(Debug)]
-struct Gone;
 
 /// Addresses that are never evicted, in order.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -80,6 +83,21 @@ impl Excluded {
         Self { ranges, thread_seq, pinned_seq }
     }
 
+    /// The parts of `range` that are never evicted, in order, apart from each
+    /// other.
+    pub(crate) fn within(&self, range: Range) -> Vec<Range> {
+        let mut parts: Vec<Range> = Vec::new();
+        for out in &self.ranges {
+            let part = Range { start: out.start.max(range.start), end: out.end.min(range.end) };
+            match parts.last_mut() {
+                _ if part.is_empty() => {}
+                Some(last) if part.start <= last.end => last.end = last.end.max(part.end),
+                _ => parts.push(part),
+            }
+        }
+        parts
+    }
+
     /// Whether the table has changed since.
     pub(crate) fn is_stale(&self, control: &Control) -> bool {
         control.thread_seq.load(Ordering::SeqCst) != self.thread_seq
@@ -104,7 +122,7 @@ fn overlaps(a: Range, b: Range) -> bool {
 }
 
 /// Whether a mapping is memory that the program uses as its own.
-fn is_eligible(mapping: &Mapping, agent: &Agent, stacks: &[u64]) -> bool {
+pub(crate) fn eligible(mapping: &Mapping, agent: &Agent, stacks: &[u64]) -> bool {
     mapping.private
         && mapping.anonymous
         && !mapping.executable
@@ -115,8 +133,31 @@ fn is_eligible(mapping: &Mapping, agent: &Agent, stacks: &[u64]) -> bool {
             && stacks.iter().any(|&stack| mapping.range.contains(stack)))
 }
 
+/// An address on the stack of each thread.
+pub(crate) fn stacks_of(control: &Control) -> Vec<u64> {
+    control
+        .threads
+        .iter()
+        .filter(|slot| slot.control_block.load(Ordering::Acquire) != 0)
+        .map(|slot| slot.stack.load(Ordering::Relaxed))
+        .filter(|&stack| stack != 0)
+        .collect()
+}
+
 /// Registers what is eligible and new. Returns whether the process was there.
 pub(crate) fn register_new(space: &Arc<Space>, tenant: &Arc<Tenant>) -> bool {
+    register_some(space, tenant, |_| true)
+}
+
+/// The same, but only the mappings of which `range` has a part: far from its
+/// budget the rest of a program is left alone.
+pub(crate) fn register_within(space: &Arc<Space>, tenant: &Arc<Tenant>, range: Range) -> bool {
+    let _alone = lock(&tenant.placement.registering);
+    tenant.placement.registers.store(true, Ordering::Relaxed);
+    register_some(space, tenant, |mapping| overlaps(mapping, range))
+}
+
+fn register_some(space: &Arc<Space>, tenant: &Arc<Tenant>, wanted: impl Fn(Range) -> bool) -> bool {
     let Some(agent) = space.agent() else { return true };
     let Ok(maps) = read_maps(agent.pid) else { return false };
     let control = agent.control.control();
@@ -129,28 +170,85 @@ pub(crate) fn register_new(space: &Arc<Space>, tenant: &Arc<Tenant>) -> bool {
         );
         return true;
     }
-    let stacks: Vec<u64> = control
-        .threads
-        .iter()
-        .filter(|slot| slot.control_block.load(Ordering::Acquire) != 0)
-        .map(|slot| slot.stack.load(Ordering::Relaxed))
-        .filter(|&stack| stack != 0)
-        .collect();
+    let stacks = stacks_of(control);
     handler::start(space, tenant);
     // MOVE demands that its target is registered here.
     if space.uffd.register(agent.ranges.transfer) == Registration::Gone {
         return false;
     }
-    let new: Vec<Range> = {
+    let mut new: Vec<&Mapping> = {
         let gate = lock(&space.gate);
         maps.iter()
-            .filter(|mapping| is_eligible(mapping, &agent, &stacks))
-            .map(|mapping| mapping.range)
-            .filter(|&range| !gate.is_registered(range))
+            .filter(|mapping| eligible(mapping, &agent, &stacks) && wanted(mapping.range))
+            .filter(|mapping| !gate.is_registered(mapping.range))
             .collect()
     };
+    if !new.is_empty() {
+        // Threads that nobody recorded: those that a library makes past the
+        // wrapper.
+        let more = stack_pointers(agent.pid);
+        new.retain(|mapping| {
+            mapping.range.len() > LARGEST_UNRECORDED_BYTES || eligible(mapping, &agent, &more)
+        });
+    }
+    let new: Vec<Range> = new.iter().map(|mapping| mapping.range).collect();
     for few in new.chunks(REGISTERED_AT_ONCE) {
-        let Ok(registered) = register(space, agent.pid, few) else { return false };
+        let Some(registered) = register(space, agent.pid, few) else { return false };
+        for range in registered {
+            note_resident(space, tenant, agent.pid, range);
+        }
+    }
+    true
+}
+
+/// Registers a sample of what is eligible, for the advisor: one piece in
+/// [`SAMPLE_PART`], by a hash of where it lies, and never more than a hundredth.
+/// Returns whether the process was there.
+pub(crate) fn register_sample(space: &Arc<Space>, tenant: &Arc<Tenant>, piece_bytes: u64) -> bool {
+    let Some(agent) = space.agent() else { return true };
+    let Ok(maps) = read_maps(agent.pid) else { return false };
+    let control = agent.control.control();
+    if control.thread_overflow.load(Ordering::Relaxed) != 0 {
+        return true;
+    }
+    let mut stacks = stacks_of(control);
+    stacks.extend(stack_pointers(agent.pid));
+    let eligible: Vec<Range> = maps
+        .iter()
+        .filter(|mapping| eligible(mapping, &agent, &stacks))
+        .map(|mapping| mapping.range)
+        .collect();
+    let all_bytes: u64 = eligible.iter().map(|range| range.len()).sum();
+    let mut new = Vec::new();
+    {
+        let gate = lock(&space.gate);
+        let mut sampled: u64 = gate.registered.iter().map(|range| range.len()).sum();
+        for range in eligible {
+            let first = range.start.div_ceil(piece_bytes);
+            for number in first..range.end / piece_bytes {
+                let piece = Range { start: number * piece_bytes, end: (number + 1) * piece_bytes };
+                if !sampler::hash(PageId(number as u32)).is_multiple_of(SAMPLE_PART)
+                    || gate.is_registered(piece)
+                {
+                    continue;
+                }
+                sampled += piece_bytes;
+                if sampled * 100 > all_bytes {
+                    break;
+                }
+                new.push(piece);
+            }
+        }
+    }
+    if new.is_empty() {
+        return true;
+    }
+    handler::start(space, tenant);
+    if space.uffd.register(agent.ranges.transfer) == Registration::Gone {
+        return false;
+    }
+    for few in new.chunks(REGISTERED_AT_ONCE) {
+        let Some(registered) = register(space, agent.pid, few) else { return false };
         for range in registered {
             note_resident(space, tenant, agent.pid, range);
         }
@@ -168,7 +266,9 @@ pub(crate) fn register_new(space: &Arc<Space>, tenant: &Arc<Tenant>) -> bool {
 /// lies within one mapping is registered, or has been mapped anew since, and a
 /// message that says so is on its way. The gate is held from the first to the
 /// last: that message cannot be acted on before its range is remembered.
-fn register(space: &Space, pid: u32, ranges: &[Range]) -> Result<Vec<Range>, Gone> {
+///
+/// None: the process is gone.
+fn register(space: &Space, pid: u32, ranges: &[Range]) -> Option<Vec<Range>> {
     let mut gate = lock(&space.gate);
     let mut registered = Vec::with_capacity(ranges.len());
     for &range in ranges {
@@ -176,10 +276,10 @@ fn register(space: &Space, pid: u32, ranges: &[Range]) -> Result<Vec<Range>, Gon
             Registration::Done => registered.push(range),
             // Gone or changed since the map was read; or not ours to manage.
             Registration::Refused => {}
-            Registration::Gone => return Err(Gone),
+            Registration::Gone => return None,
         }
     }
-    let maps = read_maps(pid).map_err(|_| Gone)?;
+    let maps = read_maps(pid).ok()?;
     // What is not whole is looked at again when the map is read the next time.
     registered.retain(|&range| {
         maps.iter()
@@ -188,7 +288,40 @@ fn register(space: &Space, pid: u32, ranges: &[Range]) -> Result<Vec<Range>, Gon
     for &range in &registered {
         gate.add_registered(range);
     }
-    Ok(registered)
+    Some(registered)
+}
+
+/// Ends the registration of a space in which everything is in place; whether it
+/// was so. The kernel serves it alone again, with huge pages.
+pub(crate) fn stand_down(space: &Space, tenant: &Tenant) -> bool {
+    let mut gate = lock(&space.gate);
+    let leaves: Vec<_> = gate.directory.values().copied().collect();
+    let pages = |leaf| (0..PAGES_PER_LEAF).map(move |index| PageId::new(leaf, index));
+    let in_place = |page| {
+        let entry = tenant.map.get(page);
+        entry.reads_zero() || entry.is_resident()
+    };
+    if !leaves.iter().flat_map(|&leaf| pages(leaf)).all(in_place) {
+        return false;
+    }
+    for &range in &gate.registered {
+        // Refused: it changed, and a message says how.
+        if space.uffd.unregister(range) == Registration::Gone {
+            return false;
+        }
+    }
+    gate.registered.clear();
+    gate.base = None;
+    gate.directory.clear();
+    for leaf in leaves {
+        for page in pages(leaf) {
+            let entry = tenant.map.get(page);
+            tenant.map.set(page, Entry::Untouched);
+            tenant.uncharge(entry);
+        }
+        tenant.map.give_back(leaf);
+    }
+    true
 }
 
 /// Enters pages of `range` that are in the address space already.
@@ -225,22 +358,27 @@ fn note_resident(space: &Space, tenant: &Tenant, pid: u32, range: Range) {
 /// advised to keep from children are missing or empty there.
 pub(crate) fn adjust_child(space: &Space, tenant: &Tenant, agent: &Agent) -> io::Result<()> {
     let flags = read_mapping_flags(agent.pid)?;
+    let stacks = stacks_of(agent.control.control());
+    // The child of a process that was just restored inherits registrations of
+    // memory that is not to be managed: it is served, and never evicted.
+    let is_managed: Vec<Range> = read_maps(agent.pid)?
+        .iter()
+        .filter(|mapping| eligible(mapping, agent, &stacks))
+        .map(|mapping| mapping.range)
+        .collect();
     let mut gate = lock(&space.gate);
     gate.registered.clear();
     for mapping in flags.iter().filter(|mapping| mapping.registered) {
-        gate.add_registered(mapping.range);
+        if is_managed.contains(&mapping.range) {
+            gate.add_registered(mapping.range);
+        }
     }
-    gate.remove_registered(agent.ranges.transfer);
-    let mut kept = gate.registered.clone();
-    kept.retain(|range| {
-        !flags.iter().any(|mapping| mapping.wiped_on_fork && overlaps(mapping.range, *range))
-    });
-    // Merged ranges may be wiped in part: look at such page by page.
-    let inherits = |address: u64| {
-        let within = |range: &Range| range.contains(address);
-        kept.iter().any(within)
-            || flags.iter().any(|m| m.registered && !m.wiped_on_fork && within(&m.range))
-    };
+    let kept: Vec<Range> = flags
+        .iter()
+        .filter(|mapping| mapping.registered && !mapping.wiped_on_fork)
+        .map(|mapping| mapping.range)
+        .collect();
+    let inherits = |address: u64| kept.iter().any(|range| range.contains(address));
     for (_, leaf, part) in gate.pages_in(Range { start: 0, end: 1 << 52 }) {
         if kept.iter().any(|range| range.start <= part.start && part.end <= range.end) {
             continue;

@@ -30,20 +30,20 @@ use crate::space::{Space, lock};
 use crate::tenant::{Hail, Tenant};
 use crate::testing;
 
-const PAGES: usize = 96;
+pub(crate) const PAGES: usize = 96;
 /// A test that waits longer than this hangs.
-const HANGS: Duration = Duration::from_secs(60);
+pub(crate) const HANGS: Duration = Duration::from_secs(60);
 /// Looks for orders and for the end this often.
 const LOOK: Duration = Duration::from_millis(20);
 /// Tells a copy of this test binary to be the victim.
 const ENV_VICTIM: &str = "STRATA_TEST_VICTIM";
 
 /// A managed process that is this one.
-struct World {
-    tenant: Arc<Tenant>,
-    space: Arc<Space>,
+pub(crate) struct World {
+    pub(crate) tenant: Arc<Tenant>,
+    pub(crate) space: Arc<Space>,
     /// Never unmapped: that would wait for a handler that may be gone.
-    memory: &'static OwnMemory,
+    pub(crate) memory: &'static OwnMemory,
     evictor: Evictor,
     stop: Arc<AtomicBool>,
     agent: Option<JoinHandle<()>>,
@@ -127,7 +127,7 @@ fn leak(pages: usize) -> &'static OwnMemory {
 }
 
 impl World {
-    fn of(tenant: Arc<Tenant>) -> Option<Self> {
+    pub(crate) fn of(tenant: Arc<Tenant>) -> Option<Self> {
         let uffd = testing::userfaultfd()?;
         let (memory, transfer) = (leak(PAGES), leak(TRANSFER_PAGES));
         for range in [memory.range(), transfer.range()] {
@@ -137,7 +137,8 @@ impl World {
         let copy = block.as_fd().try_clone_to_owned().expect("a copy");
         let (ours, _) = UnixDatagram::pair().expect("sockets");
         let own = Range { start: 0, end: 0 };
-        let hail = Hail { pid: std::process::id(), transfer: transfer.range().start, own };
+        let hail =
+            Hail { pid: std::process::id(), transfer: transfer.range().start, own, restart: 0 };
         tenant.under_pressure.store(true, Ordering::Relaxed);
         let space =
             tenant.attach(uffd, block, SeqPacket::adopt(ours.into()), hail).expect("a space");
@@ -154,16 +155,16 @@ impl World {
         Some(Self { tenant, space, memory, evictor: Evictor::new(), stop, agent })
     }
 
-    fn id(&self, page: usize) -> Option<PageId> {
+    pub(crate) fn id(&self, page: usize) -> Option<PageId> {
         lock(&self.space.gate).page(self.memory.address(page))
     }
 
-    fn entry(&self, page: usize) -> Entry {
+    pub(crate) fn entry(&self, page: usize) -> Entry {
         self.id(page).map_or(Entry::Untouched, |id| self.tenant.map.get(id))
     }
 
     /// Offers `pages` to the evictor once; how many went.
-    fn evict_once(&mut self, pages: impl Iterator<Item = usize>) -> usize {
+    pub(crate) fn evict_once(&mut self, pages: impl Iterator<Item = usize>) -> usize {
         let ids: Vec<PageId> = pages.filter_map(|page| self.id(page)).take(BATCH_PAGES).collect();
         let agent = self.space.agent().expect("attached");
         let excluded = Excluded::read(agent.control.control());
@@ -178,7 +179,7 @@ impl World {
     }
 
     /// Evicts `pages` until all are stored.
-    fn evict_all(&mut self, pages: &[usize]) {
+    pub(crate) fn evict_all(&mut self, pages: &[usize]) {
         let hangs = Instant::now() + HANGS;
         while pages.iter().any(|&page| !matches!(self.entry(page), Entry::Stored(_))) {
             assert!(Instant::now() < hangs, "pages do not leave");
@@ -186,20 +187,20 @@ impl World {
         }
     }
 
-    fn write(&self, page: usize, seed: u8) {
+    pub(crate) fn write(&self, page: usize, seed: u8) {
         self.memory.write_page(page, &testing::page(seed));
     }
 
-    fn expect(&self, page: usize, seed: u8) {
+    pub(crate) fn expect(&self, page: usize, seed: u8) {
         expect(self.memory, page, seed);
     }
 
     /// Asks for a page without touching it.
-    fn ask_for(&self, page: usize) {
+    pub(crate) fn ask_for(&self, page: usize) {
         self.space.hand_over([self.memory.address(page)]);
     }
 
-    fn wait_for(&self, page: usize, wanted: Entry) {
+    pub(crate) fn wait_for(&self, page: usize, wanted: Entry) {
         let hangs = Instant::now() + HANGS;
         while self.entry(page) != wanted {
             assert!(Instant::now() < hangs, "page {page} stays {:?}", self.entry(page));
@@ -219,7 +220,7 @@ impl World {
     }
 
     /// Takes all down; nothing may be left in the store.
-    fn end(mut self) {
+    pub(crate) fn end(mut self) {
         self.stop.store(true, Ordering::Relaxed);
         self.agent.take().expect("once").join().expect("the agent is sound");
         self.tenant.bury(&self.space);
@@ -231,7 +232,7 @@ impl World {
     }
 }
 
-fn expect(memory: &OwnMemory, page: usize, seed: u8) {
+pub(crate) fn expect(memory: &OwnMemory, page: usize, seed: u8) {
     let mut out = PageBuffer::zeroed();
     memory.read_page(page, &mut out);
     assert!(out.0 == testing::page(seed).0, "page {page} is not what was written ({seed})");

@@ -15,8 +15,12 @@ use strata_sys::{ControlBlock, EventFd, Pidfd, Range, SeqPacket, Userfaultfd};
 use strata_units::wire::TRANSFER_PAGES;
 use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber, SpaceId};
 
+use crate::capture::Capture;
 use crate::page_map::{PageMap, Piece};
+use crate::page_set::PageSet;
 use crate::registry::{Registry, SpaceAddress, SpaceField};
+use crate::settings::Settings;
+use crate::unwritten::Unwritten;
 
 /// First byte of the transfer range and of the agent's own memory.
 #[derive(Clone, Copy, Debug)]
@@ -33,6 +37,8 @@ pub(crate) struct Agent {
     pub(crate) socket: Mutex<Option<SeqPacket>>,
     pub(crate) pid: u32,
     pub(crate) pidfd: Pidfd,
+    /// Where it reads, in a restored process, what its new life is.
+    pub(crate) restart: Option<u64>,
 }
 
 /// What only the holder of the gate may touch.
@@ -43,11 +49,25 @@ pub(crate) struct Gate {
     /// The address of the page that has each transfer slot; 0: none, or it was
     /// discarded while it was leaving.
     pub(crate) slots: Vec<u64>,
+    /// By slot: what a snapshot waits for, unwritten since the freeze.
+    pub(crate) of_freeze: Vec<bool>,
     /// Registered ranges, in order, apart from each other.
     pub(crate) registered: Vec<Range>,
+    /// The snapshot that is being taken of it.
+    pub(crate) capture: Option<Capture>,
+    /// The snapshot for which what is write-protected here was captured last.
+    pub(crate) base: Option<SpaceId>,
+    /// What was still protected when the next one was armed.
+    pub(crate) unwritten: Unwritten,
+    /// Pages that lost their protection by a write since the last freeze.
+    pub(crate) written: PageSet,
+    /// Where pages were moved to since the last freeze.
+    pub(crate) moved: Vec<Range>,
     /// Where the last first-touch fill ended, and how many pages it had.
     pub(crate) zero_end: u64,
     pub(crate) zero_pages: u64,
+    /// What the program has set for ranges of its memory.
+    pub(crate) settings: Settings,
 }
 
 /// One address space of a tenant.
@@ -58,7 +78,7 @@ pub struct Space {
     pub(crate) agent: RwLock<Option<Arc<Agent>>>,
     pub(crate) gate: Mutex<Gate>,
     /// Wakes the handler.
-    pub(crate) kick: EventFd,
+    pub(crate) kick: Arc<EventFd>,
     /// Faulting addresses that others hand to the handler.
     pub(crate) kicked: Mutex<Vec<u64>>,
     /// The process is gone: the handler ends.
@@ -74,6 +94,12 @@ pub struct Space {
     pub(crate) transfer_clean: AtomicBool,
     /// Inherited pages may still be shared with the parent.
     pub(crate) has_shared: AtomicBool,
+    /// What a restored process asks for first; none: nobody wants to know.
+    pub(crate) touched: Mutex<Option<Vec<u64>>>,
+    /// Ranges that the program wants soon, for the handler.
+    pub(crate) hot: Mutex<Vec<Range>>,
+    /// What a reader in order has left behind, for the keeper.
+    pub(crate) read: Mutex<Vec<Range>>,
 }
 
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -92,9 +118,16 @@ impl Gate {
         Self {
             directory: BTreeMap::new(),
             slots: vec![0; TRANSFER_PAGES],
+            of_freeze: vec![false; TRANSFER_PAGES],
             registered: Vec::new(),
+            capture: None,
+            base: None,
+            unwritten: Unwritten::default(),
+            written: PageSet::default(),
+            moved: Vec::new(),
             zero_end: 0,
             zero_pages: 0,
+            settings: Settings::default(),
         }
     }
 
@@ -177,6 +210,25 @@ impl Gate {
             .is_some_and(|known| known.start <= range.start && range.end <= known.end)
     }
 
+    /// The parts of `range` that are not registered, in order.
+    pub(crate) fn unregistered(&self, range: Range) -> Vec<Range> {
+        let mut parts = Vec::new();
+        let mut start = range.start;
+        for known in &self.registered {
+            if known.end <= range.start || range.end <= known.start {
+                continue;
+            }
+            if start < known.start {
+                parts.push(Range { start, end: known.start });
+            }
+            start = known.end;
+        }
+        if start < range.end {
+            parts.push(Range { start, end: range.end });
+        }
+        parts
+    }
+
     /// End of the registered range around `address`.
     pub(crate) fn registered_end(&self, address: u64) -> Option<u64> {
         let at = self.registered.partition_point(|known| known.end <= address);
@@ -199,7 +251,7 @@ impl Space {
             uffd,
             agent: RwLock::new(None),
             gate: Mutex::new(Gate::new()),
-            kick,
+            kick: Arc::new(kick),
             kicked: Mutex::default(),
             gone: AtomicBool::new(false),
             handler: Mutex::new(None),
@@ -207,6 +259,9 @@ impl Space {
             is_heir: AtomicBool::new(false),
             transfer_clean: AtomicBool::new(false),
             has_shared: AtomicBool::new(false),
+            touched: Mutex::default(),
+            hot: Mutex::default(),
+            read: Mutex::default(),
         }
     }
 
@@ -239,6 +294,7 @@ impl Space {
             (SpaceAddress::Transfer, agent.ranges.transfer.start),
             (SpaceAddress::OwnStart, agent.ranges.own.start),
             (SpaceAddress::OwnEnd, agent.ranges.own.end),
+            (SpaceAddress::Restart, agent.restart.unwrap_or(0)),
         ] {
             registry.space_address(self.id, field).store(value, Ordering::Relaxed);
         }

@@ -6,24 +6,30 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock, mpsc};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, RwLock, mpsc};
 use std::thread::JoinHandle;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use strata_policy::gap;
-use strata_store::{Descriptors, FileConfig, Fingerprint, Store, StoreConfig};
+use strata_store::{Descriptors, FileConfig, Fingerprint, Store, StoreConfig, StoreStats};
 use strata_sys::{ControlBlock, EventFd, Pidfd, Range, Registration, SeqPacket, Userfaultfd};
 use strata_units::wire::TRANSFER_PAGES;
-use strata_units::{Handle, PAGE_SIZE, PageId, SpaceId, TenantId};
+use strata_units::{PAGE_SIZE, PageId, SpaceId, TenantId};
 
-use crate::copies::MOST_KEPT_ARRIVALS;
-use crate::counters::{Counter, Counters};
+use crate::advice::Advisor;
+use crate::counters::Counters;
 use crate::entry::Entry;
+use crate::node::NodeSpec;
 use crate::page_map::PageMap;
+use crate::place::Placement;
 use crate::registry::{Registry, SpaceField, TenantRecord};
+use crate::share::Share;
+use crate::snapshot::{Memory, SnapshotOrder};
 use crate::space::{Agent, AgentRanges, Space, ids_in, lock};
 pub use crate::usage::Usage;
 use crate::{handler, keeper, release};
+
+const SIGKILL: i32 = 9;
+const SIGSTOP: i32 = 19;
 
 /// What a new tenant is made of.
 #[derive(Clone, Debug)]
@@ -42,6 +48,8 @@ pub struct TenantSpec {
     pub cgroup: Option<String>,
     /// Its file tier, if any: directory and limit.
     pub tier: Option<(PathBuf, u64)>,
+    /// Its node tier, if any.
+    pub node: Option<NodeSpec>,
     /// The process that executes the program; none where a rule of the
     /// configuration makes the tenant.
     pub starter: Option<u32>,
@@ -56,6 +64,8 @@ pub struct Hail {
     pub transfer: u64,
     /// The agent's own memory.
     pub own: Range,
+    /// Address of its `wire::Restart`; 0: none.
+    pub restart: u64,
 }
 
 /// Why `release` was refused. What is stored stays managed; processes of the
@@ -83,6 +93,7 @@ pub enum ReleaseRefused {
 /// What the keeper is asked to do.
 pub(crate) enum Order {
     Release(mpsc::Sender<Result<(), ReleaseRefused>>, Arc<release::Progress>),
+    Snapshot(Box<SnapshotOrder>),
     End,
 }
 
@@ -98,8 +109,12 @@ pub struct Tenant {
     pub(crate) id: TenantId,
     pub(crate) registry: Arc<Registry>,
     pub(crate) record: TenantRecord,
-    pub(crate) map: PageMap,
-    pub(crate) store: Store,
+    /// Page map and store: its own, or those of the tenant that it was cloned
+    /// from.
+    pub(crate) map: Arc<PageMap>,
+    pub(crate) store: Arc<Store>,
+    /// What is the tenant's in them; none: everything.
+    pub(crate) share: Mutex<Option<Share>>,
     /// Counters since the tenant's start.
     pub counters: Counters,
     pub(crate) spaces: RwLock<BTreeMap<SpaceId, Arc<Space>>>,
@@ -109,10 +124,14 @@ pub struct Tenant {
     pub(crate) keep_copies: AtomicBool,
     /// Managed pages in DRAM, those on their way out included.
     pub(crate) resident_pages: AtomicI64,
+    /// Managed pages on the node.
+    pub(crate) node_pages: AtomicI64,
     /// Pages that may still come in before the budget is full.
     pub(crate) headroom_pages: AtomicI64,
     /// Nothing can be evicted any more: faults are served beyond the budget.
     pub(crate) may_exceed: AtomicBool,
+    /// Its processes are being stopped, since then.
+    pub(crate) freeze_began: Mutex<Option<Instant>>,
     /// Registered: near its budget at some time.
     pub(crate) under_pressure: AtomicBool,
     pub(crate) ended: AtomicBool,
@@ -121,15 +140,23 @@ pub struct Tenant {
     /// Those of them whose stored copies were kept, for the keeper.
     pub(crate) kept_arrivals: Mutex<Vec<(PageId, Fingerprint)>>,
     pub(crate) usage: Mutex<Usage>,
+    pub(crate) advisor: Advisor,
     pub(crate) inbox: Mutex<Inbox>,
     pub(crate) inbox_filled: Condvar,
     pub(crate) keeper: Mutex<Option<JoinHandle<()>>>,
     /// What the user should know, by cause.
     pub(crate) notes: Mutex<BTreeMap<&'static str, String>>,
-    had_space: AtomicBool,
+    pub(crate) had_space: AtomicBool,
     /// Forked spaces whose leaving pages come with another space's batch, each
     /// with that other space.
     heirs: Mutex<Vec<(SpaceId, Arc<Space>)>>,
+    /// Whole snapshots of its address spaces, by number.
+    pub(crate) snapshots: Mutex<BTreeMap<SpaceId, Arc<Memory>>>,
+    /// Agents of processes that are ending: one that was restored is this
+    /// daemon's child, and has to be collected.
+    pub(crate) ending_agents: Mutex<Vec<Arc<Agent>>>,
+    /// What its programs have set for their memory, in sum.
+    pub(crate) placement: Placement,
     /// Agents whose spaces were released.
     pub(crate) released_agents: Mutex<Vec<Arc<Agent>>>,
 }
@@ -137,8 +164,26 @@ pub struct Tenant {
 impl Tenant {
     /// Makes a tenant and starts its keeper.
     pub fn create(registry: &Arc<Registry>, spec: TenantSpec) -> io::Result<Arc<Self>> {
-        let map = PageMap::create()?;
+        let map = Arc::new(PageMap::create()?);
         let store = Store::create(store_config(&spec.tier)).map_err(io::Error::other)?;
+        Self::make(registry, spec, map, Arc::new(store))
+    }
+
+    /// Makes a tenant that shares the pages of this one: what is the same is
+    /// kept once.
+    pub fn create_beside(&self, spec: TenantSpec) -> io::Result<Arc<Self>> {
+        // The files are the same, so is the tier.
+        let tier = self.record.tier.as_ref().map(|(path, limit)| (PathBuf::from(path), *limit));
+        let spec = TenantSpec { tier, ..spec };
+        Self::make(&self.registry, spec, Arc::clone(&self.map), Arc::clone(&self.store))
+    }
+
+    fn make(
+        registry: &Arc<Registry>,
+        spec: TenantSpec,
+        map: Arc<PageMap>,
+        store: Arc<Store>,
+    ) -> io::Result<Arc<Self>> {
         let started =
             SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs_f64();
         let record = TenantRecord {
@@ -149,6 +194,7 @@ impl Tenant {
             started,
             cgroup: spec.cgroup,
             tier: spec.tier.map(|(path, limit)| (path.to_string_lossy().into_owned(), limit)),
+            node: spec.node,
             starter: spec.starter,
             map_fds: map.fds(),
             store_fds: store_fds(&store),
@@ -165,8 +211,8 @@ impl Tenant {
         registry: &Arc<Registry>,
         id: TenantId,
         record: TenantRecord,
-        map: PageMap,
-        store: Store,
+        map: Arc<PageMap>,
+        store: Arc<Store>,
     ) -> Arc<Self> {
         Arc::new(Self {
             id,
@@ -174,25 +220,32 @@ impl Tenant {
             record,
             map,
             store,
+            share: Mutex::default(),
             counters: Counters::new(Arc::clone(registry), id),
             spaces: RwLock::default(),
             kept_pages: AtomicI64::new(0),
             keep_copies: AtomicBool::new(false),
             resident_pages: AtomicI64::new(0),
+            node_pages: AtomicI64::new(0),
             headroom_pages: AtomicI64::new(0),
             may_exceed: AtomicBool::new(false),
+            freeze_began: Mutex::default(),
             under_pressure: AtomicBool::new(false),
             ended: AtomicBool::new(false),
             arrivals: Mutex::default(),
             kept_arrivals: Mutex::default(),
             usage: Mutex::default(),
+            advisor: Advisor::default(),
             inbox: Mutex::default(),
             inbox_filled: Condvar::new(),
             keeper: Mutex::default(),
             notes: Mutex::default(),
             had_space: AtomicBool::new(false),
             heirs: Mutex::default(),
+            snapshots: Mutex::default(),
+            ending_agents: Mutex::default(),
             released_agents: Mutex::default(),
+            placement: Placement::default(),
         })
     }
 
@@ -257,7 +310,20 @@ impl Tenant {
             .filter(|agent| !agent.pidfd.has_exited())
             .map(|agent| agent.pid)
             .collect();
-        self.space_list().iter().filter_map(|space| space.pid()).chain(released).collect()
+        let number = |space: &Arc<Space>| space.pid().or_else(|| self.restored_pid(space));
+        self.space_list().iter().filter_map(number).chain(released).collect()
+    }
+
+    /// The process of a space that was restored and whose agent has not come yet.
+    pub(crate) fn restored_pid(&self, space: &Space) -> Option<u32> {
+        let pid = self.registry.space_field(space.id, SpaceField::Pid).load(Ordering::Relaxed);
+        Some(pid).filter(|&pid| pid != 0)
+    }
+
+    /// How many of its processes have an agent that has said hello.
+    #[must_use]
+    pub fn agents(&self) -> usize {
+        self.space_list().iter().filter(|space| space.agent().is_some()).count()
     }
 
     /// Whether a process ever attached, and whether any is attached now.
@@ -265,6 +331,12 @@ impl Tenant {
     pub fn attachment(&self) -> (bool, bool) {
         let now = !self.spaces.read().unwrap_or_else(PoisonError::into_inner).is_empty();
         (self.had_space.load(Ordering::Relaxed) || now, now || self.has_released_process())
+    }
+
+    /// Whether it was taken down.
+    #[must_use]
+    pub fn has_ended(&self) -> bool {
+        self.ended.load(Ordering::Relaxed)
     }
 
     /// What it cost when the keeper last looked.
@@ -276,14 +348,31 @@ impl Tenant {
     /// Managed pages in DRAM and with an entry in the page map.
     #[must_use]
     pub fn pages(&self) -> (u64, u64) {
-        let managed = self.map.leaf_count() * strata_units::PAGES_PER_LEAF as u64;
+        let managed = self.leaf_count() * strata_units::PAGES_PER_LEAF as u64;
         (self.resident_pages.load(Ordering::Relaxed).max(0) as u64, managed)
     }
 
-    /// The store's figures.
+    /// The store's figures, as far as they are this tenant's.
     #[must_use]
-    pub fn store_stats(&self) -> strata_store::StoreStats {
-        self.store.stats()
+    pub fn store_stats(&self) -> StoreStats {
+        let stats = self.store.stats();
+        match *lock(&self.share) {
+            Some(share) => share.of(stats),
+            None => stats,
+        }
+    }
+
+    /// How its file tier is read.
+    #[must_use]
+    pub fn file_access(&self) -> &'static str {
+        if !self.store.has_slow_file() {
+            return "DAX";
+        }
+        static RING: OnceLock<bool> = OnceLock::new();
+        match RING.get_or_init(|| strata_sys::probe::io_uring().is_ok()) {
+            true => "io_uring",
+            false => "threads",
+        }
     }
 
     /// What the user should know now.
@@ -324,6 +413,27 @@ impl Tenant {
             .filter_map(|space| space.agent())
             .chain(released)
             .filter(|agent| agent.pidfd.signal(signal))
+            .count()
+            + self.signal_restored(signal)
+    }
+
+    /// Ends its processes at once, and none of them sees another's end.
+    pub fn kill(&self) {
+        // Whoever waits for a single one shall not be told that it stopped.
+        if self.pids().len() > 1 {
+            self.signal(SIGSTOP);
+        }
+        self.signal(SIGKILL);
+    }
+
+    /// The same for those whose agents have not come yet.
+    fn signal_restored(&self, signal: i32) -> usize {
+        let mut waiting = self.space_list();
+        waiting.retain(|space| space.agent().is_none() && space.uffd.is_alive());
+        waiting
+            .iter()
+            .filter_map(|space| Pidfd::open(self.restored_pid(space)?).ok())
+            .filter(|pidfd| pidfd.signal(signal))
             .count()
     }
 
@@ -373,7 +483,7 @@ impl Tenant {
         let kick = EventFd::new()?;
         let id = self
             .registry
-            .add_space(self.id, uffd.as_fd().as_raw_fd())
+            .add_space(self.id, Some(uffd.as_fd().as_raw_fd()))
             .ok_or_else(|| io::Error::other("this daemon manages 8192 processes already"))?;
         let space = Arc::new(Space::new(id, uffd, kick));
         space.transfer_clean.store(true, Ordering::Release);
@@ -385,16 +495,25 @@ impl Tenant {
     }
 
     /// A space whose userfaultfd a fork made and whose agent has not come yet,
-    /// if the process in which `probe` is mapped is the one.
+    /// if the process in which `probe` is mapped is the one; with `restored`, one
+    /// that was restored as that process.
+    ///
+    /// A restored process can fork before its agent has come, and its child then
+    /// has its probe mapped too: the probe alone does not tell them apart.
     #[must_use]
-    pub fn orphan_with(&self, probe: u64) -> Option<Arc<Space>> {
+    pub fn orphan_with(&self, probe: u64, restored: Option<u32>) -> Option<Arc<Space>> {
         let range = Range { start: probe, end: probe.saturating_add(PAGE_SIZE as u64) };
         // Whoever holds a gate may just be making the child's space: wait for
         // that by taking each gate once.
         for space in self.space_list() {
             drop(lock(&space.gate));
         }
-        self.space_list().into_iter().filter(|space| space.agent().is_none()).find(|space| {
+        let pid_of = |space: &Space| {
+            self.registry.space_field(space.id, SpaceField::Pid).load(Ordering::Relaxed)
+        };
+        let mut orphans = self.space_list();
+        orphans.retain(|space| space.agent().is_none() && pid_of(space) == restored.unwrap_or(0));
+        orphans.into_iter().find(|space| {
             let found = space.uffd.register(range) == Registration::Done;
             if found {
                 space.uffd.unregister(range);
@@ -498,6 +617,8 @@ impl Tenant {
         if let Some(handler) = handler {
             let _ = handler.join();
         }
+        lock(&self.ending_agents).extend(space.agent());
+        self.forget_settings(space);
         for heir in self.take_heirs(space.id) {
             // From its own transfer range, then.
             heir.is_heir.store(false, Ordering::Release);
@@ -505,6 +626,17 @@ impl Tenant {
         self.forget_leaves(space.id);
         self.spaces.write().unwrap_or_else(PoisonError::into_inner).remove(&space.id);
         self.registry.remove_space(space.id);
+    }
+
+    /// Collects processes that have ended.
+    pub(crate) fn collect_ended(&self) {
+        lock(&self.ending_agents).retain(|agent| {
+            let ended = agent.pidfd.has_exited();
+            if ended {
+                agent.pidfd.collect();
+            }
+            !ended
+        });
     }
 
     /// Releases every page of a space.
@@ -524,138 +656,10 @@ impl Tenant {
             self.map.give_back(leaf);
         }
     }
-
-    // ----- accounting: constant time, called in the middle of faults -----
-
-    /// Pages that may still come in.
-    pub(crate) fn headroom_pages(&self) -> i64 {
-        self.headroom_pages.load(Ordering::Relaxed)
-    }
-
-    pub(crate) fn may_fill(&self) -> bool {
-        self.headroom_pages() > 0 || self.may_exceed.load(Ordering::Relaxed)
-    }
-
-    fn policy_now(&self) -> u32 {
-        self.counters.add(Counter::PolicyTime, 1) as u32
-    }
-
-    fn count_in(&self, page: PageId) {
-        self.resident_pages.fetch_add(1, Ordering::Relaxed);
-        let left = self.headroom_pages.fetch_sub(1, Ordering::Relaxed);
-        self.tell_policy(page);
-        if left == keeper::WAKE_AT_PAGES {
-            self.wake_keeper();
-        }
-    }
-
-    fn tell_policy(&self, page: PageId) {
-        let mut arrivals = lock(&self.arrivals);
-        if arrivals.len() < keeper::MOST_ARRIVALS {
-            arrivals.push(page);
-        }
-    }
-
-    /// Whether there is room to tell the keeper of a kept copy. Before the entry
-    /// says so: there is no kept copy without its fingerprint.
-    fn tell_kept(&self, page: PageId, fingerprint: Fingerprint) -> bool {
-        let mut kept = lock(&self.kept_arrivals);
-        let room = kept.len() < MOST_KEPT_ARRIVALS;
-        if room {
-            kept.push((page, fingerprint));
-        }
-        room
-    }
-
-    /// A page was touched for the first time, or found resident.
-    pub(crate) fn charge_resident(&self, page: PageId) {
-        self.policy_now();
-        self.count_in(page);
-    }
-
-    /// Resident pages with a stored copy.
-    #[must_use]
-    pub fn kept_pages(&self) -> u64 {
-        self.kept_pages.load(Ordering::Relaxed).max(0) as u64
-    }
-
-    /// A stored page is in place again: its entry owns the handle no more, unless
-    /// there is room to keep its copy, of which this is the fingerprint. None: the
-    /// copy is good for nothing.
-    pub(crate) fn arrived(&self, page: PageId, handle: Handle, copy: Option<Fingerprint>) {
-        let cell = self.map.age(page);
-        let (age, _) = gap::arrived(cell.load(Ordering::Relaxed), self.policy_now());
-        cell.store(age, Ordering::Relaxed);
-        let copy = copy.filter(|_| self.keep_copies.load(Ordering::Relaxed));
-        if copy.is_some_and(|fingerprint| self.tell_kept(page, fingerprint)) {
-            self.kept_pages.fetch_add(1, Ordering::Relaxed);
-            self.map.set(page, Entry::Kept(handle));
-        } else {
-            self.map.set(page, Entry::Resident { shared: false });
-            self.store.release(handle);
-        }
-        self.count_in(page);
-    }
-
-    /// A resident page has another id (mremap): the policy learns it.
-    pub(crate) fn noticed_resident(&self, page: PageId) {
-        self.tell_policy(page);
-    }
-
-    /// What `entry` held is gone: its handle, or its DRAM.
-    pub(crate) fn uncharge(&self, entry: Entry) {
-        match entry {
-            Entry::Resident { shared: false } | Entry::Leaving { .. } => {
-                self.resident_pages.fetch_sub(1, Ordering::Relaxed);
-                self.headroom_pages.fetch_add(1, Ordering::Relaxed);
-            }
-            Entry::Stored(handle) | Entry::Arriving(handle) => self.store.release(handle),
-            Entry::Kept(handle) => {
-                self.resident_pages.fetch_sub(1, Ordering::Relaxed);
-                self.headroom_pages.fetch_add(1, Ordering::Relaxed);
-                self.kept_pages.fetch_sub(1, Ordering::Relaxed);
-                self.store.release(handle);
-            }
-            Entry::Resident { shared: true }
-            | Entry::Untouched
-            | Entry::Discarded
-            | Entry::Lost => {}
-        }
-    }
-
-    /// Lets go of the stored copy of a resident page; whether there was one.
-    pub(crate) fn drop_kept(&self, page: PageId) -> bool {
-        let Some((space, _)) = self.map.owner(page.leaf()) else { return false };
-        let Some(space) = self.space(space) else { return false };
-        // An event that moves or discards the page reads its entry and writes it
-        // under the gate.
-        let gate = lock(&space.gate);
-        let Entry::Kept(handle) = self.map.get(page) else { return false };
-        self.map.set(page, Entry::Resident { shared: false });
-        drop(gate);
-        self.kept_pages.fetch_sub(1, Ordering::Relaxed);
-        self.store.release(handle);
-        true
-    }
-
-    /// A stored page could not be read back.
-    pub(crate) fn lost_page(&self, space: &Space, page: PageId, address: u64, why: &str) {
-        let entry = self.map.get(page);
-        self.map.set(page, Entry::Lost);
-        self.uncharge(entry);
-        self.counters.add(Counter::LostPages, 1);
-        let pid = space.pid().unwrap_or(0);
-        self.note(
-            "lost",
-            Some(format!(
-                "page {address:#x} of process {pid} cannot be read back: {why}; whoever touches it gets SIGBUS"
-            )),
-        );
-    }
 }
 
 impl Agent {
-    fn new(control: ControlBlock, socket: SeqPacket, hail: Hail) -> io::Result<Self> {
+    pub(crate) fn new(control: ControlBlock, socket: SeqPacket, hail: Hail) -> io::Result<Self> {
         let end = hail.transfer.saturating_add((TRANSFER_PAGES * PAGE_SIZE) as u64);
         Ok(Self {
             control,
@@ -663,6 +667,7 @@ impl Agent {
             socket: Mutex::new(Some(socket)),
             pid: hail.pid,
             pidfd: Pidfd::open(hail.pid)?,
+            restart: (hail.restart != 0).then_some(hail.restart),
         })
     }
 }

@@ -5,10 +5,11 @@ use std::os::fd::{AsFd, AsRawFd, IntoRawFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use strata_store::{Backing, Faults, Faulty, MemoryBacking, Store, StoreConfig};
+use strata_store::{Backing, Faults, Faulty, FileConfig, MemoryBacking, Store, StoreConfig};
 use strata_sys::{EventFd, Userfaultfd};
 use strata_units::{PAGE_SIZE, PageBuffer, SpaceId};
 
+use crate::node::NodeSpec;
 use crate::page_map::PageMap;
 use crate::registry::{Registry, TenantRecord};
 use crate::space::Space;
@@ -26,6 +27,7 @@ pub(crate) fn record(name: &str) -> TenantRecord {
         started: 3.5,
         cgroup: Some("/cgroup".into()),
         tier: Some(("/tier".into(), 5)),
+        node: Some(NodeSpec { node: 1, home: 0, limit_bytes: 7, bytes_per_second: 8 }),
         starter: Some(6),
         map_fds: Vec::new(),
         store_fds: Vec::new(),
@@ -35,10 +37,10 @@ pub(crate) fn record(name: &str) -> TenantRecord {
 /// A tenant without a keeper: what happens to it is the test's doing.
 pub(crate) fn tenant_on(store: Store) -> Arc<Tenant> {
     let registry = Arc::new(Registry::create().expect("a registry"));
-    let map = PageMap::create().expect("a page map");
+    let map = Arc::new(PageMap::create().expect("a page map"));
     let record = record("test");
     let id = registry.add_tenant(&record, 1 << 40).expect("an empty registry");
-    let tenant = Tenant::assemble(&registry, id, record, map, store);
+    let tenant = Tenant::assemble(&registry, id, record, map, Arc::new(store));
     tenant.headroom_pages.store(HEADROOM_PAGES, Ordering::Relaxed);
     tenant
 }
@@ -54,6 +56,22 @@ pub(crate) fn faulty_tenant() -> (Arc<Tenant>, Arc<Faults>) {
     let data: Box<dyn Backing> = Box::new(Faulty::new(Box::new(memory), Arc::clone(&faults)));
     let store = Store::create_on(None, data, None).expect("a store");
     (tenant_on(store), faults)
+}
+
+/// A tenant with a file tier that fails, or does not answer, as told.
+pub(crate) fn tenant_with_faulty_file() -> (Arc<Tenant>, Arc<Faults>) {
+    let faults = Arc::new(Faults::default());
+    let memory = |name, bytes| Box::new(MemoryBacking::create(name, bytes).expect("memory"));
+    let file = Box::new(Faulty::new(memory("strata-file", 64 << 20), Arc::clone(&faults)));
+    let store = Store::create_on(None, memory("strata-data", 1 << 30), Some(file));
+    (tenant_on(store.expect("a store")), faults)
+}
+
+/// A tenant with a file tier in the temporary directory.
+pub(crate) fn tenant_with_file(name: &str) -> Arc<Tenant> {
+    let path = std::env::temp_dir().join(format!("strata-test-{name}-{}", std::process::id()));
+    let file = Some(FileConfig { path, limit_bytes: 64 << 20 });
+    tenant_on(Store::create(StoreConfig { compressed_limit: None, file }).expect("a store"))
 }
 
 /// A userfaultfd of this process; where there can be none, says so.
@@ -75,7 +93,7 @@ pub(crate) fn raw(uffd: Userfaultfd) -> i32 {
 /// A space of `tenant` without an agent and without a handler.
 pub(crate) fn space(tenant: &Tenant, uffd: Userfaultfd) -> Arc<Space> {
     let id: SpaceId =
-        tenant.registry.add_space(tenant.id, uffd.as_fd().as_raw_fd()).expect("a free slot");
+        tenant.registry.add_space(tenant.id, Some(uffd.as_fd().as_raw_fd())).expect("a free slot");
     tenant.registry.space_goes_live(id);
     Arc::new(Space::new(id, uffd, EventFd::new().expect("an eventfd")))
 }

@@ -4,14 +4,17 @@ use std::fs;
 use std::path::Path;
 
 use strata_sys::anonymous_rss;
+use strata_units::PAGE_SIZE;
 
 use crate::tenant::Tenant;
 
 /// A tenant's DRAM, in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Usage {
-    /// Anonymous memory of all its processes, a shared page once.
+    /// Anonymous memory of all its processes in DRAM, a shared page once.
     pub anonymous_bytes: u64,
+    /// The same on the node: no DRAM.
+    pub node_bytes: u64,
     /// What stored pages cost in DRAM (staged ones included).
     pub stored_bytes: u64,
     /// Part of it that is kept raw.
@@ -21,7 +24,7 @@ pub struct Usage {
 }
 
 impl Usage {
-    /// All of it: what the budget is compared with.
+    /// All of it but what is on the node: what the budget is compared with.
     #[must_use]
     pub const fn total_bytes(&self) -> u64 {
         self.anonymous_bytes + self.stored_bytes + self.metadata_bytes
@@ -48,6 +51,12 @@ fn proportional_anonymous(pid: u32) -> Option<u64> {
     field(&text, "Pss_Anon").map(|kib| kib << 10)
 }
 
+/// Whether a process has huge pages. Walks its page table.
+pub(crate) fn has_huge_pages(pid: u32) -> bool {
+    let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap_or_default();
+    field(&text, "AnonHugePages").is_some_and(|kib| kib > 0)
+}
+
 /// Measures. A lone process is asked itself; several are asked through their
 /// cgroup, which counts a shared page once, or one by one, in proportion.
 pub(crate) fn measure(tenant: &Tenant, policy_bytes: u64) -> Usage {
@@ -59,12 +68,15 @@ pub(crate) fn measure(tenant: &Tenant, policy_bytes: u64) -> Usage {
         (_, Some(directory)) if let Some(bytes) = cgroup_anonymous(directory) => bytes,
         (pids, _) => pids.iter().filter_map(|&pid| proportional_anonymous(pid)).sum(),
     };
-    let store = tenant.store.stats();
+    let node_bytes = (tenant.node_pages() * PAGE_SIZE as u64).min(anonymous_bytes);
+    let store = tenant.store_stats();
+    let copied_bytes: u64 = spaces.iter().map(|space| space.copied_bytes()).sum();
     Usage {
-        anonymous_bytes,
-        stored_bytes: store.dram_bytes,
-        staged_bytes: store.staged_bytes,
-        metadata_bytes: tenant.map.leaf_count() * crate::page_map::LEAF_BYTES
+        anonymous_bytes: anonymous_bytes - node_bytes,
+        node_bytes,
+        stored_bytes: store.dram_bytes + copied_bytes,
+        staged_bytes: store.staged_bytes + copied_bytes,
+        metadata_bytes: tenant.leaf_count() * crate::page_map::LEAF_BYTES
             + store.metadata_bytes
             + policy_bytes,
     }

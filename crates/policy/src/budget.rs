@@ -11,8 +11,8 @@ const MIB: u64 = 1 << 20;
 
 /// Registering starts at this many hundredths of the budget.
 pub const REGISTER_PERCENT: u64 = 90;
-/// The fastest that memory is assumed to grow: two cores of first touches.
-const GROWTH_BYTES_PER_US: u64 = 4000;
+/// The fastest that memory is assumed to grow: some cores of first touches.
+const GROWTH_BYTES_PER_US: u64 = 16_000;
 /// Bounds of [`Actions::next_look_us`].
 const LOOK_MIN_US: u64 = 1_000;
 const LOOK_MAX_US: u64 = 250_000;
@@ -103,6 +103,8 @@ pub struct Observation {
     pub unmanaged_bytes: u64,
     /// Growth of the tenant in DRAM since the last look: fills and first touches.
     pub growth_bytes: u64,
+    /// Room on the node: what may be moved there now. 0 without one.
+    pub node_room_bytes: u64,
     /// Room in the file tier; `None` when there is no such tier.
     pub file_room_bytes: Option<u64>,
     /// The last decision was to evict.
@@ -126,7 +128,8 @@ impl Observation {
 pub struct Actions {
     /// Everything eligible is to be registered.
     pub register: bool,
-    /// Pages to take out of the address space. They are staged first.
+    /// Pages to take out of DRAM: to the node as far as there is room, the others
+    /// out of the address space. Those are staged first.
     pub evict_pages: u64,
     /// Staged pages to pack, the oldest first.
     pub settle_pages: u64,
@@ -207,8 +210,13 @@ pub fn decide(seen: &Observation) -> Actions {
     need = need.saturating_sub(actions.settle_pages * settle_gain);
 
     let evictable_pages = seen.evictable_bytes.min(seen.resident_bytes) / PAGE_BYTES;
-    actions.evict_pages = pages_for(need, settle_gain).unwrap_or(0).min(evictable_pages);
-    need = need.saturating_sub(actions.evict_pages * settle_gain);
+    // What goes to the node frees all that it took, whether it compresses or not.
+    let to_node =
+        need.div_ceil(PAGE_BYTES).min(seen.node_room_bytes / PAGE_BYTES).min(evictable_pages);
+    need = need.saturating_sub(to_node * PAGE_BYTES);
+    let to_store = pages_for(need, settle_gain).unwrap_or(0).min(evictable_pages - to_node);
+    actions.evict_pages = to_node + to_store;
+    need = need.saturating_sub(to_store * settle_gain);
 
     // Dense packing: down to its share of the budget, or as far as the need goes.
     let stored = seen.fast.cost_bytes + seen.dense.cost_bytes - actions.drop_kept_bytes;
@@ -249,7 +257,7 @@ fn kept_part(seen: &Observation) -> u64 {
 }
 
 /// What the tenant would cost with everything stored that can be, each page at
-/// `page_cost`, and the file tier full.
+/// `page_cost`, and node and file tier full.
 fn least_cost_bytes(seen: &Observation, page_cost: u64) -> u64 {
     let movable = seen.evictable_bytes.saturating_add(seen.staged_bytes).min(seen.resident_bytes);
     let fixed = (seen.resident_bytes - movable)
@@ -261,7 +269,8 @@ fn least_cost_bytes(seen: &Observation, page_cost: u64) -> u64 {
     let stored_pages = (seen.fast.original_bytes + seen.dense.original_bytes) / PAGE_BYTES;
     let stored = stored.min(stored_pages * page_cost);
     let packed = (movable / PAGE_BYTES * page_cost).saturating_add(stored);
-    fixed.saturating_add(packed.saturating_sub(seen.file_room_bytes.unwrap_or(0)))
+    let below = seen.file_room_bytes.unwrap_or(0).saturating_add(seen.node_room_bytes);
+    fixed.saturating_add(packed.saturating_sub(below))
 }
 
 /// Pages that free `bytes` at `gain` bytes each; `None` when no number does.

@@ -1,10 +1,11 @@
-//! The agent thread: first contact, the command loop, reconnecting, the end.
+//! The agent thread: first contact, the command loop, reconnecting, parking and
+//! what comes after it in a copy of the process, the end.
 
 use core::ffi::c_void;
 use core::sync::atomic::Ordering;
 use core::time::Duration;
 
-use strata_units::wire::{Control, HelloKind};
+use strata_units::wire::{Control, HelloKind, RESTART_PARKED, RESTART_RESTORED};
 
 use crate::batch::{self, Progress};
 use crate::block::{Block, OUTCOME_FAILED, OUTCOME_PENDING, OUTCOME_READY};
@@ -14,6 +15,9 @@ use crate::message;
 
 /// How often an idle agent looks whether the daemon still lives.
 const LIVENESS: Duration = Duration::from_secs(1);
+/// How often a parked agent looks whether it is in a copy of its process: what
+/// the copy's first reply may be late by, at most.
+const PARKED_NAP: Duration = Duration::from_millis(2);
 /// First and longest pause between two attempts to reach the daemon.
 const SHORTEST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
@@ -83,10 +87,21 @@ fn first_contact(caller: &mut Caller) -> Result<(Fd, Fd), Failure> {
 
 /// Obeys until the daemon sends the agent away. The userfaultfd stays open all
 /// the while: after the last copy closes, evicted pages would read as zero.
-fn obey(caller: &mut Caller, mut socket: Fd, userfaultfd: Fd) {
-    while serve(caller.block, &socket, &userfaultfd) != Progress::Leave {
-        drop(socket);
-        socket = reconnect(caller, &userfaultfd);
+fn obey(caller: &mut Caller, mut socket: Fd, mut userfaultfd: Fd) {
+    loop {
+        match serve(caller.block, &socket, &userfaultfd) {
+            End::DaemonGone => {
+                drop(socket);
+                socket = reconnect(caller, &userfaultfd);
+            }
+            End::Restored => {
+                // Their numbers are the program's files now, or nobody's.
+                socket.forget();
+                userfaultfd.forget();
+                (socket, userfaultfd) = begin_anew(caller);
+            }
+            End::Leave => break,
+        }
         caller.unmap_probe();
     }
     // Nothing is stored any more, says the daemon: from here on the program is
@@ -99,23 +114,91 @@ fn obey(caller: &mut Caller, mut socket: Fd, userfaultfd: Fd) {
     }
 }
 
-/// Obeys commands; returns [`Progress::Interrupted`] when the daemon is gone.
-fn serve(block: &Block, socket: &Fd, userfaultfd: &Fd) -> Progress {
-    let Some(control) = block.control() else { return Progress::Interrupted };
+/// Why commands are no longer obeyed.
+enum End {
+    /// The connection is lost.
+    DaemonGone,
+    /// The daemon said to leave.
+    Leave,
+    /// This is a copy of the process that was connected.
+    Restored,
+}
+
+/// Obeys commands.
+fn serve(block: &Block, socket: &Fd, userfaultfd: &Fd) -> End {
+    let Some(control) = block.control() else { return End::DaemonGone };
     let transfer = block.settings().transfer;
     loop {
         let command = control.command_seq.load(Ordering::Acquire);
         if command == control.done_seq.load(Ordering::Relaxed) {
             let woken = kernel::futex_wait(&control.command_seq, command, LIVENESS);
             if !woken && message::hung_up(socket) {
-                return Progress::Interrupted;
+                return End::DaemonGone;
             }
             continue;
         }
         match batch::execute(control, userfaultfd, transfer, || message::hung_up(socket)) {
             Progress::Done => finish(control, command),
-            ended => return ended,
+            Progress::Park => {
+                if park(block, control, command) == Life::Copy {
+                    return End::Restored;
+                }
+            }
+            Progress::Interrupted => return End::DaemonGone,
+            Progress::Leave => return End::Leave,
         }
+    }
+}
+
+/// In whose life a parked agent wakes up.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Life {
+    /// The one in which it was parked: there is a next command.
+    Same,
+    /// That of a copy.
+    Copy,
+}
+
+/// Reports the command `parked` as done and waits for another one, or to be in a
+/// copy of the process. It must not look for the daemon meanwhile: in the copy,
+/// the socket's number is one of the program's files. And nobody wakes it there,
+/// for no daemon sees the copy's control block.
+fn park(block: &Block, control: &Control, parked: u32) -> Life {
+    let state = &block.restart.state;
+    state.store(RESTART_PARKED, Ordering::SeqCst);
+    finish(control, parked);
+    loop {
+        kernel::futex_wait(&control.command_seq, parked, PARKED_NAP);
+        if state.load(Ordering::SeqCst) == RESTART_RESTORED {
+            return Life::Copy;
+        }
+        if control.command_seq.load(Ordering::Acquire) == parked {
+            continue;
+        }
+        let taken_back =
+            state.compare_exchange(RESTART_PARKED, 0, Ordering::SeqCst, Ordering::SeqCst);
+        return if taken_back.is_ok() { Life::Same } else { Life::Copy };
+    }
+}
+
+/// The first contact of a copy: asks for ever, since its pages are stored.
+fn begin_anew(caller: &mut Caller) -> (Fd, Fd) {
+    // In this order: at no moment does a thread that looks find neither.
+    caller.block.lives.fetch_add(1, Ordering::SeqCst);
+    caller.block.restart.state.store(0, Ordering::SeqCst);
+    let mut backoff = SHORTEST_PAUSE;
+    // Before any other system call that knows descriptors.
+    while kernel::own_empty_descriptor_table().is_err() {
+        backoff = pause(backoff);
+    }
+    loop {
+        if let Ok(Connection { socket, userfaultfd: Some(userfaultfd) }) =
+            caller.call(HelloKind::Restored, None)
+        {
+            caller.block.lives.fetch_add(1, Ordering::SeqCst);
+            return (socket, userfaultfd);
+        }
+        backoff = pause(backoff);
     }
 }
 

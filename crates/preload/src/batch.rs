@@ -28,6 +28,8 @@ pub(crate) enum Progress {
     Interrupted,
     /// It said to leave.
     Leave,
+    /// It said to park.
+    Park,
 }
 
 /// Carries out the command that stands in `control`. `transfer` is the first
@@ -45,6 +47,12 @@ pub(crate) fn execute(
     if command == Command::Leave as u32 {
         return Progress::Leave;
     }
+    if command == Command::Park as u32 {
+        return Progress::Park;
+    }
+    if command == Command::Continue as u32 {
+        return Progress::Done;
+    }
     if command == Command::Discard as u32 {
         discard(transfer, first_slot, count);
         return Progress::Done;
@@ -52,24 +60,22 @@ pub(crate) fn execute(
     let entries = &control.entries[..count.min(BATCH_PAGES)];
     let mut at = 0;
     while let Some(entry) = entries.get(at) {
-        // A command that was interrupted is carried out again.
-        if entry.result.load(Ordering::Relaxed) != RESULT_PENDING {
-            at += 1;
-            continue;
-        }
-        if command == Command::Move as u32 {
+        at += if entry.result.load(Ordering::Relaxed) != RESULT_PENDING {
+            // A command that was interrupted is carried out again.
+            1
+        } else if command == Command::Move as u32 {
             let slot = first_slot.saturating_add(at);
             let run = &entries[at..at + run_length(&entries[at..])];
             match move_run(control, userfaultfd, run, transfer, slot, &daemon_gone) {
-                Some(done) => at += done,
+                Some(done) => done,
                 None => return Progress::Interrupted,
             }
-            continue;
-        }
-        let result =
-            if command == Command::Populate as u32 { populate(entry) } else { -libc::ENOSYS };
-        entry.result.store(result, Ordering::Release);
-        at += 1;
+        } else {
+            let populates = command == Command::Populate as u32;
+            let result = if populates { populate(entry) } else { -libc::ENOSYS };
+            entry.result.store(result, Ordering::Release);
+            1
+        };
     }
     Progress::Done
 }

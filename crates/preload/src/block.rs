@@ -7,6 +7,8 @@
 //!     | ----- wiped in a forked child --------- | inherited   |
 //! ```
 //!
+//! `Block` begins with the page that a restorer patches (`wire::Restart`).
+//!
 //! The daemon never manages it. It is mapped once, by whoever needs it first
 //! (the constructor, or a thread made by another library's constructor), and
 //! never unmapped: references to it are `'static`.
@@ -15,11 +17,14 @@
 //! agent and no pointer to its parent's control block.
 
 use core::cell::UnsafeCell;
-use core::ffi::c_void;
+use core::ffi::{CStr, c_char, c_void};
 use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 use strata_units::PAGE_SIZE;
-use strata_units::wire::{CONTROL_BYTES, Control, PINNED_SLOTS, TRANSFER_PAGES, ThreadSlot};
+use strata_units::wire::{
+    CONTROL_BYTES, Control, MAGIC, PINNED_SLOTS, Restart, SOCKET_PATH_BYTES, TRANSFER_PAGES,
+    ThreadSlot,
+};
 
 use crate::kernel;
 use crate::next;
@@ -61,12 +66,17 @@ pub(crate) struct Shared {
 /// The whole block, seen from its inherited part.
 #[repr(C, align(4096))]
 pub(crate) struct Block {
+    /// Whom this process calls, and as whom; whether its agent is parked.
+    pub(crate) restart: Restart,
     layout: Layout,
     settings: UnsafeCell<Settings>,
     /// This process or the one it was forked from is managed.
     pub(crate) managed: AtomicU32,
     /// The `HelloKind` with which the agent is to call.
     pub(crate) hello_kind: AtomicU32,
+    /// Lives that the process has begun as a copy, twice counted: odd while the
+    /// agent of such a life has not been answered yet.
+    pub(crate) lives: AtomicU32,
     /// Entries of `mutexes` in use, so that others cost nothing to destroy.
     pub(crate) mutex_count: AtomicU32,
     /// Addresses of priority-inheriting mutexes; slot `i` stands behind
@@ -89,10 +99,6 @@ struct Layout {
 /// What the constructor found out, for this agent and those of children.
 #[derive(Clone, Copy)]
 pub(crate) struct Settings {
-    /// The daemon's socket.
-    pub(crate) socket: libc::sockaddr_un,
-    /// The tenant's token, 0: none.
-    pub(crate) token: u64,
     /// First byte of the transfer range.
     pub(crate) transfer: u64,
     /// Room for two control blocks, see [`Block::control_place`].
@@ -101,6 +107,9 @@ pub(crate) struct Settings {
     /// the process; the agent must not count.
     pub(crate) thread_count: *const AtomicU32,
 }
+
+const _: () = assert!(SOCKET_PATH_BYTES == size_of::<[c_char; 108]>());
+const _: () = assert!(core::mem::offset_of!(Block, restart) == 0);
 
 static BLOCK: AtomicPtr<Block> = AtomicPtr::new(core::ptr::null_mut());
 
@@ -169,7 +178,32 @@ impl Block {
         (self.layout.stack_start, self.layout.stack_bytes)
     }
 
-    /// Stores what the constructor found.
+    /// Stores the daemon's socket and the tenant's token; false: the path is too
+    /// long. Only for the constructor: afterwards only a restorer changes them,
+    /// while no thread runs.
+    pub(crate) fn introduce(&self, socket: &CStr, token: u64) -> bool {
+        let path = socket.to_bytes_with_nul();
+        let Some(room) = self.restart.socket.get(..path.len()) else { return false };
+        for (to, from) in room.iter().zip(path) {
+            to.store(*from, Ordering::Relaxed);
+        }
+        self.restart.token.store(token, Ordering::Relaxed);
+        self.restart.magic.store(MAGIC, Ordering::Release);
+        true
+    }
+
+    /// Where the daemon listens for this process.
+    pub(crate) fn socket(&self) -> libc::sockaddr_un {
+        // SAFETY: all zero is a valid address structure.
+        let mut address: libc::sockaddr_un = unsafe { core::mem::zeroed() };
+        address.sun_family = libc::AF_UNIX as libc::sa_family_t;
+        for (to, from) in address.sun_path.iter_mut().zip(&self.restart.socket) {
+            *to = from.load(Ordering::Relaxed) as c_char;
+        }
+        address
+    }
+
+    /// Stores what else the constructor found.
     ///
     /// # Safety
     /// Only by the constructor, before it starts an agent.

@@ -3,6 +3,7 @@
 //! Not here: what comes after (`agent`), and the messages' transport
 //! (`message`).
 
+use core::sync::atomic::Ordering;
 use core::time::Duration;
 
 use strata_units::PAGE_SIZE;
@@ -87,17 +88,17 @@ pub(crate) fn shake(
     probe: &Probe,
 ) -> Result<Connection, Failure> {
     let deadline = Deadline::after(HANDSHAKE_TIME);
-    let settings = block.settings();
-    let socket = message::connect(&settings.socket, deadline)?;
+    let socket = message::connect(&block.socket(), libc::SOCK_SEQPACKET, deadline)?;
     let hello = Hello {
         magic: MAGIC,
         kind: kind as u32,
         pid: kernel::process_id(),
-        token: settings.token,
-        transfer: settings.transfer,
+        token: block.restart.token.load(Ordering::Relaxed),
+        transfer: block.settings().transfer,
         probe: probe.0,
         own_start: block.start(),
         own_end: block.end(),
+        restart: (&raw const block.restart) as u64,
     };
     message::send(&socket, &hello, held)?;
 
@@ -120,7 +121,12 @@ pub(crate) fn shake(
             message::send(&socket, &Userfaultfd { magic: MAGIC }, Some(&userfaultfd))?;
             Some(userfaultfd)
         }
-        (Some(Verdict::Adopt), HelloKind::Forked, Some(control), Some(userfaultfd)) => {
+        (
+            Some(Verdict::Adopt),
+            HelloKind::Forked | HelloKind::Restored,
+            Some(control),
+            Some(userfaultfd),
+        ) => {
             use_control(block, &control)?;
             Some(userfaultfd)
         }
@@ -159,7 +165,7 @@ fn use_control(block: &Block, file: &Fd) -> Result<(), Failure> {
     // SAFETY: a mapping of full length, page-aligned, never unmapped; all
     // fields are atomic and take any bytes.
     let control = unsafe { &*(place as *const Control) };
-    if control.magic.load(core::sync::atomic::Ordering::Acquire) != MAGIC {
+    if control.magic.load(Ordering::Acquire) != MAGIC {
         return Err(Failure::Protocol);
     }
     records::publish(block, control);

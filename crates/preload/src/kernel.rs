@@ -52,6 +52,12 @@ impl Fd {
         self.0
     }
 
+    /// Leaves it open, if it is: in a restored process the number is that of
+    /// another descriptor, or of none.
+    pub(crate) fn forget(self) {
+        core::mem::forget(self);
+    }
+
     /// Its number as a system call's argument.
     pub(crate) fn word(&self) -> u64 {
         word(self.0)
@@ -66,11 +72,13 @@ impl Drop for Fd {
     }
 }
 
-/// Leaves the program's descriptor table and starts with an empty one.
+/// Leaves the program's descriptor table and starts with an empty one. In a
+/// restored process again: a restore gives all threads one table. (The copy that
+/// is made and emptied has an owner of its own: the program's record locks stay.)
 pub(crate) fn own_empty_descriptor_table() -> Result<(), c_int> {
-    // SAFETY: concerns only the calling thread, the agent, which has opened
-    // nothing; the program's table is no longer shared when the second call
-    // closes everything.
+    // SAFETY: concerns only the calling thread, the agent, which holds no
+    // descriptor that it will use; the program's table is no longer shared when
+    // the second call closes everything.
     unsafe {
         call(libc::SYS_unshare, [word(libc::CLONE_FILES), 0, 0, 0, 0, 0])?;
         call(libc::SYS_close_range, [0, u64::from(u32::MAX), 0, 0, 0, 0])?;

@@ -3,6 +3,7 @@
 //! A constructor starts one agent thread, which hands a userfaultfd to the
 //! daemon and then obeys it; wrappers tell the daemon of threads and of
 //! priority-inheriting mutexes; a fork handler starts the agent anew in a child.
+//! A program that knows of the library calls it by `include/strata.h`.
 //! The states and what happens on each failure are in `docs/agent.md`, the
 //! messages in `strata_units::wire`.
 //!
@@ -35,7 +36,11 @@ mod kernel;
 mod message;
 mod mutexes;
 mod next;
+mod place;
+mod reason;
 mod records;
+mod reply;
+mod snapshot;
 mod start;
 mod syscall;
 mod threads;

@@ -1,4 +1,5 @@
-//! The agent's socket: connecting, messages with descriptors, hang-up.
+//! The daemon's sockets: connecting, the agent's messages with descriptors,
+//! hang-up.
 //!
 //! Not here: the order of the messages (`handshake`).
 
@@ -33,7 +34,7 @@ pub(crate) enum MessageError {
 /// Plain data without padding: every bit pattern is valid, every byte is
 /// initialised.
 pub(crate) unsafe trait Message: Default {}
-// SAFETY: four or seven integers, sizes asserted beside their definitions.
+// SAFETY: integers alone, sizes asserted beside their definitions.
 unsafe impl Message for Hello {}
 // SAFETY: u64, u32, u32.
 unsafe impl Message for Welcome {}
@@ -42,9 +43,13 @@ unsafe impl Message for Userfaultfd {}
 // SAFETY: one u64.
 unsafe impl Message for Ready {}
 
-/// Connects to the daemon's socket.
-pub(crate) fn connect(address: &libc::sockaddr_un, deadline: Deadline) -> Result<Fd, MessageError> {
-    let kind = word(libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC);
+/// Connects to a socket of the daemon, of the kind that it is (`SOCK_`).
+pub(crate) fn connect(
+    address: &libc::sockaddr_un,
+    kind: c_int,
+    deadline: Deadline,
+) -> Result<Fd, MessageError> {
+    let kind = word(kind | libc::SOCK_CLOEXEC);
     // SAFETY: no pointers.
     let socket = unsafe { call(libc::SYS_socket, [word(libc::AF_UNIX), kind, 0, 0, 0, 0]) }
         .map(|raw| Fd::own(raw as c_int))

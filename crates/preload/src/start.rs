@@ -147,10 +147,10 @@ fn start_program(wishes: &Wishes) -> bool {
         complain(Failure::NoMemory);
         return false;
     };
-    let Some(socket) = socket_address(wishes.socket) else {
+    if !block.introduce(wishes.socket, wishes.token) {
         say("strata: STRATA_AGENT_SOCKET is too long for a socket's path; running unmanaged\n");
         return false;
-    };
+    }
     let access = libc::PROT_READ | libc::PROT_WRITE;
     let transfer = kernel::map_anonymous(0, TRANSFER_BYTES, access);
     let places = kernel::map_anonymous(0, 2 * CONTROL_BYTES, libc::PROT_NONE);
@@ -163,13 +163,7 @@ fn start_program(wishes: &Wishes) -> bool {
         // A huge page would make one slot's arrival cost 2 MiB. It fails only
         // on kernels without huge pages.
         kernel::advise(transfer, TRANSFER_BYTES, libc::MADV_NOHUGEPAGE);
-        block.set(Settings {
-            socket,
-            token: wishes.token,
-            transfer,
-            places,
-            thread_count: block::thread_count(),
-        });
+        block.set(Settings { transfer, places, thread_count: block::thread_count() });
     }
     MODE.store(MODE_ON, Ordering::SeqCst);
     records::record_thread(block, 0);
@@ -216,20 +210,12 @@ fn wake_allocator() {
     unsafe { libc::free(core::hint::black_box(libc::malloc(1))) };
 }
 
-fn socket_address(path: &CStr) -> Option<libc::sockaddr_un> {
-    // SAFETY: all zero is a valid address structure.
-    let mut address: libc::sockaddr_un = unsafe { core::mem::zeroed() };
-    address.sun_family = libc::AF_UNIX as libc::sa_family_t;
-    let path = path.to_bytes_with_nul();
-    for (to, from) in address.sun_path.get_mut(..path.len())?.iter_mut().zip(path) {
-        *to = *from as c_char;
-    }
-    Some(address)
-}
-
 /// Starts an agent thread on the block's stack, with every signal blocked.
 pub(crate) fn start_agent(block: &'static Block, kind: HelloKind) -> Option<libc::pthread_t> {
     block.hello_kind.store(kind as u32, Ordering::SeqCst);
+    // Whatever the parent's agent was doing, this one has not begun.
+    block.restart.state.store(0, Ordering::SeqCst);
+    block.lives.store(0, Ordering::SeqCst);
     let (stack, stack_bytes) = block.stack();
     let mut thread: libc::pthread_t = 0;
     // SAFETY: the attribute and signal sets are initialised by the calls that
@@ -349,8 +335,10 @@ mod tests {
     fn a_path_that_fills_the_address_is_refused() {
         let longest = std::ffi::CString::new(vec![b'a'; 107]).expect("no zero byte");
         let longer = std::ffi::CString::new(vec![b'a'; 108]).expect("no zero byte");
-        assert!(socket_address(&longest).is_some());
-        assert!(socket_address(&longer).is_none());
+        let block = block::obtain().expect("memory");
+        assert!(!block.introduce(&longer, 1));
+        assert!(block.introduce(&longest, 1));
+        assert_eq!(block.socket().sun_path[106..], [b'a' as c_char, 0]);
     }
 
     #[test]

@@ -60,6 +60,12 @@ struct FillArg {
     mode: u64,
     done: i64,
 }
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ProtectArg {
+    range: RangeArg,
+    mode: u64,
+}
 
 const UFFDIO_API: libc::c_ulong = iowr(0x3F, size_of::<ApiArg>());
 const UFFDIO_REGISTER: libc::c_ulong = iowr(0x00, size_of::<RegisterArg>());
@@ -67,6 +73,7 @@ const UFFDIO_UNREGISTER: libc::c_ulong = ior(0x01, size_of::<RangeArg>());
 const UFFDIO_WAKE: libc::c_ulong = ior(0x02, size_of::<RangeArg>());
 const UFFDIO_COPY: libc::c_ulong = iowr(0x03, size_of::<CopyArg>());
 const UFFDIO_ZEROPAGE: libc::c_ulong = iowr(0x04, size_of::<FillArg>());
+const UFFDIO_WRITEPROTECT: libc::c_ulong = iowr(0x06, size_of::<ProtectArg>());
 const UFFDIO_POISON: libc::c_ulong = iowr(0x08, size_of::<FillArg>());
 const _: () = assert!(UFFDIO_API == 0xC018_AA3F);
 const _: () = assert!(UFFDIO_REGISTER == 0xC020_AA00);
@@ -74,12 +81,17 @@ const _: () = assert!(UFFDIO_UNREGISTER == 0x8010_AA01);
 const _: () = assert!(UFFDIO_WAKE == 0x8010_AA02);
 const _: () = assert!(UFFDIO_COPY == 0xC028_AA03);
 const _: () = assert!(UFFDIO_ZEROPAGE == 0xC020_AA04);
+const _: () = assert!(UFFDIO_WRITEPROTECT == 0xC018_AA06);
 const _: () = assert!(UFFDIO_POISON == 0xC020_AA08);
 
 /// In a fault message: the access was a write.
 const UFFD_PAGEFAULT_FLAG_WRITE: u64 = 1;
+/// In a fault message: the page is there and write-protected.
+const UFFD_PAGEFAULT_FLAG_WP: u64 = 2;
 const UFFD_API_VERSION: u64 = 0xAA;
 const REGISTER_MODE_MISSING: u64 = 1;
+const REGISTER_MODE_WP: u64 = 2;
+const PROTECT_MODE_WP: u64 = 1;
 
 const FEATURE_EVENT_FORK: u64 = 1 << 1;
 const FEATURE_EVENT_REMAP: u64 = 1 << 2;
@@ -180,6 +192,9 @@ pub enum Event {
         tid: u32,
         /// It is about to write.
         to_write: bool,
+        /// The page is there, and was write-protected by
+        /// [`Userfaultfd::protect`].
+        protected: bool,
     },
     /// The process forked; the child's memory has this userfaultfd.
     Fork {
@@ -216,6 +231,7 @@ impl Event {
                 address: word(16) & !(PAGE_SIZE as u64 - 1),
                 tid: word(24) as u32,
                 to_write: word(8) & UFFD_PAGEFAULT_FLAG_WRITE != 0,
+                protected: word(8) & UFFD_PAGEFAULT_FLAG_WP != 0,
             },
             0x13 => Self::Fork { fd: word(8) as u32 as RawFd },
             0x14 => Self::Remap { from: word(8), to: word(16), len: word(24) },
@@ -285,9 +301,18 @@ impl Userfaultfd {
 
     /// Lets missing pages of `range` wait for us. A no-op where that is so.
     pub fn register(&self, range: Range) -> Registration {
+        self.register_for(range, REGISTER_MODE_MISSING)
+    }
+
+    /// The same, and pages of `range` can be write-protected.
+    pub fn register_protectable(&self, range: Range) -> Registration {
+        self.register_for(range, REGISTER_MODE_MISSING | REGISTER_MODE_WP)
+    }
+
+    fn register_for(&self, range: Range, mode: u64) -> Registration {
         let mut arg = RegisterArg {
             range: RangeArg { start: range.start, len: range.len() },
-            mode: REGISTER_MODE_MISSING,
+            mode,
             ioctls: 0,
         };
         match self.ioctl(UFFDIO_REGISTER, &mut arg) {
@@ -345,6 +370,25 @@ impl Userfaultfd {
             FillArg { range: RangeArg { start: address, len: PAGE_SIZE as u64 }, mode: 0, done: 0 };
         match self.ioctl(UFFDIO_POISON, &mut arg) {
             Ok(()) => Fill::Done { pages: 1 },
+            Err(errno) => Self::refused(errno),
+        }
+    }
+
+    /// Write-protects the pages of `range` that are there: whoever writes to one
+    /// waits until its protection is taken off.
+    pub fn protect(&self, range: Range) -> Fill {
+        self.protect_with(range, PROTECT_MODE_WP)
+    }
+
+    /// Takes the write protection off `range` and wakes who waits there.
+    pub fn unprotect(&self, range: Range) -> Fill {
+        self.protect_with(range, 0)
+    }
+
+    fn protect_with(&self, range: Range, mode: u64) -> Fill {
+        let mut arg = ProtectArg { range: RangeArg { start: range.start, len: range.len() }, mode };
+        match self.ioctl(UFFDIO_WRITEPROTECT, &mut arg) {
+            Ok(()) => Fill::Done { pages: range.len() / PAGE_SIZE as u64 },
             Err(errno) => Self::refused(errno),
         }
     }

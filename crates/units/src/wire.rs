@@ -9,10 +9,13 @@
 //!
 //! The daemon trusts none of it; the agent trusts the daemon.
 
-use core::sync::atomic::{AtomicI32, AtomicU32, AtomicU64};
+use core::sync::atomic::{AtomicI32, AtomicU8, AtomicU32, AtomicU64};
+use core::{error, fmt, mem::offset_of};
 
-/// First word of [`Hello`] and [`Control`]: "STRATA" and the layout's version.
-pub const MAGIC: u64 = 0x5354_5241_5441_0002;
+use crate::Hints;
+
+/// First word of [`Hello`], [`Control`] and [`Restart`]: "STRATA" and the layout's version.
+pub const MAGIC: u64 = 0x5354_5241_5441_0004;
 
 /// Most pages of one batch.
 pub const BATCH_PAGES: usize = 256;
@@ -31,6 +34,8 @@ pub const ENV_TOKEN: &str = "STRATA_TOKEN";
 /// Where the agent looks for a socket when the environment names none (the
 /// library came in through `/etc/ld.so.preload`).
 pub const DEFAULT_AGENT_SOCKET: &str = "/run/strata/agent.sock";
+/// The daemon's socket for requests, in the directory of the agents' socket.
+pub const CONTROL_SOCKET_NAME: &str = "control.sock";
 
 /// Why an agent calls.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -42,6 +47,10 @@ pub enum HelloKind {
     Forked = 2,
     /// The same process again: its connection was lost, not its userfaultfd.
     Resumed = 3,
+    /// A copy of a process whose agent was parked, made by a restore: nothing of
+    /// the original's connection is left. Answered with [`Verdict::Adopt`] and
+    /// the userfaultfd that the restore made; anything else is asked again.
+    Restored = 4,
 }
 
 /// Agent → daemon, first message. For [`HelloKind::Resumed`] the userfaultfd
@@ -56,7 +65,8 @@ pub struct Hello {
     /// The process's own idea of its pid (its namespace's). The daemon uses
     /// the kernel's (`SO_PEERCRED`) and only logs this one.
     pub pid: u32,
-    /// The tenant's token from [`ENV_TOKEN`], 0 when absent.
+    /// The tenant's token from [`ENV_TOKEN`] or, in a restored process, from
+    /// [`Restart`]; 0 when absent.
     pub token: u64,
     /// First byte of the transfer range: [`TRANSFER_PAGES`] private anonymous
     /// pages, page-aligned, nothing resident. A forked child keeps its
@@ -70,6 +80,8 @@ pub struct Hello {
     pub own_start: u64,
     /// End of the agent's own memory, exclusive.
     pub own_end: u64,
+    /// First byte of the [`Restart`] page, inside the agent's own memory.
+    pub restart: u64,
 }
 
 /// What the daemon answers.
@@ -81,8 +93,9 @@ pub enum Verdict {
     /// Managed. Descriptors: the control memfd, then `/dev/userfaultfd` (on
     /// which the agent makes its userfaultfd with `USERFAULTFD_IOC_NEW`).
     Create = 2,
-    /// Managed, and the userfaultfd exists (a fork made it). Descriptors: the
-    /// control memfd, then that userfaultfd.
+    /// Managed, and the userfaultfd exists (a fork or a restore made it).
+    /// Descriptors: the control memfd, then that userfaultfd, whose events are
+    /// being read: the agent's next mapping may wait for that.
     Adopt = 3,
     /// Managed on, after [`HelloKind::Resumed`]. Descriptor: the control memfd.
     Resume = 4,
@@ -131,6 +144,12 @@ pub enum Command {
     /// Close everything and end: the space is released, the program runs on
     /// natively.
     Leave = 4,
+    /// To be reported as done at once; from then until the next command,
+    /// whichever, the agent touches no descriptor and no memory but its own and
+    /// the control block. The process may be dumped meanwhile: see [`Restart`].
+    Park = 5,
+    /// Nothing: ends a [`Command::Park`].
+    Continue = 6,
 }
 
 /// [`Entry::result`] before the agent has come to it.
@@ -169,6 +188,99 @@ pub struct ThreadSlot {
     pub reserved: AtomicU32,
 }
 
+/// [`Restart::state`]: the agent is parked.
+pub const RESTART_PARKED: u32 = 1;
+/// [`Restart::state`]: this is a restored process; its agent is to begin anew.
+pub const RESTART_RESTORED: u32 = 2;
+/// Bytes of a socket's path with its terminating zero (`sun_path`).
+pub const SOCKET_PATH_BYTES: usize = 108;
+
+/// Where to call and as whom, and what a copy of the process learns it by: one
+/// page of the agent's own private memory, at [`Hello::restart`].
+///
+/// Whoever restores a process that was dumped while its agent was parked
+/// patches this page ([`patch_restart`]) before any of its threads runs. The
+/// process itself writes `token` and `socket` once, before it has an agent, and
+/// only reads them from then on: its threads may fork, and the child call,
+/// before the agent has seen that it is a copy. Forked children inherit both.
+#[derive(Debug)]
+#[repr(C, align(4096))]
+pub struct Restart {
+    /// [`MAGIC`].
+    pub magic: AtomicU64,
+    /// 0: nothing special. [`RESTART_PARKED`]: written by the agent before
+    /// [`Command::Park`] is done, and taken back after. [`RESTART_RESTORED`]:
+    /// written by the restorer, and taken back by the agent.
+    pub state: AtomicU32,
+    /// Padding.
+    pub reserved: AtomicU32,
+    /// The tenant's token, 0: none.
+    pub token: AtomicU64,
+    /// Path of the daemon's agent socket, ended by a zero.
+    pub socket: [AtomicU8; SOCKET_PATH_BYTES],
+}
+
+const _: () = assert!(size_of::<Restart>() == crate::PAGE_SIZE);
+
+/// Why a page is no [`Restart`] page that can be patched.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum RestartError {
+    /// It is not a page, or of another layout.
+    Unknown,
+    /// The agent was not parked when the process was dumped.
+    NotParked,
+    /// The path does not fit, or has a zero byte.
+    Path,
+}
+
+impl fmt::Display for RestartError {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(match self {
+            Self::Unknown => "its agent is of another version of libstrata.so",
+            Self::NotParked => "its agent was not parked when it was dumped",
+            Self::Path => "the agent socket's path is longer than 107 bytes or has a zero byte",
+        })
+    }
+}
+
+impl error::Error for RestartError {}
+
+/// Makes the [`Restart`] page of a dumped process that of a restored one, which
+/// is to call at `socket` (none: at the same as before) as `token` (0: the same
+/// as before). On an error the page is as it was.
+pub fn patch_restart(
+    page: &mut [u8],
+    token: u64,
+    socket: Option<&[u8]>,
+) -> Result<(), RestartError> {
+    let page: &mut [u8; crate::PAGE_SIZE] = page.try_into().map_err(|_| RestartError::Unknown)?;
+    let (head, rest) = page.split_at_mut(offset_of!(Restart, socket));
+    if head.get(..8) != Some(&MAGIC.to_le_bytes()) {
+        return Err(RestartError::Unknown);
+    }
+    let (before_token, token_bytes) = head.split_at_mut(offset_of!(Restart, token));
+    let state = before_token
+        .get_mut(offset_of!(Restart, state)..)
+        .and_then(|bytes| bytes.first_chunk_mut())
+        .ok_or(RestartError::Unknown)?;
+    if *state != RESTART_PARKED.to_le_bytes() {
+        return Err(RestartError::NotParked);
+    }
+    if let Some(path) = socket {
+        let fits = !path.is_empty() && path.len() < SOCKET_PATH_BYTES && !path.contains(&0);
+        let room = rest.get_mut(..SOCKET_PATH_BYTES).filter(|_| fits).ok_or(RestartError::Path)?;
+        room.fill(0);
+        for (to, from) in room.iter_mut().zip(path) {
+            *to = *from;
+        }
+    }
+    if token != 0 {
+        token_bytes.copy_from_slice(&token.to_le_bytes());
+    }
+    *state = RESTART_RESTORED.to_le_bytes();
+    Ok(())
+}
+
 /// [`Control::reader_busy`]: the daemon is taking messages.
 pub const READER_BUSY: u32 = 1;
 /// The same, and the agent sleeps until it is done.
@@ -200,6 +312,8 @@ pub const READER_AWAITED: u32 = 2;
 /// *Threads.* A new thread fills its slot, adds 1 to `thread_seq`, waits while
 /// `mover_busy != 0`, then touches its own control block (which brings it back
 /// if it had just been moved).
+///
+/// *Hints* go the other way: [`Hints`].
 #[derive(Debug)]
 #[repr(C)]
 pub struct Control {
@@ -242,6 +356,8 @@ pub struct Control {
     pub threads: [ThreadSlot; THREAD_SLOTS],
     /// Page addresses that hold a priority-inheriting mutex; 0: empty.
     pub pinned: [AtomicU64; PINNED_SLOTS],
+    /// What the program says of its memory by the C API.
+    pub hints: Hints,
 }
 
 /// A message of the handshake as the bytes that travel: its fields in order,
@@ -284,7 +400,8 @@ as_bytes!(Hello {
     transfer: u64,
     probe: u64,
     own_start: u64,
-    own_end: u64
+    own_end: u64,
+    restart: u64
 });
 as_bytes!(Welcome { magic: u64, verdict: u32, space: u32 });
 as_bytes!(Userfaultfd { magic: u64 });
@@ -317,13 +434,62 @@ mod tests {
             probe: 6,
             own_start: 7,
             own_end: 8,
+            restart: 9,
         };
         let bytes = hello.to_bytes();
         assert_eq!(bytes.len(), size_of::<Hello>());
         let again = Hello::from_bytes(&bytes).expect("whole");
         assert_eq!(again.to_bytes(), bytes);
-        assert_eq!((again.kind, again.own_end), (2, 8));
+        assert_eq!((again.kind, again.own_end, again.restart), (2, 8, 9));
         assert!(Hello::from_bytes(&bytes[1..]).is_none());
         assert!(Welcome::from_bytes(&bytes).is_none());
+    }
+
+    /// A page as a parked agent leaves it, with token 7 and an old path.
+    fn parked() -> Vec<u8> {
+        let mut page = vec![0; crate::PAGE_SIZE];
+        page[..8].copy_from_slice(&MAGIC.to_le_bytes());
+        page[8] = RESTART_PARKED as u8;
+        page[16] = 7;
+        page[24..36].copy_from_slice(b"/a/long/path");
+        page
+    }
+
+    #[test]
+    fn a_restart_page_is_patched_where_it_is_read() {
+        let mut page = parked();
+        patch_restart(&mut page, 0x0102, Some(b"/new")).expect("parked");
+        let mut expected = vec![0; crate::PAGE_SIZE];
+        expected[..8].copy_from_slice(&MAGIC.to_le_bytes());
+        expected[8] = RESTART_RESTORED as u8;
+        expected[16..18].copy_from_slice(&[2, 1]);
+        expected[24..28].copy_from_slice(b"/new");
+        assert!(page == expected);
+
+        let mut page = parked();
+        patch_restart(&mut page, 0, None).expect("parked");
+        let mut expected = parked();
+        expected[8] = RESTART_RESTORED as u8;
+        assert!(page == expected, "what is not given stays");
+    }
+
+    #[test]
+    fn only_a_parked_agents_page_is_patched() {
+        let refused = |change: &dyn Fn(&mut Vec<u8>), path: &[u8]| {
+            let mut page = parked();
+            change(&mut page);
+            let before = page.clone();
+            let error = patch_restart(&mut page, 1, Some(path)).expect_err("wrong");
+            assert!(page == before, "changed on {error}");
+            error
+        };
+        assert_eq!(refused(&|page| page[0] ^= 1, b"/new"), RestartError::Unknown);
+        assert_eq!(refused(&|page| page.truncate(100), b"/new"), RestartError::Unknown);
+        assert_eq!(refused(&|page| page[8] = 0, b"/new"), RestartError::NotParked);
+        assert_eq!(refused(&|page| page[9] = 1, b"/new"), RestartError::NotParked);
+        assert_eq!(refused(&|_| {}, &[b'x'; SOCKET_PATH_BYTES]), RestartError::Path);
+        assert_eq!(refused(&|_| {}, b""), RestartError::Path);
+        assert_eq!(refused(&|_| {}, b"/a\0b"), RestartError::Path);
+        assert!(patch_restart(&mut parked(), 1, Some(&[b'x'; SOCKET_PATH_BYTES - 1])).is_ok());
     }
 }

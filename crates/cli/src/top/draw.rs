@@ -12,9 +12,9 @@ use super::model::{Column, Model, Row};
 use crate::show::short_size;
 
 /// Cells of the bar that shows how much of its budget a tenant costs.
-const BAR_CELLS: usize = 8;
+const BAR_CELLS: usize = 4;
 /// Least width of the names; they get what the others leave.
-const NAME_CELLS: u16 = 8;
+const NAME_CELLS: u16 = 6;
 
 /// Draws one frame.
 pub(crate) fn draw(frame: &mut Frame<'_>, model: &mut Model) {
@@ -74,7 +74,8 @@ fn width(column: Column) -> Constraint {
     match column {
         Column::Name => Constraint::Min(NAME_CELLS),
         Column::Use => Constraint::Length(BAR_CELLS as u16 + 5),
-        _ => Constraint::Length(6),
+        Column::Budget | Column::Stored => Constraint::Length(6),
+        _ => Constraint::Length(5),
     }
 }
 
@@ -119,6 +120,7 @@ fn state(state: TenantState) -> Cell<'static> {
         TenantState::Native => Cell::new("N").dim(),
         TenantState::Managed => Cell::new("M"),
         TenantState::Released => Cell::new("R").dim(),
+        TenantState::Ended => Cell::new("E").dim(),
         TenantState::Exhausted => Cell::new("X").red().bold(),
     }
 }
@@ -170,8 +172,7 @@ mod tests {
             assert!(lines[1].contains(column.title()), "{column:?}: {:?}", lines[1]);
         }
         let db = lines.iter().find(|line| line.starts_with("db ")).expect("a row");
-        for text in ["M", "███████▎", "91%", "1.0G", "620M", "300M", "900M", "8.5", "41.0"]
-        {
+        for text in ["M", "███▋", "91%", "1.0G", "620M", "300M", "900M", "8.5", "41.0"] {
             assert!(db.contains(text), "{text}: {db:?}");
         }
         assert!(lines[21].contains("a note"), "{:?}", lines[21]);
@@ -213,9 +214,9 @@ mod tests {
 
     #[test]
     fn bars() {
-        assert_eq!(bar(0.0), "        ");
-        assert_eq!(bar(1.0), "████████");
+        assert_eq!(bar(0.0), "    ");
+        assert_eq!(bar(1.0), "████");
         assert_eq!(bar(7.0), bar(1.0));
-        assert_eq!(bar(0.55), "████▍   ");
+        assert_eq!(bar(0.55), "██▎ ");
     }
 }

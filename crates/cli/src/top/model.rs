@@ -4,7 +4,7 @@
 use std::cmp::Ordering;
 use std::time::Instant;
 
-use strata_api::{Stats, TenantState};
+use strata_api::{AdviceState, Stats, TenantState};
 
 use crate::show::{columns, short_count, short_latency, short_size, state_name};
 
@@ -27,13 +27,15 @@ pub(crate) enum Column {
     Stored,
     Faults,
     Evictions,
+    Loss,
+    Need,
     P50,
     P99,
 }
 
 impl Column {
     /// From left to right.
-    pub(crate) const ALL: [Self; 10] = [
+    pub(crate) const ALL: [Self; 12] = [
         Self::Name,
         Self::Use,
         Self::Budget,
@@ -42,6 +44,8 @@ impl Column {
         Self::Stored,
         Self::Faults,
         Self::Evictions,
+        Self::Loss,
+        Self::Need,
         Self::P50,
         Self::P99,
     ];
@@ -57,6 +61,8 @@ impl Column {
             Self::Stored => "STORED",
             Self::Faults => "FLT/s",
             Self::Evictions => "EVI/s",
+            Self::Loss => "LOSS",
+            Self::Need => "NEED5",
             Self::P50 => "P50us",
             Self::P99 => "P99us",
         }
@@ -78,6 +84,10 @@ pub(crate) struct Row {
     /// None until there were two looks at it.
     pub(crate) faults_per_s: Option<f64>,
     pub(crate) evictions_per_s: Option<f64>,
+    /// What its budget costs it in speed, as far as the advisor can tell.
+    pub(crate) loss: Option<f64>,
+    /// The budget that would cost it 5 %.
+    pub(crate) need_bytes: Option<u64>,
     pub(crate) p50_us: f64,
     pub(crate) p99_us: f64,
     pub(crate) notes: Vec<String>,
@@ -92,6 +102,7 @@ impl Row {
         let rate = |counter: fn(&Stats) -> u64| {
             before.map(|(old, seconds)| counter(now).saturating_sub(counter(old)) as f64 / seconds)
         };
+        let steady = now.advice.filter(|advice| advice.state == AdviceState::Steady);
         Self {
             name: crate::failure::printable(&now.name),
             state: now.state,
@@ -102,6 +113,8 @@ impl Row {
             stored_bytes: now.stored_bytes,
             faults_per_s: rate(|stats| stats.faults_total),
             evictions_per_s: rate(|stats| stats.evictions_total),
+            loss: steady.and_then(|advice| advice.loss),
+            need_bytes: steady.and_then(|advice| advice.budget_bytes[1]),
             p50_us: now.fault_latency_us.p50,
             p99_us: now.fault_latency_us.p99,
             notes: now.notes.clone(),
@@ -120,6 +133,8 @@ impl Row {
             Column::Stored => short_size(self.stored_bytes),
             Column::Faults => rate(self.faults_per_s),
             Column::Evictions => rate(self.evictions_per_s),
+            Column::Loss => self.loss.map_or("-".into(), |loss| format!("{:.1}%", loss * 100.0)),
+            Column::Need => self.need_bytes.map_or("-".into(), short_size),
             Column::P50 => short_latency(self.p50_us),
             Column::P99 => short_latency(self.p99_us),
         }
@@ -135,6 +150,8 @@ impl Row {
             Column::Stored => row.stored_bytes as f64,
             Column::Faults => row.faults_per_s.unwrap_or(-1.0),
             Column::Evictions => row.evictions_per_s.unwrap_or(-1.0),
+            Column::Loss => row.loss.unwrap_or(-1.0),
+            Column::Need => row.need_bytes.map_or(-1.0, |bytes| bytes as f64),
             Column::P50 => row.p50_us,
             Column::P99 => row.p99_us,
         };

@@ -2,9 +2,12 @@
 //! hand, because only then each complaint can name its line, and all complaints
 //! can be made at once.
 
+mod node;
+mod schedules;
+
 use std::net::SocketAddr;
 use std::ops::Range;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -13,19 +16,26 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use super::nearest::nearest;
-use super::{Config, Machine, Problem, Problems, Rule, User};
+use super::{Config, Machine, Problem, Problems, Rule, User, exact_time};
 
 /// All keys of the file.
-pub(super) const KEYS: [&str; 9] = [
+pub(super) const KEYS: [&str; 16] = [
     "socket_dir",
     "default_dram",
     "metrics",
     "tier_path",
     "tier_limit",
+    "node",
+    "node_limit",
+    "node_bandwidth",
     "uffd_users",
     "preload",
     "stop_grace",
+    "snapshot_dir",
+    "snapshot_limit",
+    "criu",
     "manage",
+    "snapshot",
 ];
 /// All keys of a `[[manage]]` rule.
 const RULE_KEYS: [&str; 6] = ["name", "exe", "user", "cgroup", "dram", "tier_limit"];
@@ -33,6 +43,8 @@ const RULE_KEYS: [&str; 6] = ["name", "exe", "user", "cgroup", "dram", "tier_lim
 const MAX_SOCKET_PATH_BYTES: usize = 107;
 /// Rules at most: each is tried on every new process.
 const MAX_RULES: usize = 256;
+/// Longest time that `strata stop` may wait.
+const MAX_GRACE: Duration = Duration::from_secs(24 * 3600);
 
 /// What is wrong with a value, and what to do.
 type Refusal = (String, String);
@@ -76,14 +88,16 @@ impl Reader<'_> {
         });
     }
 
-    fn unknown_keys(&mut self, table: &DeTable<'_>, known: &[&str]) {
+    /// Complains of keys that are not `known` in a table of the array `array`
+    /// (empty: the whole file).
+    fn unknown_keys(&mut self, table: &DeTable<'_>, known: &[&str], array: &str) {
         for key in table.keys() {
             let name = key.get_ref().as_ref();
             if !known.contains(&name) {
                 // In the table of a rule a key of the whole file is a likely
                 // slip: in TOML whatever follows [[manage]] belongs to it.
                 let todo = if KEYS.contains(&name) {
-                    "put it before the first [[manage]]".to_owned()
+                    format!("put it before the first [[{array}]]")
                 } else {
                     format!("did you mean {}? (known: {})", nearest(name, known), known.join(", "))
                 };
@@ -112,7 +126,7 @@ impl Reader<'_> {
 
     fn config(&mut self, table: &DeTable<'_>) -> Config {
         let machine = self.machine;
-        self.unknown_keys(table, &KEYS);
+        self.unknown_keys(table, &KEYS, "");
         let mut config = Config::defaults(machine);
         if let Some(directory) = self.get(table, "socket_dir", socket_directory) {
             config.socket_dir = directory;
@@ -126,13 +140,42 @@ impl Reader<'_> {
             config.tier_limit = limit;
         }
         self.limit_needs_a_tier(table, table);
+        self.tier_fits(table, &mut config);
+        self.node(table, &mut config);
         config.uffd_users = self.users(table, "uffd_users");
         config.preload = self.get(table, "preload", library);
-        if let Some(grace) = self.get(table, "stop_grace", duration) {
+        if let Some(grace) = self.get(table, "stop_grace", |value| duration(value, MAX_GRACE)) {
             config.stop_grace = grace;
         }
+        if let Some(directory) = self.get(table, "snapshot_dir", snapshot_directory) {
+            config.snapshot_dir = directory;
+        }
+        if let Some(limit) = self.get(table, "snapshot_limit", |value| share(value, machine)) {
+            config.snapshot_limit = limit;
+        }
+        config.criu = self.get(table, "criu", program);
         config.manage = self.rules(table, config.default_dram);
+        config.snapshot = self.schedules(table);
         config
+    }
+
+    /// What the device does not have at all cannot be promised to a tenant.
+    fn tier_fits(&mut self, table: &DeTable<'_>, config: &mut Config) {
+        let Some(directory) = &config.tier_path else { return };
+        let Ok(all) = strata_sys::file_system_bytes(directory).map(ByteSize) else { return };
+        if config.tier_limit <= all {
+            return;
+        }
+        let Some(limit) = table.get("tier_limit") else {
+            config.tier_limit = all;
+            return;
+        };
+        let what = format!(
+            "{} is more than the file system at {} has ({all})",
+            config.tier_limit,
+            directory.display()
+        );
+        self.complain(&limit.span(), "tier_limit", (what, "name a smaller limit".into()));
     }
 
     /// A limit of a tier that there is not would be obeyed by nobody.
@@ -201,7 +244,7 @@ impl Reader<'_> {
         default_dram: ByteSize,
     ) -> Option<Rule> {
         let machine = self.machine;
-        self.unknown_keys(table, &RULE_KEYS);
+        self.unknown_keys(table, &RULE_KEYS, "manage");
         let name = self.get(table, "name", tenant_name);
         if !table.contains_key("name") {
             let refusal = ("a rule needs a name".into(), "add name = \"…\"".into());
@@ -253,10 +296,20 @@ fn budget(value: &DeValue<'_>, machine: &Machine) -> Result<ByteSize, Refusal> {
     Ok(size)
 }
 
-/// `"250ms"`, `"10s"`, `"2min"`.
-fn duration(value: &DeValue<'_>) -> Result<Duration, Refusal> {
-    const WANTED: &str = "a time with its unit, in quotes: \"250ms\", \"10s\" or \"2min\"";
-    const MAX: Duration = Duration::from_secs(24 * 60 * 60);
+/// A part of the machine's memory.
+fn share(value: &DeValue<'_>, machine: &Machine) -> Result<ByteSize, Refusal> {
+    let size = size(value)?;
+    if size > machine.memory {
+        let what = format!("{size} is more than this machine has ({})", machine.memory);
+        return Err((what, "name a part of it".into()));
+    }
+    Ok(size)
+}
+
+/// `"250ms"`, `"10s"`, `"5m"` or `"5min"`, `"2h"`, `"1d"`; at most `max`.
+fn duration(value: &DeValue<'_>, max: Duration) -> Result<Duration, Refusal> {
+    const WANTED: &str =
+        "a time with its unit, in quotes: \"250ms\", \"10s\", \"5min\", \"2h\" or \"1d\"";
     let text = text(value, WANTED)?;
     let refuse = |what: String| (what, format!("write {WANTED}"));
     let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
@@ -265,12 +318,15 @@ fn duration(value: &DeValue<'_>) -> Result<Duration, Refusal> {
     let unit_ms = match unit.trim() {
         "ms" => 1,
         "s" => 1000,
-        "min" => 60_000,
+        "m" | "min" => 60_000,
+        "h" => 3_600_000,
+        "d" => 86_400_000,
         _ => return Err(refuse(format!("{text:?} is not a time"))),
     };
     let time = Duration::from_millis(number.saturating_mul(unit_ms));
-    if time > MAX {
-        return Err(refuse(format!("{text:?} is longer than a day")));
+    if time > max {
+        let (what, todo) = (format!("{text:?} is too long"), exact_time(max));
+        return Err((what, format!("at most {todo} is allowed")));
     }
     Ok(time)
 }
@@ -314,6 +370,27 @@ fn writable_directory(value: &DeValue<'_>) -> Result<PathBuf, Refusal> {
             "make the directory, writable for stratad".into(),
         )),
     }
+}
+
+/// A directory that stratad makes when it first needs it, parents and all. What
+/// is there already must serve.
+fn snapshot_directory(value: &DeValue<'_>) -> Result<PathBuf, Refusal> {
+    let directory = absolute(value)?;
+    match directory.symlink_metadata() {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(directory),
+        Ok(_) | Err(_) => writable_directory(value),
+    }
+}
+
+fn program(value: &DeValue<'_>) -> Result<PathBuf, Refusal> {
+    let path = absolute(value)?;
+    let executable =
+        path.metadata().is_ok_and(|file| file.is_file() && file.permissions().mode() & 0o111 != 0);
+    if !executable {
+        let what = format!("{} is not a program", path.display());
+        return Err((what, "name the criu to use, or leave the key out".into()));
+    }
+    Ok(path)
 }
 
 fn library(value: &DeValue<'_>) -> Result<PathBuf, Refusal> {

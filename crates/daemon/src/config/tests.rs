@@ -3,7 +3,20 @@
 use super::*;
 
 fn machine() -> Machine {
-    Machine { memory: ByteSize(8 << 30), user_id: |name| Ok((name == "postgres").then_some(105)) }
+    Machine {
+        memory: ByteSize(8 << 30),
+        user_id: |name| Ok((name == "postgres").then_some(105)),
+        nodes: || {
+            let node = |number, gib: u64, has_cpus| MemoryNode {
+                number,
+                total_bytes: gib << 30,
+                free_bytes: 0,
+                has_cpus,
+            };
+            vec![node(0, 8, true), node(2, 4, false), node(3, 16, false), node(4, 0, false)]
+        },
+        home_of: |_| Some(0),
+    }
 }
 
 fn parse(text: &str) -> Result<Config, Problems> {
@@ -32,10 +45,16 @@ socket_dir = "/run/other"
 default_dram = "1.5GiB"
 metrics = "127.0.0.1:9464"
 tier_path = "/tmp"
-tier_limit = "20GiB"
+tier_limit = "20MiB"
+node = 2
+node_limit = "3GiB"
+node_bandwidth = "200MiB"
 uffd_users = ["postgres", "1000"]
 preload = "/bin/sh"
 stop_grace = "250ms"
+snapshot_dir = "/no/such/directory/yet"
+snapshot_limit = "3GiB"
+criu = "/bin/sh"
 
 [[manage]]
 name = "db"
@@ -47,6 +66,16 @@ tier_limit = "1000001B"
 [[manage]]
 name = "cache"
 cgroup = "/system.slice/redis.service/"
+
+[[snapshot]]
+name = "db"
+every = "5m"
+keep = 0x10
+persist = true
+
+[[snapshot]]
+name = "cache"
+every = "90s"
 "#;
 
 #[test]
@@ -56,10 +85,18 @@ fn every_key_is_read_and_printing_it_reads_the_same() {
     assert_eq!(config.stop_grace, Duration::from_millis(250));
     assert_eq!(config.uffd_users[0], User { name: "postgres".into(), uid: 105 });
     assert_eq!(config.uffd_users[1].uid, 1000);
+    let (limit, bandwidth) = (ByteSize(3 << 30), ByteSize(200 << 20));
+    assert_eq!(config.node, Some(Node { number: 2, home: 0, limit, bandwidth }));
     assert_eq!(config.manage[0].tier_limit, Some(ByteSize(1_000_001)));
     assert_eq!(config.manage[1].cgroup.as_deref(), Some("/system.slice/redis.service"));
     assert_eq!(config.manage[1].dram, config.default_dram);
+    let [db, cache] = &config.snapshot[..] else { panic!("{:?}", config.snapshot) };
+    let every = Duration::from_secs(300);
+    assert_eq!(*db, Schedule { name: "db".into(), every, keep: 16, persist: true });
+    assert_eq!((cache.every, cache.keep, cache.persist), (Duration::from_secs(90), 12, false));
+    assert_eq!(config.snapshot_limit, ByteSize(3 << 30));
     let defaults = Config::defaults(&machine());
+    assert_eq!(defaults.snapshot_limit, ByteSize(2 << 30));
     for config in [config, defaults] {
         let printed = config.resolved();
         assert_eq!(parse(&printed).expect(&printed), config, "{printed}");
@@ -78,11 +115,54 @@ fn each_slip_is_named_with_its_line_and_its_cure() {
         ("metrics = \"localhost\"", "is not an address; write an address and a port"),
         ("stop_grace = \"10\"", "is not a time; write a time with its unit"),
         ("stop_grace = \"99999999999999999999s\"", "is not a time"),
-        ("stop_grace = \"18446744073709551615min\"", "longer than a day"),
+        ("stop_grace = \"18446744073709551615min\"", "is too long; at most \"1d\""),
+        ("stop_grace = \"25h\"", "is too long; at most \"1d\""),
+        ("snapshot_dir = \"snapshots\"", "not an absolute path"),
+        ("snapshot_dir = \"/proc\"", "cannot write to /proc"),
+        ("snapshot_dir = \"/bin/sh\"", "cannot write to /bin/sh"),
+        ("snapshot_limit = \"9GiB\"", "9.0 GiB is more than this machine has (8.0 GiB); name a"),
+        ("snapshot_limit = \"25%\"", "is not a size"),
+        ("criu = \"criu\"", "not an absolute path"),
+        ("criu = \"/etc/passwd\"", "is not a program"),
+        ("snapshots = 3", "did you mean snapshot?"),
+        ("snapshot = 3", "write [[snapshot]] schedules"),
+        ("[[snapshot]]\nevery = \"5m\"", "t.toml:1: snapshot: a schedule needs the key name; add"),
+        ("[[snapshot]]\nname = \"db\"", "needs the key every; add every = \"5m\""),
+        ("[[snapshot]]\nname = \"a/b\"\nevery = \"5m\"", "t.toml:2: name: a name consists of"),
+        ("[[snapshot]]\nname = \"db\"\nevery = \"9s\"", "\"9s\" is too often; a snapshot stops"),
+        ("[[snapshot]]\nname = \"db\"\nevery = \"32d\"", "is too long; at most \"31d\""),
+        ("[[snapshot]]\nname = \"db\"\nevery = 5", "of the type integer; write a time"),
+        ("[[snapshot]]\nname = \"db\"\nevery = \"5m\"\nkeep = 0", "t.toml:4: keep: 0 cannot be"),
+        ("[[snapshot]]\nname = \"db\"\nevery = \"5m\"\nkeep = -1", "-1 cannot be kept"),
+        ("[[snapshot]]\nname = \"db\"\nevery = \"5m\"\nkeep = 1001", "1001 cannot be kept"),
+        ("[[snapshot]]\nname = \"db\"\nevery = \"5m\"\nkeep = \"3\"", "write how many to keep"),
+        ("[[snapshot]]\nname = \"db\"\nevery = \"5m\"\npersist = 1", "write true or false"),
+        ("[[snapshot]]\nname = \"db\"\nevery = \"5m\"\nkep = 3", "did you mean keep?"),
+        (
+            "[[snapshot]]\nname = \"db\"\nevery = \"5m\"\ncriu = \"/bin/sh\"",
+            "put it before the first [[snapshot]]",
+        ),
+        (
+            "[[snapshot]]\nname = \"a\"\nevery = \"5m\"\n[[snapshot]]\nname = \"a\"\nevery = \"1h\"",
+            "t.toml:5: name: \"a\" has a schedule already",
+        ),
         ("socket_dir = \"run\"", "not an absolute path"),
         ("tier_path = \"/no/such/directory\"", "cannot write to /no/such/directory"),
         ("tier_path = \"/proc\"", "cannot write to /proc"),
         ("tier_limit = \"1GiB\"", "there is no file tier to limit; set tier_path"),
+        ("node = 0", "node 0 has processors: it is plain DRAM; such nodes are here: 2, 3"),
+        ("node = 1", "node 1 is not there, or offline; such nodes are here: 2, 3"),
+        ("node = 4", "node 4 has no memory online"),
+        ("node = -1", "is no node's number"),
+        ("node = \"dax0.0\"", "\"dax0.0\" is no node; such nodes"),
+        ("node = [2]", "is of the type array; write the number of a node"),
+        ("node = 2\nnode_limit = \"5GiB\"", "5.0 GiB is more than node 2 has (4.0 GiB)"),
+        ("node = 2\nnode_bandwidth = \"1KiB\"", "1.0 KiB a second is too little"),
+        ("node_limit = \"1GiB\"", "there is no node tier; set node"),
+        (
+            "tier_path = \"/tmp\"\ntier_limit = \"900000TiB\"",
+            "is more than the file system at /tmp has",
+        ),
         ("uffd_users = \"postgres\"", "write a list of users"),
         (
             "uffd_users = [\n  \"postgres\",\n  \"nobody-here\",\n]",
@@ -142,6 +222,20 @@ fn checking_leaves_nothing_in_the_tier() {
 }
 
 #[test]
+fn times_are_printed_as_they_are_read() {
+    for (ms, text) in [
+        (0, "\"0ms\""),
+        (1500, "\"1500ms\""),
+        (90_000, "\"90s\""),
+        (300_000, "\"5min\""),
+        (7_200_000, "\"2h\""),
+        (172_800_000, "\"2d\""),
+    ] {
+        assert_eq!(exact_time(Duration::from_millis(ms)), text);
+    }
+}
+
+#[test]
 fn a_missing_file_is_a_problem_only_when_it_was_named() {
     let missing = Path::new("/no/such/stratad.toml");
     let line = Config::load(Some(missing), &machine()).expect_err("named").to_string();
@@ -162,7 +256,8 @@ fn the_packaged_example_is_valid_and_changes_nothing() {
         .lines()
         .map(|line| line.strip_prefix("#:").unwrap_or(line).trim_start().to_owned() + "\n")
         .collect();
-    let missing = |problem: &Problem| matches!(problem.key.as_str(), "tier_path" | "preload");
+    let missing =
+        |problem: &Problem| matches!(problem.key.as_str(), "tier_path" | "preload" | "criu");
     if let Err(problems) = parse(&all) {
         assert!(problems.0.iter().all(missing), "{problems}");
     }

@@ -240,7 +240,7 @@ fn io_uring() -> Finding {
         Ok(()) => Finding::new("io_uring", Presence::Yes, "can be made"),
         Err(error) => Finding::new("io_uring", Presence::No, error.to_string()),
     }
-    .without("nothing of Strata's: only programs that ask for it")
+    .without("reads of the file tier that take no thread each")
 }
 
 /// Total KiB of the swap devices in `/proc/swaps`.

@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use super::kernel::release;
-use super::{Files, Finding, Presence};
+use super::{Files, Finding, Presence, node};
 
 /// For a program to tell its version.
 const VERSION_TIMEOUT: Duration = Duration::from_secs(5);
@@ -17,26 +17,17 @@ const MAX_VERSION_BYTES: u64 = 4096;
 
 pub(super) fn findings(files: &Files) -> Vec<Finding> {
     let path = std::env::var_os("PATH").unwrap_or_default();
-    vec![numa(files), dax(files), kvm(files), qemu(&path), criu(files, &path)]
+    let mut findings = vec![numa(files)];
+    findings.extend(node::findings(files));
+    findings.extend([dax(files), kvm(files), qemu(&path), criu(files, &path)]);
+    findings
 }
 
 /// Nodes with memory and without a CPU: CXL, or persistent memory as RAM.
 fn numa(files: &Files) -> Finding {
-    let nodes: Vec<String> = files
-        .names("/sys/devices/system/node")
-        .into_iter()
-        .filter(|name| {
-            name.strip_prefix("node").is_some_and(|number| number.parse::<u32>().is_ok())
-        })
-        .collect();
-    let without_cpu = nodes
-        .iter()
-        .filter(|node| {
-            let cpus = files.read(&format!("/sys/devices/system/node/{node}/cpulist"));
-            cpus.is_some_and(|cpus| cpus.is_empty())
-        })
-        .count();
-    let detail = format!("{} node(s), {without_cpu} of them without a CPU", nodes.len());
+    let (count, without_cpu) = node::nodes(files);
+    let without_cpu = without_cpu.len();
+    let detail = format!("{count} node(s), {without_cpu} of them without a CPU");
     Finding::yes_or_no("NUMA", without_cpu > 0, detail).without("the node tier (CXL, PMEM as RAM)")
 }
 

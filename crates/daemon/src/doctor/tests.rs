@@ -108,6 +108,37 @@ fn a_poor_machine_says_what_is_lost() {
 }
 
 #[test]
+fn a_node_tier_says_who_else_moves_pages() {
+    let tree = |name, capabilities, balancing, demotion| {
+        Tree::new(
+            name,
+            &[
+                ("/proc/self/status", capabilities),
+                ("/sys/devices/system/node/node0/cpulist", "0-3\n"),
+                ("/sys/devices/system/node/node1/cpulist", "\n"),
+                ("/proc/sys/kernel/numa_balancing", balancing),
+                ("/sys/kernel/mm/numa/demotion_enabled", demotion),
+            ],
+        )
+    };
+    let quiet = tree("quiet", "CapEff:\t0000000000800000\n", "0\n", "false\n");
+    let busy = tree("busy", "CapEff:\t0000000000080000\n", "2\n", "true\n");
+    for (name, word, other) in [
+        ("node tier", "node1, with CAP_SYS_NICE", "without CAP_SYS_NICE"),
+        ("NUMA balancing", "off", "tiering"),
+        ("kernel demotion", "off", "on"),
+    ] {
+        let finding = quiet.finding(name);
+        assert_eq!(finding.presence, Presence::Yes, "{name}");
+        assert!(finding.detail.starts_with(word), "{name}: {}", finding.detail);
+        let finding = busy.finding(name);
+        assert_ne!(finding.presence, Presence::Yes, "{name}");
+        assert!(finding.detail.contains(other), "{name}: {}", finding.detail);
+        assert_ne!(finding.lost, "", "{name}");
+    }
+}
+
+#[test]
 fn only_what_is_essential_blocks() {
     let optional = Finding::new("a", Presence::No, "x").without("y");
     let partly = Finding::new("b", Presence::Partly, "x").without("y").essential();

@@ -27,8 +27,10 @@ impl Daemon {
     pub(crate) fn new() -> Self {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let number = COUNT.fetch_add(1, Ordering::Relaxed);
-        let name = format!("strata-test-{}-{number}.sock", std::process::id());
-        let path = std::env::temp_dir().join(name);
+        let name = format!("strata-test-{}-{number}", std::process::id());
+        let directory = std::env::temp_dir().join(name);
+        std::fs::create_dir(&directory).expect("a directory");
+        let path = directory.join("agent.sock");
         let listener = raw::listen(&path, PATIENCE);
         Self { path, listener }
     }
@@ -36,6 +38,11 @@ impl Daemon {
     /// Its socket.
     pub(crate) fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Does an agent call within that time?
+    pub(crate) fn is_called(&self, milliseconds: i32) -> bool {
+        raw::readable(&self.listener, milliseconds)
     }
 
     /// Waits for an agent and its Hello.
@@ -56,7 +63,8 @@ impl Daemon {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.path);
+        let directory = self.path.parent().expect("made with one");
+        let _ = std::fs::remove_dir_all(directory);
     }
 }
 
@@ -92,7 +100,7 @@ impl Caller {
         self.ready(control, userfaultfd, HashMap::new())
     }
 
-    /// Goes on to Ready with the userfaultfd that a fork made.
+    /// Goes on to Ready with the userfaultfd that a fork or a restore made.
     pub(crate) fn adopt(self, userfaultfd: OwnedFd, stored: Pages) -> Space {
         let control = raw::control();
         self.welcome(Verdict::Adopt, &[&control.0, &userfaultfd]);
@@ -113,18 +121,7 @@ impl Caller {
     }
 
     fn ready(self, (file, control): ControlBlock, userfaultfd: OwnedFd, stored: Pages) -> Space {
-        let shared = Arc::new(Served {
-            control,
-            userfaultfd,
-            stored: Mutex::new(stored),
-            resident: Mutex::default(),
-            forked: Mutex::new(Vec::new()),
-            stop: AtomicBool::new(false),
-        });
-        let server = std::thread::spawn({
-            let shared = Arc::clone(&shared);
-            move || shared.serve()
-        });
+        let (shared, server) = Served::start(control, userfaultfd, stored);
         raw::send(&self.socket, &Ready { magic: MAGIC }, &[]);
         let Self { socket, pid, hello, .. } = self;
         Space { socket: Some(socket), pid, hello, file, served: shared, server: Some(server) }
@@ -149,6 +146,32 @@ pub(crate) struct Served {
 }
 
 impl Served {
+    fn start(
+        control: &'static Control,
+        userfaultfd: OwnedFd,
+        stored: Pages,
+    ) -> (Arc<Self>, JoinHandle<()>) {
+        let shared = Arc::new(Self {
+            control,
+            userfaultfd,
+            stored: Mutex::new(stored),
+            resident: Mutex::default(),
+            forked: Mutex::new(Vec::new()),
+            stop: AtomicBool::new(false),
+        });
+        let server = std::thread::spawn({
+            let shared = Arc::clone(&shared);
+            move || shared.serve()
+        });
+        (shared, server)
+    }
+
+    /// The userfaultfd and what is stored, for whoever goes on.
+    fn give_away(&self) -> (OwnedFd, Pages) {
+        let userfaultfd = self.userfaultfd.try_clone().expect("a descriptor is free");
+        (userfaultfd, std::mem::take(&mut *self.stored.lock().expect("no panic")))
+    }
+
     /// Answers faults with what is stored, else with zeroes; reads as the
     /// contract says.
     fn serve(&self) {
@@ -210,6 +233,27 @@ impl Served {
             Err(libc::EAGAIN) => false,
             Err(error) => panic!("UFFDIO_COPY: errno {error}"),
         }
+    }
+}
+
+/// A forked child whose agent has not yet called: its faults and events must be
+/// served where they come before that.
+pub(crate) struct Orphan {
+    served: Arc<Served>,
+    server: JoinHandle<()>,
+}
+
+impl Orphan {
+    pub(crate) fn serve(userfaultfd: OwnedFd, stored: Pages) -> Self {
+        let (served, server) = Served::start(raw::control().1, userfaultfd, stored);
+        Self { served, server }
+    }
+
+    /// Ends serving; the userfaultfd and what was stored, for whoever goes on.
+    pub(crate) fn hand_over(self) -> (OwnedFd, Pages) {
+        self.served.stop.store(true, Ordering::Relaxed);
+        self.server.join().expect("the fault thread does not panic");
+        self.served.give_away()
     }
 }
 
@@ -338,12 +382,35 @@ impl Space {
         evicted
     }
 
+    /// Closes the daemon's end of the connection, and serves faults all the same.
+    pub(crate) fn hang_up(&mut self) {
+        self.socket = None;
+    }
+
+    /// Waits until the agent uses a control block that was new: it cancels what
+    /// it is given earlier.
+    pub(crate) fn settle(&self) {
+        let threads = &self.control().thread_seq;
+        wait_until("the new control block is used", || threads.load(Ordering::SeqCst) != 0);
+    }
+
+    /// Has the agent neither said anything nor closed its end?
+    pub(crate) fn is_quiet(&self) -> bool {
+        !raw::readable(self.socket.as_ref().expect("not lost"), 0)
+    }
+
+    /// Ends serving; the userfaultfd and what was stored, for whoever goes on.
+    pub(crate) fn hand_over(&mut self) -> (OwnedFd, Pages) {
+        self.stop();
+        self.served.give_away()
+    }
+
     /// The daemon's end of the connection breaks; what was stored is handed
     /// over to whoever resumes.
     pub(crate) fn lose(mut self) -> Pages {
         self.stop();
         self.socket = None;
-        std::mem::take(&mut *self.served.stored.lock().expect("no panic"))
+        self.served.give_away().1
     }
 
     /// A copy of its control block, for a daemon to come.

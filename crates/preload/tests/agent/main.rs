@@ -7,6 +7,8 @@ mod daemon;
 mod managed;
 mod program;
 mod raw;
+mod restored;
+mod snapshot;
 mod unmanaged;
 
 use std::path::Path;

@@ -7,16 +7,28 @@ use strata_units::wire::{
     Command, HelloKind, READER_AWAITED, RESULT_CANCELLED, RESULT_PENDING, TRANSFER_PAGES, Verdict,
 };
 
-use crate::daemon::Daemon;
+use crate::daemon::{Daemon, Space};
 use crate::program::{
     Program, agent_descriptors, blocked_signals, early_library, library, thread_names,
 };
 use crate::{cannot_run, raw, wait_until};
 
-const PAGES: usize = 64;
+pub(crate) const PAGES: usize = 64;
+
+/// A managed program with `pages` filled pages at the address in the last place;
+/// they and its transfer range are registered.
+pub(crate) fn all_registered(pages: usize) -> (Daemon, Program, Space, u64) {
+    let daemon = Daemon::new();
+    let mut program = Program::start(&daemon);
+    let space = daemon.manage();
+    let memory = program.fill(pages);
+    space.register(memory, pages);
+    space.register_transfer();
+    (daemon, program, space, memory)
+}
 
 /// Every `step`-th page of a filled range.
-fn some(address: u64, step: usize) -> Vec<u64> {
+pub(crate) fn some(address: u64, step: usize) -> Vec<u64> {
     (0..PAGES).step_by(step).map(|page| address + (page * PAGE_SIZE) as u64).collect()
 }
 
@@ -51,12 +63,7 @@ fn moved_pages_come_back_as_they_were() {
     if cannot_run() {
         return;
     }
-    let daemon = Daemon::new();
-    let mut program = Program::start(&daemon);
-    let space = daemon.manage();
-    let memory = program.fill(PAGES);
-    space.register(memory, PAGES);
-    space.register_transfer();
+    let (_daemon, mut program, space, memory) = all_registered(PAGES);
 
     let pages = some(memory, 2);
     let results = space.batch(Command::Move, &pages, 0);
@@ -87,12 +94,7 @@ fn neighbours_go_together_and_each_has_its_own_result() {
     if cannot_run() {
         return;
     }
-    let daemon = Daemon::new();
-    let mut program = Program::start(&daemon);
-    let space = daemon.manage();
-    let memory = program.fill(PAGES);
-    space.register(memory, PAGES);
-    space.register_transfer();
+    let (_daemon, mut program, space, memory) = all_registered(PAGES);
     let page = |index: usize| memory + (index * PAGE_SIZE) as u64;
     let keep = |index: usize, slot: usize| {
         let there = space.hello.transfer + (slot * PAGE_SIZE) as u64;
@@ -129,12 +131,7 @@ fn a_busy_program_sees_no_wrong_byte() {
         return;
     }
     const STRESS_PAGES: usize = 256;
-    let daemon = Daemon::new();
-    let mut program = Program::start(&daemon);
-    let space = daemon.manage();
-    let memory = program.fill(STRESS_PAGES);
-    space.register(memory, STRESS_PAGES);
-    space.register_transfer();
+    let (_daemon, mut program, space, memory) = all_registered(STRESS_PAGES);
     let pages = (0..STRESS_PAGES).map(|page| memory + (page * PAGE_SIZE) as u64);
     space.served.resident.lock().expect("no panic").extend(pages);
 
@@ -155,12 +152,7 @@ fn a_batch_ends_where_the_daemon_knows_more() {
     if cannot_run() {
         return;
     }
-    let daemon = Daemon::new();
-    let mut program = Program::start(&daemon);
-    let space = daemon.manage();
-    let memory = program.fill(PAGES);
-    space.register(memory, PAGES);
-    space.register_transfer();
+    let (_daemon, mut program, space, memory) = all_registered(PAGES);
     let control = space.control();
     let pages = some(memory, 8);
 
@@ -226,12 +218,7 @@ fn a_forked_child_has_its_own_agent_before_fork_returns() {
     if cannot_run() {
         return;
     }
-    let daemon = Daemon::new();
-    let mut program = Program::start(&daemon);
-    let space = daemon.manage();
-    let memory = program.fill(PAGES);
-    space.register(memory, PAGES);
-    space.register_transfer();
+    let (daemon, mut program, space, memory) = all_registered(PAGES);
     space.evict(&some(memory, 2), 0);
     let before = space.threads();
 
@@ -286,12 +273,7 @@ fn a_childs_agent_tries_until_it_is_heard() {
     if cannot_run() {
         return;
     }
-    let daemon = Daemon::new();
-    let mut program = Program::start(&daemon);
-    let space = daemon.manage();
-    let memory = program.fill(PAGES);
-    space.register(memory, PAGES);
-    space.register_transfer();
+    let (daemon, mut program, space, memory) = all_registered(PAGES);
     space.evict(&some(memory, 2), 0);
 
     program.say("fork");
@@ -423,12 +405,7 @@ fn the_agent_comes_back_and_leaves_when_told() {
     if cannot_run() {
         return;
     }
-    let daemon = Daemon::new();
-    let mut program = Program::start(&daemon);
-    let space = daemon.manage();
-    let memory = program.fill(PAGES);
-    space.register(memory, PAGES);
-    space.register_transfer();
+    let (daemon, mut program, space, memory) = all_registered(PAGES);
     program.ask("threads 3");
     program.ask("mutex");
     space.evict(&some(memory, 2), 0);
@@ -508,12 +485,7 @@ fn locked_pages_stay() {
     if cannot_run() {
         return;
     }
-    let daemon = Daemon::new();
-    let mut program = Program::start(&daemon);
-    let space = daemon.manage();
-    let memory = program.fill(PAGES);
-    space.register(memory, PAGES);
-    space.register_transfer();
+    let (_daemon, mut program, space, memory) = all_registered(PAGES);
     space.evict(&[memory], 0);
     // mlockall covers the transfer range, too, and brings every page back.
     assert_eq!(program.ask("lock"), "0");
@@ -547,8 +519,10 @@ fn the_agent_takes_no_signals_of_the_program() {
         return;
     }
     let daemon = Daemon::new();
-    let _program = Program::start(&daemon);
+    let mut program = Program::start(&daemon);
     let space = daemon.manage();
+    // Its main thread has signals blocked as long as it is making the agent.
+    program.ask("verify");
     // SIGKILL and SIGSTOP cannot be blocked; 32 and 33 are the C library's own.
     const ALL: u64 = !(1 << 8 | 1 << 18 | 1 << 31 | 1 << 32);
     assert_eq!(blocked_signals(space.pid, agent_descriptors(space.pid).0), ALL);

@@ -9,6 +9,7 @@ use std::sync::Mutex;
 use strata_units::wire::{ENV_SOCKET, ENV_TOKEN};
 
 use crate::daemon::Daemon;
+use crate::{raw, wait_until};
 
 /// The library under test: cargo builds it beside the test.
 pub(crate) fn library() -> PathBuf {
@@ -65,16 +66,26 @@ impl Program {
 
     /// `tenant.c` with a chosen environment.
     pub(crate) fn start_with(socket: Option<&Path>, token: Option<&str>, preload: &str) -> Self {
-        Self::run("tenant", socket, token, preload)
+        Self::spawn(Self::command("tenant", socket, token, preload))
+    }
+
+    /// `tenant.c` in a process whose agent shares the program's descriptors.
+    pub(crate) fn start_sharing(daemon: &Daemon) -> Self {
+        let preload = library();
+        let preload = preload.to_string_lossy();
+        let mut command = Self::command("tenant", Some(daemon.path()), Some(TOKEN), &preload);
+        raw::share_descriptors(&mut command);
+        Self::spawn(command)
     }
 
     /// Another of `tests/programs`.
     pub(crate) fn start_other(daemon: &Daemon, source: &str) -> Self {
         let preload = library();
-        Self::run(source, Some(daemon.path()), Some(TOKEN), &preload.to_string_lossy())
+        let preload = preload.to_string_lossy();
+        Self::spawn(Self::command(source, Some(daemon.path()), Some(TOKEN), &preload))
     }
 
-    fn run(source: &str, socket: Option<&Path>, token: Option<&str>, preload: &str) -> Self {
+    fn command(source: &str, socket: Option<&Path>, token: Option<&str>, preload: &str) -> Command {
         let mut command = Command::new(compile(source, &[]));
         command.env_remove(ENV_SOCKET).env_remove(ENV_TOKEN).env("LD_PRELOAD", preload);
         if let Some(socket) = socket {
@@ -84,6 +95,10 @@ impl Program {
             command.env(ENV_TOKEN, token);
         }
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    }
+
+    fn spawn(mut command: Command) -> Self {
         let mut child = command.spawn().expect("the program starts");
         let input = child.stdin.take();
         let output = BufReader::new(child.stdout.take().expect("piped"));
@@ -170,6 +185,30 @@ pub(crate) fn agent_descriptors(pid: i32) -> (u32, Vec<(u32, String)>) {
         Some((entry.file_name().to_str()?.parse().ok()?, target.to_string_lossy().into_owned()))
     });
     (agent, descriptors.collect())
+}
+
+/// Stops a process as a whole, as a dump does, and waits until its agent stands.
+pub(crate) fn stop(pid: i32) {
+    raw::signal(pid, libc::SIGSTOP);
+    let (agent, _) = agent_descriptors(pid);
+    let path = format!("/proc/{pid}/task/{agent}/status");
+    wait_until("the process is stopped", || {
+        std::fs::read_to_string(&path).expect("it lives").contains("State:\tT")
+    });
+}
+
+/// Private anonymous mappings, addresses of their first byte and of their end.
+pub(crate) fn private_mappings(pid: i32) -> Vec<(u64, u64)> {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).expect("it lives");
+    let mapping = |line: &str| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let [range, access, _, _, "0", name @ ..] = fields.as_slice() else { return None };
+        let known = matches!(name, [] | ["[heap]" | "[stack]"]);
+        let (start, end) = range.split_once('-')?;
+        let number = |hex| u64::from_str_radix(hex, 16).expect("an address");
+        (known && access.ends_with('p')).then(|| (number(start), number(end)))
+    };
+    maps.lines().filter_map(mapping).collect()
 }
 
 /// The signals that a thread has blocked, signal `n` as bit `n - 1`.

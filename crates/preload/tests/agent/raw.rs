@@ -4,7 +4,9 @@
 use std::ffi::c_void;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::process::CommandExt;
 use std::path::Path;
+use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
@@ -13,6 +15,7 @@ use strata_units::wire::{CONTROL_BYTES, Control, Hello, MAGIC, Ready, Userfaultf
 
 const UFFDIO_API: u64 = 0xC018_AA3F;
 const UFFDIO_REGISTER: u64 = 0xC020_AA00;
+const UFFDIO_UNREGISTER: u64 = 0x8010_AA01;
 const UFFDIO_COPY: u64 = 0xC028_AA03;
 const UFFD_API: u64 = 0xAA;
 const REGISTER_MISSING: u64 = 1;
@@ -193,6 +196,15 @@ pub(crate) fn register(userfaultfd: &OwnedFd, address: u64, bytes: usize) -> Res
     if result == 0 { Ok(()) } else { Err(errno()) }
 }
 
+/// Takes a range back from the userfaultfd.
+pub(crate) fn unregister(userfaultfd: &OwnedFd, address: u64, bytes: usize) {
+    let mut request = [address, bytes as u64];
+    // SAFETY: `struct uffdio_range` is two words.
+    let result =
+        unsafe { libc::ioctl(userfaultfd.as_raw_fd(), UFFDIO_UNREGISTER, request.as_mut_ptr()) };
+    check(result.into(), "UFFDIO_UNREGISTER");
+}
+
 /// Fills a page; the error is an errno.
 pub(crate) fn fill(userfaultfd: &OwnedFd, address: u64, page: &[u8]) -> Result<(), i32> {
     assert_eq!(page.len(), PAGE_SIZE);
@@ -227,6 +239,54 @@ pub(crate) fn read_memory(pid: i32, address: u64, bytes: usize) -> Result<Vec<u8
     // by the kernel.
     let read = unsafe { libc::process_vm_readv(pid, &raw const local, 1, &raw const remote, 1, 0) };
     if read == bytes as isize { Ok(buffer) } else { Err(errno()) }
+}
+
+/// Writes another process's memory.
+pub(crate) fn write_memory(pid: i32, address: u64, bytes: &[u8]) {
+    let local = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
+    let remote = libc::iovec { iov_base: address as *mut c_void, iov_len: bytes.len() };
+    // SAFETY: the local vector describes the bytes, which are only read; the
+    // remote one is checked by the kernel.
+    let written =
+        unsafe { libc::process_vm_writev(pid, &raw const local, 1, &raw const remote, 1, 0) };
+    assert_eq!(written, bytes.len() as isize, "process_vm_writev: errno {}", errno());
+}
+
+/// Sends a signal.
+pub(crate) fn signal(pid: i32, signal: i32) {
+    // SAFETY: no pointers.
+    check(unsafe { libc::kill(pid, signal) }.into(), "kill");
+}
+
+/// Has `unshare` and `close_range` report success and do nothing in the process
+/// of `command`: its agent then shares the program's descriptors, as after a
+/// restore.
+pub(crate) fn share_descriptors(command: &mut Command) {
+    const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
+    const EQUAL: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
+    const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
+    let line = |code, jt, k| libc::sock_filter { code, jt, jf: 0, k };
+    let filter = [
+        // The number of the system call comes first.
+        line(LOAD, 0, 0),
+        line(EQUAL, 2, libc::SYS_unshare as u32),
+        line(EQUAL, 1, libc::SYS_close_range as u32),
+        line(RETURN, 0, libc::SECCOMP_RET_ALLOW),
+        line(RETURN, 0, libc::SECCOMP_RET_ERRNO),
+    ];
+    // SAFETY: one system call, which is safe after fork; the kernel copies the
+    // filter.
+    unsafe {
+        command.pre_exec(move || {
+            let filter =
+                libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
+            let mode = libc::SECCOMP_MODE_FILTER;
+            match libc::prctl(libc::PR_SET_SECCOMP, mode, &raw const filter) {
+                0 => Ok(()),
+                _ => Err(io::Error::last_os_error()),
+            }
+        });
+    }
 }
 
 pub(crate) fn futex_wake(word: &AtomicU32) {

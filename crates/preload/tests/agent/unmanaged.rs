@@ -26,7 +26,14 @@ fn only_what_is_documented_is_exported() {
             "pthread_create",
             "pthread_mutex_destroy",
             "pthread_mutex_init",
+            "strata_advise",
+            "strata_advise_ranges",
+            "strata_alloc",
+            "strata_error",
+            "strata_free",
+            "strata_snapshot",
             "strata_version",
+            "strata_where",
             "thrd_create",
         ]
     );
@@ -42,6 +49,8 @@ fn without_a_daemon_nothing_happens() {
     let mut program = Program::start_with(None, Some(TOKEN), &preload);
     assert_eq!(program.ask("ends"), "41 cancelled -42");
     assert_eq!(thread_names(program.pid()).len(), 1);
+    let nobody = format!("-{} this process is not managed by Strata", libc::ENOSYS);
+    assert_eq!(program.ask("snapshot"), nobody);
     let (status, complaint) = program.end();
     assert_eq!((status.code(), complaint.as_str()), (Some(5), ""));
 }

@@ -1,7 +1,8 @@
 /* A program for the agent's tests: obeys the lines on its standard input and
- * answers each with one line. It knows nothing of Strata. */
+ * answers each with one line. Of Strata it knows include/strata.h alone. */
 #define _GNU_SOURCE
 #include <dirent.h>
+#include <dlfcn.h>
 #include <errno.h>
 #include <pthread.h>
 #include <stdint.h>
@@ -120,6 +121,19 @@ static void fork_and_verify(int inner) {
     printf("%d\n", WIFEXITED(status) ? WEXITSTATUS(status) : -1);
 }
 
+/* The child obeys the next lines, until "leave". */
+static void fork_and_stay(void) {
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        puts("here");
+        return;
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    printf("%d\n", WIFEXITED(status) ? WEXITSTATUS(status) : -1);
+}
+
 static void list_descriptors(void) {
     DIR *directory = opendir("/proc/self/fd");
     for (struct dirent *entry; (entry = readdir(directory));) {
@@ -142,6 +156,18 @@ static void make_mutex(void) {
     inheriting = (pthread_mutex_t *)(two + PAGE - 16); /* across the two */
     int result = pthread_mutex_init(inheriting, &attributes);
     printf("%lx\n", result ? 0 : (unsigned long)inheriting);
+}
+
+/* Answers with the result and the reason. */
+static void take_snapshot(char *line) {
+    int (*snapshot)(const char *);
+    const char *(*reason)(void);
+    *(void **)&snapshot = dlsym(RTLD_DEFAULT, "strata_snapshot");
+    *(void **)&reason = dlsym(RTLD_DEFAULT, "strata_error");
+    char *label = strchr(line, ' ');
+    line[strcspn(line, "\n")] = 0;
+    int result = snapshot(label ? label + 1 : 0);
+    printf("%d %s\n", result, reason());
 }
 
 enum { STRESS_PAGES = 256 };
@@ -203,9 +229,12 @@ int main(void) {
         else if (!strncmp(line, "join", 4)) join_threads();
         else if (!strncmp(line, "ends", 4)) ends();
         else if (!strncmp(line, "forkthreads", 11)) fork_and_verify(1);
+        else if (!strncmp(line, "forkstay", 8)) fork_and_stay();
+        else if (!strncmp(line, "leave", 5)) _exit(7);
         else if (!strncmp(line, "fork", 4)) fork_and_verify(0);
         else if (!strncmp(line, "descriptors", 11)) list_descriptors();
         else if (!strncmp(line, "mutex", 5)) make_mutex();
+        else if (!strncmp(line, "snapshot", 8)) take_snapshot(line);
         else if (!strncmp(line, "stress", 6)) stress(number);
         else if (!strncmp(line, "lock", 4)) printf("%d\n", mlockall(MCL_CURRENT));
         else if (!strncmp(line, "destroy", 7)) printf("%d\n", pthread_mutex_destroy(inheriting));

@@ -2,171 +2,22 @@
 //! prints, how it ends, and what it becomes. (The real daemon is tested with it
 //! elsewhere.)
 
+mod fake;
+mod snapshots;
+
 use std::io::{BufRead, BufReader, Write};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
-use std::sync::RwLock;
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::mpsc::{Receiver, channel};
+use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use strata_api::{Latency, PROTOCOL_VERSION, Reply, Request, Stats, TenantState};
+use strata_api::{PROTOCOL_VERSION, Reply, Request, Stats};
+
+use fake::{Daemon, Directory, complaint, output, spawn, stats, stdout};
 
 const STRATA: &str = env!("CARGO_BIN_EXE_strata");
-
-/// Held for writing while a program's file is written, for reading while a child
-/// is made: a child that inherits the open file for a moment makes executing it
-/// fail (ETXTBSY).
-static PROGRAMS: RwLock<()> = RwLock::new(());
-
-fn spawn(command: &mut Command) -> Child {
-    let _no_program_is_written = PROGRAMS.read().expect("no test panics while it writes");
-    command.spawn().expect("strata runs")
-}
-
-fn output(command: &mut Command) -> Output {
-    command.stdout(Stdio::piped()).stderr(Stdio::piped());
-    spawn(command).wait_with_output().expect("it ends")
-}
-
-/// A directory of a test's own, removed at its end.
-struct Directory(PathBuf);
-
-impl Directory {
-    fn new() -> Self {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let number = NEXT.fetch_add(1, Ordering::SeqCst);
-        let name = format!("strata-commands-{}-{number}", std::process::id());
-        let path = std::env::temp_dir().join(name);
-        std::fs::create_dir(&path).expect("directory");
-        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o700)).expect("mode");
-        Self(path.canonicalize().expect("it is there"))
-    }
-
-    fn put(&self, name: &str, bytes: &[u8], mode: u32) -> PathBuf {
-        let path = self.0.join(name);
-        let _no_child_is_made = PROGRAMS.write().expect("no test panics while it makes a child");
-        std::fs::write(&path, bytes).expect("file");
-        std::fs::set_permissions(&path, PermissionsExt::from_mode(mode)).expect("mode");
-        path
-    }
-}
-
-impl Drop for Directory {
-    fn drop(&mut self) {
-        std::fs::remove_dir_all(&self.0).expect("clean up");
-    }
-}
-
-/// A daemon that answers with a function, and the requests that it got.
-struct Daemon {
-    directory: Directory,
-    requests: Receiver<Request>,
-}
-
-impl Daemon {
-    fn new(answer: impl Fn(&Request) -> Reply + Send + 'static) -> Self {
-        let directory = Directory::new();
-        let listener = UnixListener::bind(directory.0.join("s")).expect("bind");
-        let (sender, requests) = channel();
-        // Ends with the test's process.
-        std::thread::spawn(move || {
-            for client in listener.incoming() {
-                // Before the reply: who has it, finds the request recorded.
-                let recording = |request: &Request| {
-                    let _ = sender.send(request.clone());
-                    answer(request)
-                };
-                serve(client.expect("a client"), recording);
-            }
-        });
-        Self { directory, requests }
-    }
-
-    /// One that has `tenants` and says "done" to all else.
-    fn with(tenants: Vec<Stats>) -> Self {
-        Self::new(move |request| match request {
-            Request::List => Reply::List { tenants: tenants.clone() },
-            _ => Reply::Done { note: "so it is".into() },
-        })
-    }
-
-    fn command(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::new(STRATA);
-        command.args(arguments).env("STRATA_SOCKET", self.directory.0.join("s"));
-        command.stdin(Stdio::null());
-        command
-    }
-
-    fn run(&self, arguments: &[&str]) -> Output {
-        output(&mut self.command(arguments))
-    }
-
-    fn last_request(&self) -> Option<Request> {
-        self.requests.try_iter().last()
-    }
-}
-
-fn serve(mut client: UnixStream, answer: impl Fn(&Request) -> Reply) {
-    let mut line = String::new();
-    BufReader::new(&client).read_line(&mut line).expect("a line");
-    let request = serde_json::from_str(&line).expect("a request");
-    let reply = serde_json::to_string(&answer(&request)).expect("a reply");
-    writeln!(client, "{reply}").expect("the client listens");
-}
-
-fn stats(name: &str) -> Stats {
-    Stats {
-        name: name.into(),
-        pids: vec![1],
-        uid: 0,
-        command: vec!["server".into()],
-        state: TenantState::Managed,
-        budget_bytes: 1 << 30,
-        resident_bytes: 1 << 29,
-        staged_bytes: 0,
-        unmanaged_bytes: 0,
-        stored_bytes: 0,
-        kept_bytes: 0,
-        compressed_bytes: 0,
-        file_bytes: 0,
-        metadata_bytes: 0,
-        managed_pages: 0,
-        stored_objects: 0,
-        deduplicated_pages: 0,
-        zero_pages: 0,
-        faults_total: 3,
-        soft_faults_total: 0,
-        file_faults_total: 0,
-        zero_faults_total: 0,
-        prefetched_pages_total: 0,
-        evictions_total: 0,
-        evictions_unchanged_total: 0,
-        evictions_refused_total: 0,
-        lost_pages_total: 0,
-        fault_latency_us: Latency::default(),
-        worker_restarts_total: 0,
-        uptime_seconds: 1.0,
-        notes: vec![],
-    }
-}
-
-fn stdout(output: &Output) -> String {
-    String::from_utf8(output.stdout.clone()).expect("text")
-}
-
-/// The one line that a failure prints, after checking that it is one.
-fn complaint(output: &Output, status: i32) -> String {
-    let text = String::from_utf8(output.stderr.clone()).expect("text");
-    assert_eq!(output.status.code(), Some(status), "{text}");
-    assert!(text.starts_with("strata: ") && text.ends_with('\n'), "{text}");
-    assert_eq!(text.lines().count(), 1, "{text}");
-    assert!(text.contains("; "), "it does not say what to do: {text}");
-    text
-}
 
 /// A shared library that every test binary has loaded anyway.
 fn some_library() -> String {
@@ -527,15 +378,50 @@ fn a_private_daemon_that_dies_says_why() {
 }
 
 #[test]
+fn a_private_daemon_that_left_snapshots_is_started_for_them() {
+    if !private_daemons_are_possible() {
+        return;
+    }
+    let installation = Installation::new("echo 'stratad: started' >&2; exit 5");
+    let directory = installation.0.0.join(format!("strata-{}", uid()));
+    let restored = || complaint(&installation.run(&["restore", "db@1"]), 1);
+    assert!(restored().contains("no snapshot is named db@1"));
+    std::fs::DirBuilder::new().mode(0o700).create(&directory).expect("directory");
+    let snapshots = directory.join(strata_api::PRIVATE_SNAPSHOTS_NAME);
+    std::fs::create_dir(&snapshots).expect("directory");
+    assert!(restored().contains("no snapshot is named db@1"), "there are none");
+    std::fs::create_dir(snapshots.join("db@1")).expect("directory");
+    assert!(restored().contains("stratad: started"));
+}
+
+#[test]
 fn man_pages_and_completions_come_from_the_definition() {
     let directory = Directory::new();
     let daemon = Daemon::with(vec![]);
     let output = daemon.run(&["man", directory.0.to_str().expect("text")]);
     assert!(output.status.success(), "{output:?}");
     let script = stdout(&daemon.run(&["completions", "bash"]));
-    for command in ["run", "ps", "top", "stats", "set", "release", "stop", "doctor", "config"] {
+    for command in [
+        "run",
+        "ps",
+        "top",
+        "stats",
+        "set",
+        "release",
+        "stop",
+        "snapshot",
+        "snapshots",
+        "rollback",
+        "restore",
+        "clone",
+        "doctor",
+        "config",
+    ] {
         assert!(directory.0.join(format!("strata-{command}.1")).is_file(), "{command}");
         assert!(script.contains(&format!("strata__subcmd__{command}")), "{command}");
+    }
+    for command in ["rm", "persist", "export", "import"] {
+        assert!(directory.0.join(format!("strata-snapshot-{command}.1")).is_file(), "{command}");
     }
     let page = std::fs::read_to_string(directory.0.join("strata-run.1")).expect("page");
     assert!(page.contains("allow") && page.contains("exit status"), "{page}");

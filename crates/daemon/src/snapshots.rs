@@ -1,0 +1,392 @@
+//! Snapshots of tenants: process state by CRIU, memory by the pager, and what is
+//! known of both on disk.
+//!
+//! The memory of a snapshot belongs to the tenant that it was taken of, which
+//! stays for it when its processes have ended. `snapshot.json` is written when
+//! the snapshot is whole: without it there is none. What the pager has and no
+//! file names is forgotten by the next worker, and the other way round.
+
+mod disk;
+mod files;
+mod forward;
+mod lineage;
+mod machine;
+mod preparing;
+mod revive;
+pub(crate) mod schedules;
+mod take;
+mod unfinished;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use strata_api::{Progress, SnapshotId, SnapshotInfo, SnapshotRef, SnapshotState};
+use strata_pager::Tenant;
+use strata_snapshot::Criu;
+use strata_units::{ByteSize, SpaceId};
+
+use crate::config::Config;
+use crate::tenants::{Tenants, Wish};
+use disk::{Disk, Known, Line, Place, Process};
+use lineage::life_of;
+pub(crate) use revive::{CloneWish, Revived};
+
+/// What directories of restores under way begin with.
+const WORK: &str = "restore-";
+
+/// Whoever waits longer for something else to be done with a tenant is told so.
+const TURN_PATIENCE: Duration = Duration::from_secs(60);
+
+/// Who hears how far long work is.
+pub(crate) type Tell<'a> = &'a mut (dyn FnMut(Progress) + Send);
+
+pub(crate) struct Snapshots {
+    disk: Disk,
+    tenants: Arc<Tenants>,
+    known: Arc<Mutex<BTreeMap<SnapshotId, Known>>>,
+    lineage: Mutex<BTreeMap<String, Line>>,
+    /// Tenants that something is being done with.
+    busy: Mutex<BTreeSet<String>>,
+    turn_ended: Condvar,
+    /// The CRIU of the configuration.
+    criu: Option<PathBuf>,
+    found: Mutex<Option<Criu>>,
+    /// Where sockets are, this daemon's and CRIU's: their paths are short.
+    work: PathBuf,
+    restores: AtomicU64,
+    /// DRAM that snapshots of ended tenants may cost, all together.
+    limit: ByteSize,
+    /// This daemon's user.
+    uid: u32,
+}
+
+/// Holds a tenant's name busy.
+struct Turn<'a>(&'a Snapshots, String);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        lock(&self.0.busy).remove(&self.1);
+        self.0.turn_ended.notify_all();
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Removes a directory with the files in it, and nothing below: CRIU, which works
+/// there as root, may have mounted something that is not ours to remove.
+fn remove_flat(directory: &Path) {
+    for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
+        let _ = std::fs::remove_file(entry.path());
+    }
+    let _ = std::fs::remove_dir(directory);
+}
+
+/// A tenant like the one that a snapshot was taken of, called `name`.
+fn wish_of(info: &SnapshotInfo, name: &str) -> Wish {
+    Wish {
+        name: Some(name.to_owned()),
+        uid: info.uid,
+        command: info.command.clone(),
+        budget_bytes: info.budget_bytes,
+        tier_limit: None,
+        starter: None,
+    }
+}
+
+impl Snapshots {
+    /// Those that an earlier worker knew; in a new daemon, those that were
+    /// persisted.
+    pub(crate) fn new(config: &Config, tenants: &Arc<Tenants>) -> Self {
+        let disk = Disk::new(config.snapshot_dir.clone());
+        let mut known = BTreeMap::new();
+        for mut snapshot in disk.read_all() {
+            let holder = tenants.get(&snapshot.info.tenant);
+            let has = |process: &Process| {
+                process.memory.is_some_and(|memory| {
+                    holder.as_ref().is_some_and(|t| t.has_snapshot_memory(SpaceId(memory)))
+                })
+            };
+            if !snapshot.processes.iter().all(has) {
+                if snapshot.info.state != SnapshotState::Persisted {
+                    disk.remove(&snapshot.info.id);
+                    continue;
+                }
+                snapshot.processes.iter_mut().for_each(|process| process.memory = None);
+                // The file has them as well, with checksums, and on the device.
+                remove_flat(&disk.images(&snapshot.info.id));
+            }
+            known.insert(snapshot.info.id.clone(), snapshot);
+        }
+        for tenant in tenants.list() {
+            for memory in tenant.snapshot_memories() {
+                let named = |known: &Known| {
+                    known.info.tenant == tenant.record().name
+                        && known.processes.iter().any(|process| process.memory == Some(memory.0))
+                };
+                if !known.values().any(named) {
+                    tenant.remove_snapshot_memory(memory);
+                }
+            }
+        }
+        // Of restores that ended with their worker.
+        for entry in std::fs::read_dir(&config.socket_dir).into_iter().flatten().flatten() {
+            if entry.file_name().to_string_lossy().starts_with(WORK) {
+                unfinished::end(&entry.path(), tenants);
+                remove_flat(&entry.path());
+            }
+        }
+        let lineage = disk.read_lineage();
+        for (name, line) in &lineage {
+            let forwards = line.place.iter().flat_map(|place| &place.forwards);
+            let Some(tenant) = tenants.get(name) else { continue };
+            if line.life != life_of(&tenant) {
+                continue;
+            }
+            for &wish in forwards {
+                if let Err(why) = forward::start(&tenant, wish) {
+                    eprintln!("stratad: {name}: {why}");
+                }
+            }
+        }
+        Self {
+            disk,
+            tenants: Arc::clone(tenants),
+            known: Arc::new(Mutex::new(known)),
+            lineage: Mutex::new(lineage),
+            busy: Mutex::default(),
+            turn_ended: Condvar::new(),
+            criu: config.criu.clone(),
+            found: Mutex::default(),
+            work: config.socket_dir.clone(),
+            restores: AtomicU64::new(0),
+            limit: config.snapshot_limit,
+            uid: std::fs::metadata("/proc/self").map_or(0, |own| own.uid()),
+        }
+    }
+
+    fn criu(&self) -> Result<Criu, String> {
+        let mut found = lock(&self.found);
+        if let Some(criu) = &*found {
+            return Ok(criu.clone());
+        }
+        let named = self.criu.clone().or_else(|| std::env::var_os("STRATA_CRIU").map(Into::into));
+        let criu = Criu::find(named.as_deref()).map_err(|error| error.to_string())?;
+        Ok(found.insert(criu).clone())
+    }
+
+    /// What snapshots of ended tenants cost.
+    fn ended_bytes(&self) -> u64 {
+        let ended = |tenant: &Arc<Tenant>| !tenant.attachment().1;
+        let tenants = self.tenants.list().into_iter().filter(ended);
+        tenants.map(|tenant| tenant.usage().total_bytes()).sum()
+    }
+
+    /// Refuses what would cost more while there is no room.
+    fn check_limit(&self) -> Result<(), String> {
+        let bytes = self.ended_bytes();
+        if bytes <= self.limit.0 {
+            return Ok(());
+        }
+        Err(format!(
+            "snapshots of tenants that have ended cost {}, and may cost {} (snapshot_limit): remove or persist some",
+            ByteSize(bytes),
+            self.limit
+        ))
+    }
+
+    /// Lets go of the memory of a persisted snapshot whose tenant has ended, if
+    /// there is too much of that: the oldest. It is read in again when it is
+    /// restored.
+    pub(crate) fn keep_limit(&self) {
+        if self.ended_bytes() <= self.limit.0 {
+            return;
+        }
+        let is_on_disk = |known: &Known| {
+            known.info.state == SnapshotState::Persisted
+                && known.processes.iter().any(|process| process.memory.is_some())
+        };
+        let oldest = lock(&self.known)
+            .values()
+            .filter(|known| is_on_disk(known))
+            .filter_map(|known| Some((known.clone(), self.tenants.get(&known.info.tenant)?)))
+            .filter(|(_, tenant)| !tenant.attachment().1)
+            .min_by(|(a, _), (b, _)| a.info.taken.total_cmp(&b.info.taken));
+        let Some((mut known, holder)) = oldest else { return };
+        // Who is busy with it may want it: the next look is soon enough.
+        let Some(_turn) = self.turn_now(&known.info.tenant) else { return };
+        let memories: Vec<u32> =
+            known.processes.iter_mut().filter_map(|process| process.memory.take()).collect();
+        // First the file, then the memory: a worker that dies in between finds
+        // memory that no file names, and forgets it.
+        if self.disk.write(&known).is_ok() {
+            lock(&self.known).insert(known.info.id.clone(), known);
+            for memory in memories {
+                holder.remove_snapshot_memory(SpaceId(memory));
+            }
+        }
+    }
+
+    /// Removes what clones that have ended had for themselves, and nobody has
+    /// since.
+    pub(crate) fn remove_copies(&self) {
+        for name in self.disk.copied() {
+            if !self.is_there(&name) && !self.is_shown(&name) {
+                // What cannot be removed now is tried again when the next tenant ends.
+                let _ = std::fs::remove_dir_all(self.disk.copies(&name));
+            }
+        }
+    }
+
+    /// Whether a tenant is there, or begins.
+    fn is_there(&self, name: &str) -> bool {
+        self.tenants.get(name).is_some() || lock(&self.busy).contains(name)
+    }
+
+    /// Whether others see its copies: clones of it, or what a snapshot brings back.
+    fn is_shown(&self, name: &str) -> bool {
+        let copies = self.disk.copies(name);
+        let sees = |place: &Option<Place>| {
+            place.iter().any(|place| place.shown.iter().any(|(copy, _)| copy.starts_with(&copies)))
+        };
+        lock(&self.known).values().any(|known| sees(&known.place))
+            || self.tenants.list().iter().any(|tenant| sees(&self.line_of(tenant).place))
+    }
+
+    pub(crate) fn list(&self) -> Vec<SnapshotInfo> {
+        let all: Vec<SnapshotInfo> =
+            lock(&self.known).values().map(|known| known.info.clone()).collect();
+        all.into_iter().map(|info| self.with_sizes(info)).collect()
+    }
+
+    /// With what it costs now.
+    pub(crate) fn with_sizes(&self, mut info: SnapshotInfo) -> SnapshotInfo {
+        let known = lock(&self.known).get(&info.id).cloned();
+        let holder = self.tenants.get(&info.tenant);
+        if let (Some(known), Some(holder)) = (known, holder) {
+            for memory in known.processes.iter().filter_map(|process| process.memory) {
+                let size = holder.snapshot_size(SpaceId(memory));
+                info.pages += size.pages;
+                info.size_unique_bytes += size.unique_bytes;
+                info.size_shared_bytes += size.shared_bytes;
+            }
+        }
+        info
+    }
+
+    /// What `named` names, if the user `uid` may see it.
+    fn find(&self, uid: u32, named: &SnapshotRef) -> Result<Known, String> {
+        lock(&self.known)
+            .values()
+            .find(|known| named.names(&known.info) && (uid == 0 || uid == known.info.uid))
+            .cloned()
+            .ok_or_else(|| format!("there is no snapshot {named}"))
+    }
+
+    /// CRIU brings files back by their paths, with this daemon's rights: what it
+    /// restores for another user, that user could have it open anything for.
+    fn check_user(&self, uid: u32) -> Result<(), String> {
+        if uid == self.uid {
+            return Ok(());
+        }
+        Err(format!(
+            "this daemon takes snapshots for user {} alone (docs/threat-model.md says why)",
+            self.uid
+        ))
+    }
+
+    /// One thing at a time is done with a tenant; whoever comes meanwhile waits.
+    /// What was found before may not be true any more.
+    fn turn(&self, name: &str) -> Result<Turn<'_>, String> {
+        let busy = lock(&self.busy);
+        let is_taken = |busy: &mut BTreeSet<String>| busy.contains(name);
+        let waited = self.turn_ended.wait_timeout_while(busy, TURN_PATIENCE, is_taken);
+        let (mut busy, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        if busy.insert(name.to_owned()) {
+            Ok(Turn(self, name.to_owned()))
+        } else {
+            Err(format!("another snapshot, rollback or restore of {name} is under way"))
+        }
+    }
+
+    /// The same for whoever must not wait.
+    fn turn_now(&self, name: &str) -> Option<Turn<'_>> {
+        let is_free = lock(&self.busy).insert(name.to_owned());
+        is_free.then(|| Turn(self, name.to_owned()))
+    }
+
+    /// The turn of the tenant whose snapshot `named` names.
+    fn turn_of(&self, uid: u32, named: &SnapshotRef) -> Result<Turn<'_>, String> {
+        self.turn(&self.find(uid, named)?.info.tenant)
+    }
+
+    /// A number that no snapshot of this tenant had, for one with this label.
+    fn next_id(&self, tenant: &str, label: Option<&str>) -> Result<SnapshotId, String> {
+        let taken = |known: &Known| known.info.tenant == tenant && known.info.label.is_some();
+        let known = lock(&self.known);
+        if let Some(label) = label
+            && let Some(other) = known
+                .values()
+                .find(|known| taken(known) && known.info.label.as_deref() == Some(label))
+        {
+            return Err(format!("{} has the label {label} already", other.info.id));
+        }
+        let mut lineage = lock(&self.lineage);
+        let line = lineage.entry(tenant.to_owned()).or_default();
+        line.last += 1;
+        let number = line.last;
+        self.disk.write_lineage(&lineage)?;
+        Ok(SnapshotId { tenant: tenant.to_owned(), number })
+    }
+
+    fn forget(&self, known: &Known) {
+        lock(&self.known).remove(&known.info.id);
+        self.disk.remove(&known.info.id);
+        let Some(holder) = self.tenants.get(&known.info.tenant) else { return };
+        for memory in known.processes.iter().filter_map(|process| process.memory) {
+            holder.remove_snapshot_memory(SpaceId(memory));
+        }
+    }
+
+    /// A snapshot whose memory the pager has, and the tenant that has it.
+    fn loaded(
+        &self,
+        uid: u32,
+        named: &SnapshotRef,
+        tell: Tell<'_>,
+    ) -> Result<(Known, Arc<Tenant>), String> {
+        let known = self.find(uid, named)?;
+        if known.info.state == SnapshotState::Capturing {
+            return Err(format!("{} is not captured yet", known.info.id));
+        }
+        if known.is_in_memory() {
+            return self.with_its_holder(known);
+        }
+        let _turn = self.turn(&format!("{} on disk", known.info.id))?;
+        // Whoever had the turn before may have loaded it.
+        match self.find(uid, named)? {
+            known if known.is_in_memory() => self.with_its_holder(known),
+            known => self.load(known, tell),
+        }
+    }
+
+    fn with_its_holder(&self, known: Known) -> Result<(Known, Arc<Tenant>), String> {
+        match self.tenants.get(&known.info.tenant) {
+            Some(holder) => Ok((known, holder)),
+            None => Err(format!("the memory of {} is gone", known.info.id)),
+        }
+    }
+
+    /// Forgets a snapshot; what nothing else refers to is freed.
+    pub(crate) fn remove(&self, uid: u32, named: &SnapshotRef) -> Result<(), String> {
+        let _turn = self.turn_of(uid, named)?;
+        let known = self.find(uid, named)?;
+        self.forget(&known);
+        Ok(())
+    }
+}

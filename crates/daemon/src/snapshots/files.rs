@@ -1,0 +1,265 @@
+//! Snapshots in files: persisted beside their images, exported, imported.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::Path;
+use std::sync::Arc;
+
+use strata_api::{Progress, SnapshotInfo, SnapshotRef, SnapshotState, Unit};
+use strata_pager::Tenant;
+use strata_snapshot::archive::{Reader, Writer};
+use strata_units::{PAGE_SIZE, PageBuffer, SpaceId};
+
+use super::disk::Known;
+use super::machine::Machine;
+use super::{Snapshots, Tell, lock, wish_of};
+
+/// Process state of a snapshot that is imported has at most this.
+const MOST_IMAGE_BYTES: u64 = 16 << 30;
+/// Pages between two words on how far it is.
+const TELL_PAGES: u64 = 4096;
+
+fn told(what: &str, pages: u64, total: Option<u64>) -> Progress {
+    let bytes = |pages: u64| pages * PAGE_SIZE as u64;
+    Progress { what: what.into(), done: bytes(pages), total: total.map(bytes), unit: Unit::Bytes }
+}
+
+impl Snapshots {
+    /// Writes a snapshot to disk, so that it survives a reboot.
+    pub(crate) fn persist(
+        &self,
+        uid: u32,
+        named: &SnapshotRef,
+        tell: Tell<'_>,
+    ) -> Result<SnapshotInfo, String> {
+        let _turn = self.turn_of(uid, named)?;
+        let (mut known, holder) = self.loaded(uid, named, tell)?;
+        if known.info.state == SnapshotState::Persisted {
+            return Ok(known.info);
+        }
+        let path = self.disk.archive(&known.info.id);
+        // Of a daemon that died before it said that it is there.
+        let _ = std::fs::remove_file(&path);
+        let images = self.disk.open_images(&known.info.id)?;
+        known.info.file_bytes = write_file(&known, &holder, images, &path, "persisting", tell)?;
+        known.info.state = SnapshotState::Persisted;
+        self.disk.write(&known)?;
+        lock(&self.known).insert(known.info.id.clone(), known.clone());
+        Ok(known.info)
+    }
+
+    /// Writes a snapshot into one file.
+    pub(crate) fn export(
+        &self,
+        uid: u32,
+        named: &SnapshotRef,
+        path: &Path,
+        tell: Tell<'_>,
+    ) -> Result<(), String> {
+        let _turn = self.turn_of(uid, named)?;
+        let (known, holder) = self.loaded(uid, named, tell)?;
+        let images = self.disk.open_images(&known.info.id)?;
+        write_file(&known, &holder, images, path, "exporting", tell).map(|_| ())
+    }
+
+    /// Has the pager take the memory of a persisted snapshot in again; the images
+    /// come from its file as well, if no worker has had them since.
+    pub(super) fn load(
+        &self,
+        mut known: Known,
+        tell: Tell<'_>,
+    ) -> Result<(Known, Arc<Tenant>), String> {
+        let reader = Reader::open(&self.disk.archive(&known.info.id))
+            .map_err(|error| crate::tenants::chain(&error))?;
+        let images = self.disk.images(&known.info.id);
+        if !images.exists() {
+            extract(&reader, &images)?;
+        }
+        let holder = self.with_holder(&known.info.clone(), |holder| {
+            self.take_in(&reader, &mut known, holder, tell)?;
+            self.disk.write(&known)
+        })?;
+        lock(&self.known).insert(known.info.id.clone(), known.clone());
+        Ok((known, holder))
+    }
+
+    /// The tenant that a snapshot's memory belongs to, made if it is not there,
+    /// which `fill` gives that memory.
+    fn with_holder(
+        &self,
+        info: &SnapshotInfo,
+        fill: impl FnOnce(&Tenant) -> Result<(), String>,
+    ) -> Result<Arc<Tenant>, String> {
+        if let Some(tenant) = self.tenants.get(&info.tenant) {
+            if tenant.record().uid != info.uid {
+                return Err(format!("another user has a tenant {}", info.tenant));
+            }
+            return fill(&tenant).map(|()| tenant);
+        }
+        let (tenant, _) = self.tenants.create(wish_of(info, &info.tenant))?;
+        if let Err(why) = fill(&tenant) {
+            self.tenants.discard(&info.tenant);
+            return Err(why);
+        }
+        // Not before: without memory and processes it would be taken down.
+        tenant.is_for_snapshots();
+        Ok(tenant)
+    }
+
+    /// Reads the memory of all processes of `known`.
+    fn take_in(
+        &self,
+        reader: &Reader,
+        known: &mut Known,
+        holder: &Tenant,
+        tell: Tell<'_>,
+    ) -> Result<(), String> {
+        let total = reader.processes().iter().map(|process| process.pages).sum();
+        let mut done = 0;
+        let mut memories = Vec::new();
+        for process in &known.processes {
+            let mut pages = reader.pages(process.pid);
+            let taken = holder.import_memory(|buffer: &mut PageBuffer| {
+                done += 1;
+                if done % TELL_PAGES == 0 {
+                    tell(told("loading", done, Some(total)));
+                }
+                match pages.next_into(&mut buffer.0) {
+                    None => Ok(None),
+                    Some((address, Ok(()))) => Ok(Some(address)),
+                    Some((_, Err(error))) => Err(io::Error::other(error)),
+                }
+            });
+            match taken {
+                Ok(memory) => memories.push(memory),
+                Err(error) => {
+                    memories.into_iter().for_each(|id| holder.remove_snapshot_memory(id));
+                    return Err(crate::tenants::chain(&error));
+                }
+            }
+        }
+        for (process, memory) in known.processes.iter_mut().zip(memories) {
+            process.memory = Some(memory.0);
+        }
+        Ok(())
+    }
+
+    /// Takes in a snapshot from a file, as one of the tenant `name`. `any_cpu`: though
+    /// this machine's processor lacks instructions that the other's had.
+    pub(crate) fn import(
+        &self,
+        uid: u32,
+        path: &Path,
+        name: Option<String>,
+        any_cpu: bool,
+        tell: Tell<'_>,
+    ) -> Result<SnapshotInfo, String> {
+        self.check_user(uid)?;
+        self.check_limit()?;
+        let reader = Reader::open(path).map_err(|error| crate::tenants::chain(&error))?;
+        let mut known: Known = serde_json::from_slice(reader.description())
+            .map_err(|_| format!("{} does not say what it is a snapshot of", path.display()))?;
+        let listed = |process: &super::disk::Process| {
+            reader.processes().iter().any(|known| known.pid == process.pid)
+        };
+        if known.processes.is_empty() || !known.processes.iter().all(listed) {
+            return Err(format!("{} contradicts itself", path.display()));
+        }
+        let here = Machine::here();
+        if let Some(why) = known.machine.and_then(|machine| machine.unfit_for(here, any_cpu)) {
+            return Err(why);
+        }
+        // From here on it is this machine's.
+        known.machine = Some(here.clone());
+        let tenant = name.unwrap_or_else(|| known.info.tenant.clone());
+        if let Some(problem) = strata_api::name_problem(&tenant) {
+            return Err(problem.to_owned());
+        }
+        let _turn = self.turn(&tenant)?;
+        known.info.tenant.clone_from(&tenant);
+        known.info.uid = uid;
+        known.info.scheduled = false;
+        known.info.parent = None;
+        known.place = None;
+        // Its label may be taken here.
+        let label = known.info.label.take();
+        known.info.id = match self.next_id(&tenant, label.as_deref()) {
+            Ok(id) => {
+                known.info.label = label;
+                id
+            }
+            Err(_) => self.next_id(&tenant, None)?,
+        };
+        known.info.state = SnapshotState::Usable;
+        known.info.file_bytes = 0;
+        let id = known.info.id.clone();
+        let outcome = self.with_holder(&known.info.clone(), |holder| {
+            self.import_into(&reader, &mut known, holder, tell)
+        });
+        if let Err(why) = outcome {
+            self.forget(&known);
+            return Err(why);
+        }
+        lock(&self.known).insert(id, known.clone());
+        Ok(known.info)
+    }
+
+    fn import_into(
+        &self,
+        reader: &Reader,
+        known: &mut Known,
+        holder: &Tenant,
+        tell: Tell<'_>,
+    ) -> Result<(), String> {
+        extract(reader, &self.disk.make(&known.info.id)?)?;
+        self.take_in(reader, known, holder, tell)?;
+        self.disk.write(known)
+    }
+}
+
+/// Writes a snapshot into one file; its length.
+fn write_file(
+    known: &Known,
+    holder: &Tenant,
+    images: Vec<(String, File)>,
+    path: &Path,
+    what: &str,
+    tell: Tell<'_>,
+) -> Result<u64, String> {
+    let failed = |error: &dyn std::error::Error| crate::tenants::chain(error);
+    let mut writer = Writer::create(path).map_err(|error| failed(&error))?;
+    let description = serde_json::to_vec(known).map_err(|error| failed(&error))?;
+    writer.description(&description).map_err(|error| failed(&error))?;
+    for (name, file) in images {
+        writer.file(&name, file).map_err(|error| failed(&error))?;
+    }
+    let mut pages = 0;
+    for process in &known.processes {
+        writer.process(process.pid, process.restart).map_err(|error| failed(&error))?;
+        let memory = process.memory.ok_or("its memory is not loaded")?;
+        holder
+            .read_snapshot(SpaceId(memory), |address, page| {
+                pages += 1;
+                if pages % TELL_PAGES == 0 {
+                    tell(told(what, pages, None));
+                }
+                writer.page(address, &page.0).map_err(io::Error::other)
+            })
+            .map_err(|error| failed(&error))?;
+    }
+    writer.finish().map(|written| written.file_bytes).map_err(|error| failed(&error))
+}
+
+/// Makes the directory of a snapshot's images from its file.
+fn extract(reader: &Reader, images: &Path) -> Result<(), String> {
+    std::fs::DirBuilder::new()
+        .mode(0o700)
+        .create(images)
+        .map_err(|error| format!("cannot make {}: {error}", images.display()))?;
+    reader.extract_files(images, MOST_IMAGE_BYTES).map_err(|error| {
+        // Empty, and not to be taken for the images.
+        let _ = std::fs::remove_dir(images);
+        crate::tenants::chain(&error)
+    })
+}

@@ -1,0 +1,66 @@
+//! Page maps of processes to come.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver};
+use std::thread::{Builder, JoinHandle};
+
+use strata_pager::{Prepared, Tenant};
+use strata_units::SpaceId;
+
+use super::disk::{Known, Process};
+
+/// The page maps of processes to come, copied while CRIU makes them.
+pub(super) struct Preparing {
+    thread: Option<JoinHandle<()>>,
+    copied: Option<Receiver<(u32, io::Result<Prepared>)>>,
+    ready: BTreeMap<u32, io::Result<Prepared>>,
+}
+
+impl Preparing {
+    pub(super) fn begin(
+        tenant: &Arc<Tenant>,
+        origin: &Arc<Tenant>,
+        known: &Known,
+    ) -> Result<Self, String> {
+        let memory_of = |process: &Process| Some((process.pid, SpaceId(process.memory?)));
+        let memories: Option<Vec<_>> = known.processes.iter().map(memory_of).collect();
+        let memories = memories.ok_or("its memory is not loaded")?;
+        let (tenant, origin) = (Arc::clone(tenant), Arc::clone(origin));
+        let (send, copied) = mpsc::channel();
+        let thread = Builder::new().name("prepare".into()).spawn(move || {
+            for (pid, memory) in memories {
+                let prepared = tenant.prepare_restore(&origin, memory);
+                // Whoever restores it has given up.
+                if send.send((pid, prepared)).is_err() {
+                    break;
+                }
+            }
+        });
+        let thread = thread.map_err(|error| format!("no thread for a restore: {error}"))?;
+        Ok(Self { thread: Some(thread), copied: Some(copied), ready: BTreeMap::new() })
+    }
+
+    /// Of the process that had the number `pid`.
+    pub(super) fn of(&mut self, pid: u32) -> Result<Prepared, String> {
+        loop {
+            if let Some(prepared) = self.ready.remove(&pid) {
+                return prepared.map_err(|error| error.to_string());
+            }
+            let next = self.copied.as_ref().and_then(|copied| copied.recv().ok());
+            let (pid, prepared) = next.ok_or("CRIU restores a process twice")?;
+            self.ready.insert(pid, prepared);
+        }
+    }
+}
+
+impl Drop for Preparing {
+    fn drop(&mut self) {
+        // Nothing of it is left when the tenant is discarded.
+        self.copied = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}

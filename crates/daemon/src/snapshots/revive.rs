@@ -1,0 +1,472 @@
+//! Bringing processes back from a snapshot: rollback, restore, clone.
+
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use strata_api::{Net, PortForward, Progress, SnapshotId, SnapshotRef, Tcp, Unit, clone_name};
+use strata_pager::{Setting, Space, Tenant};
+use strata_snapshot::{Restore, RestoreOptions, Shown};
+use strata_sys::{Pidfd, Range, collect_child};
+
+use super::disk::{Known, Place, Process};
+use super::machine::Machine;
+use super::preparing::Preparing;
+use super::{Snapshots, Tell, WORK, lock, remove_flat, unfinished, wish_of};
+use crate::cgroup::Cgroups;
+use crate::supervisor::AGENT_SOCKET_NAME;
+
+const SIGKILL: i32 = 9;
+/// How long killed processes may take to be gone.
+const KILL_PATIENCE: Duration = Duration::from_secs(10);
+/// How long the agents of restored processes may take to say hello.
+const HELLO_PATIENCE: Duration = Duration::from_secs(10);
+const LOOK_EVERY: Duration = Duration::from_millis(1);
+/// What a restored process asks for in this time is remembered.
+const FIRST_MOMENTS: Duration = Duration::from_secs(1);
+/// The program that CRIU is started with for a clone, beside this one.
+const HELPER: &str = "strata-clone";
+
+/// What clones are asked to be.
+pub(crate) struct CloneWish {
+    pub(crate) count: u32,
+    pub(crate) name: Option<String>,
+    pub(crate) net: Net,
+    pub(crate) forwards: Vec<PortForward>,
+    pub(crate) tcp: Tcp,
+    pub(crate) copy_dirs: Vec<String>,
+}
+
+/// A tenant that came to life.
+pub(crate) struct Revived {
+    pub(crate) name: String,
+    pub(crate) pid: u32,
+    pub(crate) forwards: Vec<PortForward>,
+    /// What the user should know.
+    pub(crate) notes: Vec<String>,
+}
+
+fn range(&(start, end): &(u64, u64)) -> Range {
+    Range { start, end }
+}
+
+impl Snapshots {
+    /// A snapshot that is to be brought back. A persisted one may have been taken
+    /// on another machine.
+    fn fitting(
+        &self,
+        uid: u32,
+        named: &SnapshotRef,
+        tell: Tell<'_>,
+    ) -> Result<(Known, Arc<Tenant>), String> {
+        let found = self.loaded(uid, named, tell)?;
+        let machine = found.0.machine.as_ref();
+        match machine.and_then(|machine| machine.unfit_for(Machine::here(), false)) {
+            Some(why) => Err(why),
+            None => Ok(found),
+        }
+    }
+
+    /// Ends the tenant's processes and brings those of the snapshot back.
+    pub(crate) fn rollback(
+        &self,
+        uid: u32,
+        tenant: &Arc<Tenant>,
+        named: &SnapshotRef,
+        tell: Tell<'_>,
+    ) -> Result<u32, String> {
+        let name = &tenant.record().name;
+        let _turn = self.turn(name)?;
+        let (known, origin) = self.fitting(uid, named, tell)?;
+        if !tenant.shares_pages_with(&origin) {
+            return Err(format!("{} was taken of another tenant than {name}", known.info.id));
+        }
+        // Before anything is ended.
+        self.criu()?;
+        let pids = tenant.pids();
+        tenant.kill();
+        let deadline = Instant::now() + KILL_PATIENCE;
+        // Not only dead: a zombie holds its number.
+        let there = |pid: &u32| Path::new(&format!("/proc/{pid}")).exists();
+        while pids.iter().any(there) || tenant.attachment().1 {
+            pids.iter().for_each(|&pid| collect_child(pid));
+            if Instant::now() > deadline {
+                return Err("its processes were killed and are not gone yet".into());
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+        let pid = self.revive(tenant, &origin, &known, true)?;
+        self.descends(tenant, &known.info.id);
+        Ok(pid)
+    }
+
+    /// Brings a tenant back that has ended; under another name, if one is given.
+    pub(crate) fn restore(
+        &self,
+        uid: u32,
+        named: &SnapshotRef,
+        name: Option<String>,
+        tell: Tell<'_>,
+    ) -> Result<Revived, String> {
+        let name = match name {
+            Some(name) => name,
+            None => self.find(uid, named)?.info.tenant,
+        };
+        let _turn = self.turn(&name)?;
+        let (known, origin) = self.fitting(uid, named, tell)?;
+        if name == known.info.tenant {
+            if origin.attachment().1 {
+                return Err(format!(
+                    "{name} is running; a living tenant is rolled back (strata rollback) or cloned"
+                ));
+            }
+            let mut forwards = Vec::new();
+            if self.line_of(&origin).place != known.place {
+                forwards = self.settle(&origin, known.place.clone())?;
+            }
+            let pid = self.revive(&origin, &origin, &known, true)?;
+            self.descends(&origin, &known.info.id);
+            return Ok(Revived { name, pid, forwards, notes: Vec::new() });
+        }
+        // A clone is a clone under any name; its ports may still lead to the first.
+        let place = known.place.clone().map(|place| Place { forwards: Vec::new(), ..place });
+        self.revive_beside(&origin, &known, name, place, true, Vec::new())
+    }
+
+    /// Starts further tenants from a snapshot: all, or none.
+    pub(crate) fn start_clones(
+        &self,
+        uid: u32,
+        named: &SnapshotRef,
+        wish: &CloneWish,
+        tell: Tell<'_>,
+    ) -> Result<Vec<Revived>, String> {
+        let (known, origin) = self.fitting(uid, named, tell)?;
+        let base = match &wish.name {
+            Some(name) => name.clone(),
+            None => self.free_clone_name(&known.info.tenant, wish.count),
+        };
+        let mut revived: Vec<Revived> = Vec::new();
+        for index in 1..=wish.count {
+            let name = clone_name(&base, index, wish.count);
+            let shift = |wish: &PortForward| PortForward {
+                // 0 is any; the request was checked for the others to fit.
+                host: if wish.host == 0 { 0 } else { wish.host + (index - 1) as u16 },
+                guest: wish.guest,
+            };
+            let forwards = wish.forwards.iter().map(shift).collect();
+            match self.clone_one(&origin, &known, name, wish, forwards) {
+                Ok(one) => revived.push(one),
+                Err(why) => {
+                    for one in revived {
+                        if let Some(tenant) = self.tenants.get(&one.name) {
+                            tenant.kill();
+                        }
+                    }
+                    self.remove_copies();
+                    return Err(why);
+                }
+            }
+            tell(Progress {
+                what: "cloning".into(),
+                done: u64::from(index),
+                total: Some(u64::from(wish.count)),
+                unit: Unit::Tenants,
+            });
+        }
+        Ok(revived)
+    }
+
+    /// A name of which no clone is taken.
+    fn free_clone_name(&self, tenant: &str, count: u32) -> String {
+        let is_free = |base: &String| {
+            (1..=count).all(|index| self.tenants.get(&clone_name(base, index, count)).is_none())
+        };
+        (1u32..)
+            .map(|number| match number {
+                1 => format!("{tenant}-clone"),
+                _ => format!("{tenant}-clone{number}"),
+            })
+            .find(is_free)
+            .expect("numbers do not run out before tenants")
+    }
+
+    fn clone_one(
+        &self,
+        origin: &Arc<Tenant>,
+        known: &Known,
+        name: String,
+        wish: &CloneWish,
+        forwards: Vec<PortForward>,
+    ) -> Result<Revived, String> {
+        let _turn = self.turn(&name)?;
+        let mut notes = Vec::new();
+        // Of a clone: what is to be copied is what that one sees.
+        let seen = known.place.clone().unwrap_or_default().shown;
+        let mut shown = Vec::new();
+        for (index, path) in to_copy(&wish.copy_dirs, &seen).into_iter().enumerate() {
+            let copies = self.disk.copies(&name);
+            let copy = copies.join(index.to_string());
+            copy_directory(&really(&path, &seen), &copy).inspect_err(|_| {
+                // What is left is removed with what ended clones leave.
+                let _ = std::fs::remove_dir_all(&copies);
+            })?;
+            notes.push(format!("{name} sees {} as {}", copy.display(), path.display()));
+            shown.push((copy, path));
+        }
+        // What is not copied anew is shared with it.
+        let is_shared = |(_, path): &(PathBuf, PathBuf)| !shown.iter().any(|(_, own)| own == path);
+        let shared: Vec<_> = seen.into_iter().filter(is_shared).collect();
+        shown.extend(shared);
+        // What lies in another one is shown after it.
+        shown.sort_by_key(|(_, path)| path.components().count());
+        let place = Place { own_network: wish.net == Net::New, shown, forwards };
+        let keep_connections = place.own_network || wish.tcp == Tcp::Keep;
+        self.revive_beside(origin, known, name, Some(place), keep_connections, notes)
+    }
+
+    /// Restores into a new tenant that shares the pages of `origin`.
+    fn revive_beside(
+        &self,
+        origin: &Arc<Tenant>,
+        known: &Known,
+        name: String,
+        place: Option<Place>,
+        keep_connections: bool,
+        mut notes: Vec<String>,
+    ) -> Result<Revived, String> {
+        let wish = wish_of(&known.info, &name);
+        let (tenant, warnings) = self.tenants.create_beside(wish, origin)?;
+        notes.extend(warnings);
+        let outcome = self.settle(&tenant, place).and_then(|forwards| {
+            let pid = self.revive(&tenant, origin, known, keep_connections)?;
+            Ok((forwards, pid))
+        });
+        match outcome {
+            Ok((forwards, pid)) => {
+                self.descends(&tenant, &known.info.id);
+                Ok(Revived { name, pid, forwards, notes })
+            }
+            Err(why) => {
+                self.tenants.discard(&name);
+                Err(why)
+            }
+        }
+    }
+
+    /// Restores the processes of a snapshot into `tenant`, which has none; the
+    /// first one's number. Without `keep_connections` those inside are closed:
+    /// somebody else on the network may have them.
+    fn revive(
+        &self,
+        tenant: &Arc<Tenant>,
+        origin: &Arc<Tenant>,
+        known: &Known,
+        keep_connections: bool,
+    ) -> Result<u32, String> {
+        let options = match self.line_of(tenant).place {
+            Some(place) => RestoreOptions {
+                own_pids: true,
+                own_network: place.own_network,
+                keep_connections,
+                shown: place.shown.into_iter().map(|(copy, path)| Shown { copy, path }).collect(),
+                helper: Some(helper()?),
+                ..RestoreOptions::default()
+            },
+            None => RestoreOptions { keep_connections, ..RestoreOptions::default() },
+        };
+        // A name of its own: somebody who is just being ended may still write to
+        // the last one.
+        let number = self.restores.fetch_add(1, Ordering::Relaxed);
+        let work = self.work.join(format!("{WORK}{}-{number}", std::process::id()));
+        let mut alive = Vec::new();
+        let outcome = self.revive_in(&work, tenant, origin, known, options, &mut alive);
+        if outcome.is_err() {
+            for pidfd in alive {
+                pidfd.signal(SIGKILL);
+            }
+        }
+        remove_flat(&work);
+        outcome
+    }
+
+    fn revive_in(
+        &self,
+        work: &Path,
+        tenant: &Arc<Tenant>,
+        origin: &Arc<Tenant>,
+        known: &Known,
+        options: RestoreOptions,
+        alive: &mut Vec<Pidfd>,
+    ) -> Result<u32, String> {
+        // Of an earlier life: an ended process that nobody has collected holds its
+        // number.
+        known.processes.iter().for_each(|process| collect_child(process.pid));
+        let criu = self.criu()?;
+        let images = self.disk.images(&known.info.id);
+        let mut preparing = Preparing::begin(tenant, origin, known)?;
+        let mut restore =
+            Restore::begin(&criu, &images, work, options).map_err(|error| error.to_string())?;
+        let agent_socket = self.work.join(AGENT_SOCKET_NAME);
+        let mut spaces = Vec::new();
+        while let Some(arrival) = restore.next_arrival().map_err(|error| error.to_string())? {
+            let is_it = |process: &&Process| process.pid == arrival.old_pid;
+            let process = known.processes.iter().find(is_it);
+            let process = process.ok_or("CRIU restores a process that is not known")?;
+            alive.push(Pidfd::open(arrival.pid).map_err(|error| error.to_string())?);
+            unfinished::note(work, arrival.pid).map_err(|error| error.to_string())?;
+            if let Some(directory) = &tenant.record().cgroup {
+                // Without it its memory is counted process by process.
+                let _ = Cgroups::adopt(directory.as_ref(), arrival.pid);
+            }
+            let prepared = preparing.of(process.pid)?;
+            let space = tenant
+                .restore(prepared, arrival.pid, arrival.userfaultfd, process.restart, &agent_socket)
+                .map_err(|error| error.to_string())?;
+            let settings = process.settings.iter().filter_map(|&(start, end, number)| {
+                Some((Range { start, end }, Setting::of(number)?))
+            });
+            tenant
+                .set_restored(&space, &settings.collect::<Vec<_>>())
+                .map_err(|error| error.to_string())?;
+            spaces.push((space, process));
+        }
+        for (space, process) in &spaces {
+            let needed: Vec<Range> = process.needed.iter().map(range).collect();
+            tenant
+                .restored_stands(
+                    space,
+                    range(&process.own),
+                    &needed,
+                    &process.touched,
+                    (process.restart, &agent_socket),
+                )
+                .map_err(|error| error.to_string())?;
+        }
+        let tree = restore.finish().map_err(|error| error.to_string())?;
+        if let Some(mut keeper) = tree.keeper {
+            // Somebody must collect it when the clone has ended.
+            let collected = std::thread::Builder::new()
+                .name("clone".into())
+                .stack_size(64 << 10)
+                .spawn(move || keeper.wait());
+            collected.map_err(|error| format!("no thread for a clone: {error}"))?;
+        }
+        let deadline = Instant::now() + HELLO_PATIENCE;
+        while tenant.agents() < known.processes.len() {
+            if Instant::now() > deadline {
+                return Err("the agents of its processes do not say hello".into());
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+        let touched = spaces.into_iter().map(|(space, process)| (process.pid, space)).collect();
+        self.remember_touched(&known.info.id, touched);
+        Ok(tree.root)
+    }
+
+    /// What these processes ask for in their first moments is brought ahead when
+    /// the snapshot is restored the next time.
+    fn remember_touched(&self, id: &SnapshotId, spaces: Vec<(u32, Arc<Space>)>) {
+        let (id, this) = (id.clone(), Arc::downgrade(&self.known));
+        let disk = self.disk.clone();
+        // Without a thread nothing is remembered.
+        let _ = std::thread::Builder::new().name("touched".into()).spawn(move || {
+            std::thread::sleep(FIRST_MOMENTS);
+            let touched: Vec<_> =
+                spaces.iter().map(|(pid, space)| (*pid, Tenant::touched(space))).collect();
+            let Some(known) = this.upgrade() else { return };
+            let mut known = lock(&known);
+            let Some(known) = known.get_mut(&id) else { return };
+            for (pid, touched) in touched {
+                let process = known.processes.iter_mut().find(|process| process.pid == pid);
+                // Brought ahead, they were not asked for: what is known stays known.
+                if let Some(process) = process.filter(|process| process.touched.is_empty()) {
+                    process.touched = touched;
+                }
+            }
+            // For the next worker; this one knows.
+            let _ = disk.write(known);
+        });
+    }
+}
+
+/// The program beside this one that clones are started with.
+pub(super) fn helper() -> Result<PathBuf, String> {
+    std::env::current_exe()
+        .map(|own| own.with_file_name(HELPER))
+        .map_err(|error| format!("cannot find {HELPER}: {error}"))
+}
+
+/// What a clone gets copies of: these directories, and what is shown below them.
+fn to_copy(wanted: &[String], seen: &[(PathBuf, PathBuf)]) -> Vec<PathBuf> {
+    let mut all: Vec<PathBuf> = wanted.iter().map(PathBuf::from).collect();
+    for (_, path) in seen {
+        if !all.contains(path) && all.iter().any(|wanted| path.starts_with(wanted)) {
+            all.push(path.clone());
+        }
+    }
+    all
+}
+
+/// Where `path` lies for whoever is shown nothing elsewhere.
+fn really(path: &Path, seen: &[(PathBuf, PathBuf)]) -> PathBuf {
+    let around = seen.iter().filter(|(_, shown)| path.starts_with(shown));
+    let innermost = around.max_by_key(|(_, shown)| shown.components().count());
+    let below = innermost.and_then(|(copy, shown)| Some((copy, path.strip_prefix(shown).ok()?)));
+    match below {
+        Some((copy, rest)) if rest.as_os_str().is_empty() => copy.clone(),
+        Some((copy, rest)) => copy.join(rest),
+        None => path.to_owned(),
+    }
+}
+
+/// Copies a directory, with owners and times.
+fn copy_directory(from: &Path, to: &Path) -> Result<(), String> {
+    let failed = |why: String| format!("cannot copy {}: {why}", from.display());
+    std::fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(to)
+        .map_err(|error| failed(error.to_string()))?;
+    let output = Command::new("cp")
+        .args(["-a", "--reflink=auto", "--"])
+        .arg(from.join("."))
+        .arg(to)
+        .output()
+        .map_err(|error| failed(format!("cp does not start: {error}")))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let said = String::from_utf8_lossy(&output.stderr);
+    Err(failed(said.lines().next().unwrap_or("cp failed").to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_clone_of_a_clone_copies_what_that_one_sees() {
+        let seen: Vec<(PathBuf, PathBuf)> =
+            [("/copies/a/0", "/srv/db"), ("/copies/a/1", "/srv/db/log")]
+                .map(|(copy, path)| (copy.into(), path.into()))
+                .into();
+        for (path, place) in [
+            ("/srv/db", "/copies/a/0"),
+            ("/srv/db/data", "/copies/a/0/data"),
+            ("/srv/db/log", "/copies/a/1"),
+            ("/srv/db/log/old", "/copies/a/1/old"),
+            ("/srv/dbs", "/srv/dbs"),
+            ("/srv", "/srv"),
+        ] {
+            assert_eq!(really(Path::new(path), &seen), Path::new(place), "{path}");
+        }
+        let copied = |path: &str| to_copy(&[path.to_owned()], &seen);
+        assert_eq!(copied("/srv/db"), ["/srv/db", "/srv/db/log"].map(PathBuf::from));
+        assert_eq!(copied("/srv/db/log"), ["/srv/db/log"].map(PathBuf::from));
+        assert_eq!(copied("/var"), ["/var"].map(PathBuf::from));
+    }
+}

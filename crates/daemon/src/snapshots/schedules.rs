@@ -1,0 +1,66 @@
+//! Carries out the configuration's schedules of snapshots.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use strata_api::SnapshotRef;
+
+use super::Snapshots;
+use super::take::now;
+use crate::config::Schedule;
+use crate::schedule::due;
+
+/// How often schedules are looked at: a part of the shortest.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// Whoever schedules may do everything with its tenants.
+const ROOT: u32 = 0;
+
+/// Carries them out from now on.
+pub(crate) fn start(snapshots: &Arc<Snapshots>, schedules: Vec<Schedule>) -> io::Result<()> {
+    if schedules.is_empty() {
+        return Ok(());
+    }
+    let snapshots = Arc::clone(snapshots);
+    std::thread::Builder::new().name("schedule".into()).spawn(move || {
+        let mut carried_out = BTreeMap::new();
+        loop {
+            std::thread::sleep(LOOK_EVERY);
+            for schedule in &schedules {
+                snapshots.follow(schedule, &mut carried_out);
+            }
+        }
+    })?;
+    Ok(())
+}
+
+impl Snapshots {
+    fn follow(&self, schedule: &Schedule, carried_out: &mut BTreeMap<String, f64>) {
+        let Some(tenant) = self.tenants.get(&schedule.name) else { return };
+        if !tenant.attachment().1 {
+            return;
+        }
+        let began = tenant.record().started;
+        let last = carried_out.get(&schedule.name).copied().unwrap_or(began).max(began);
+        let due = due(schedule, now(), last, &self.list());
+        if due.take {
+            carried_out.insert(schedule.name.clone(), now());
+            let mut outcome = self.take(&tenant, None, true, &mut |_| {});
+            if schedule.persist
+                && let Ok(info) = &outcome
+            {
+                outcome = self.persist(ROOT, &info.id.clone().into(), &mut |_| {});
+            }
+            if let Err(why) = outcome {
+                eprintln!("stratad: no scheduled snapshot of {}: {why}", schedule.name);
+            }
+        }
+        for id in due.remove {
+            let named = SnapshotRef::from(id);
+            if let Err(why) = self.remove(ROOT, &named) {
+                eprintln!("stratad: scheduled snapshot {named} is not removed: {why}");
+            }
+        }
+    }
+}

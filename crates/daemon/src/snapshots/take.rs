@@ -1,0 +1,228 @@
+//! Taking a snapshot.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use strata_api::{Progress, SnapshotId, SnapshotInfo, SnapshotState, Unit};
+use strata_pager::{Freeze, SnapshotError, SnapshotRequest, Standing, Tenant};
+use strata_snapshot::{Criu, Dump, DumpOptions, process_tree};
+use strata_sys::Pidfd;
+use strata_units::PAGE_SIZE;
+
+use super::disk::{Known, Process};
+use super::machine::Machine;
+use super::revive::helper;
+use super::{Snapshots, Tell, lock};
+
+pub(super) fn now() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
+}
+
+/// Processes' numbers in their own pid namespace, by their numbers here.
+type Numbers = BTreeMap<u32, u32>;
+
+fn bytes(pages: u64) -> u64 {
+    pages * PAGE_SIZE as u64
+}
+
+impl Snapshots {
+    /// Takes a snapshot.
+    pub(crate) fn take(
+        &self,
+        tenant: &Arc<Tenant>,
+        label: Option<String>,
+        scheduled: bool,
+        tell: Tell<'_>,
+    ) -> Result<SnapshotInfo, String> {
+        self.check_user(tenant.record().uid)?;
+        let _turn = self.turn(&tenant.record().name)?;
+        self.take_in_turn(tenant, label, scheduled, tell)
+    }
+
+    /// Takes the snapshot that `asking`, a process of the tenant, asks for. None if
+    /// it ended before its turn, for a rollback puts another process in its place.
+    pub(crate) fn take_for(
+        &self,
+        asking: &Pidfd,
+        tenant: &Arc<Tenant>,
+        label: Option<String>,
+        tell: Tell<'_>,
+    ) -> Result<SnapshotInfo, String> {
+        self.check_user(tenant.record().uid)?;
+        let _turn = self.turn(&tenant.record().name)?;
+        if asking.has_exited() {
+            return Err("the process that asked for it has ended".into());
+        }
+        self.take_in_turn(tenant, label, false, tell)
+    }
+
+    fn take_in_turn(
+        &self,
+        tenant: &Arc<Tenant>,
+        label: Option<String>,
+        scheduled: bool,
+        tell: Tell<'_>,
+    ) -> Result<SnapshotInfo, String> {
+        let record = tenant.record();
+        self.check_limit()?;
+        let mut known = Known {
+            info: SnapshotInfo {
+                id: self.next_id(&record.name, label.as_deref())?,
+                tenant: record.name.clone(),
+                label,
+                parent: None,
+                scheduled,
+                state: SnapshotState::Capturing,
+                reason: String::new(),
+                taken: now(),
+                size_unique_bytes: 0,
+                size_shared_bytes: 0,
+                file_bytes: 0,
+                pages: 0,
+                copied_pages: 0,
+                processes: tenant.pids().len() as u32,
+                uid: record.uid,
+                command: record.command.clone(),
+                budget_bytes: tenant.budget_bytes(),
+                freeze_us: 0,
+                capture_us: 0,
+            },
+            processes: Vec::new(),
+            machine: Some(Machine::here().clone()),
+            place: None,
+        };
+        let id = known.info.id.clone();
+        let line = self.line_of(tenant);
+        (known.info.parent, known.place) = (line.parent, line.place);
+        lock(&self.known).insert(id.clone(), known.clone());
+        match self.take_memory(tenant, &id, tell) {
+            Ok((freeze, numbers)) => {
+                known.info.state = SnapshotState::Usable;
+                known.info.processes = freeze.processes.len() as u32;
+                known.info.copied_pages = freeze.copied_pages;
+                known.info.freeze_us = freeze.frozen.as_micros() as u64;
+                known.info.capture_us = freeze.captured.as_micros() as u64;
+                known.processes = freeze
+                    .processes
+                    .iter()
+                    .map(|captured| Process {
+                        pid: numbers.get(&captured.pid).copied().unwrap_or(captured.pid),
+                        memory: Some(captured.memory.0),
+                        restart: captured.restart,
+                        own: (captured.own.start, captured.own.end),
+                        needed: captured.needed.iter().map(|r| (r.start, r.end)).collect(),
+                        settings: captured
+                            .settings
+                            .iter()
+                            .map(|&(range, setting)| (range.start, range.end, setting as u64))
+                            .collect(),
+                        touched: Vec::new(),
+                    })
+                    .collect();
+                if let Err(why) = self.disk.write(&known) {
+                    self.forget(&known);
+                    return Err(why);
+                }
+                lock(&self.known).insert(id.clone(), known.clone());
+                self.descends(tenant, &id);
+                Ok(known.info)
+            }
+            Err(why) => {
+                self.forget(&known);
+                Err(why)
+            }
+        }
+    }
+
+    fn take_memory(
+        &self,
+        tenant: &Arc<Tenant>,
+        id: &SnapshotId,
+        tell: Tell<'_>,
+    ) -> Result<(Freeze, Numbers), String> {
+        let criu = self.criu()?;
+        // What a program discards between the freeze and the capture cannot be
+        // captured any more. It seldom does twice; and then it stands still.
+        for while_frozen in [false, false, true] {
+            let images = self.disk.make(id)?;
+            match take_once(tenant, &criu, &images, while_frozen, tell) {
+                Ok(taken) => return Ok(taken),
+                Err(SnapshotError::Torn) => {}
+                Err(SnapshotError::Failed(why)) => return Err(why),
+            }
+        }
+        Err("its memory cannot be captured".into())
+    }
+}
+
+/// The process of a tenant that is no other's descendant.
+fn root_of(pids: &[u32]) -> Result<u32, String> {
+    let has_all = |&&pid: &&u32| {
+        let tree = process_tree(pid);
+        pids.iter().all(|pid| tree.contains(pid))
+    };
+    match pids.iter().find(has_all) {
+        Some(&root) => Ok(root),
+        None if pids.is_empty() => Err("it has no process".into()),
+        None => Err("its processes do not descend from one of them".into()),
+    }
+}
+
+fn take_once(
+    tenant: &Arc<Tenant>,
+    criu: &Criu,
+    images: &Path,
+    while_frozen: bool,
+    tell: Tell<'_>,
+) -> Result<(Freeze, Numbers), SnapshotError> {
+    let root = root_of(&tenant.pids()).map_err(SnapshotError::Failed)?;
+    let frozen = Arc::new(Mutex::new(None));
+    let held = Arc::clone(&frozen);
+    let numbers = Arc::new(Mutex::new(Numbers::new()));
+    let numbered = Arc::clone(&numbers);
+    let (criu, images) = (criu.clone(), images.to_owned());
+    let request = SnapshotRequest {
+        freeze: Box::new(move || {
+            // All of it is the pager's.
+            let options =
+                DumpOptions { hide_memory: true, helper: helper().ok(), ..DumpOptions::default() };
+            let process =
+                Dump::begin(&criu, root, &images, &options).map_err(|error| error.to_string())?;
+            let since = process.since();
+            *lock(&held) = Some(process);
+            let pids = process_tree(root);
+            let own = |&pid: &u32| Some((pid, number_within(pid)?));
+            *lock(&numbered) = pids.iter().filter_map(own).collect();
+            Ok(Standing { pids, since })
+        }),
+        thaw: Box::new(move || {
+            let process = lock(&frozen).take();
+            process.map_or(Ok(()), |process| {
+                process.thaw().map(|_| ()).map_err(|error| error.to_string())
+            })
+        }),
+        while_frozen,
+    };
+    tenant
+        .snapshot(request, |done, total| {
+            tell(Progress {
+                what: "capturing".into(),
+                done: bytes(done),
+                total: Some(bytes(total)),
+                unit: Unit::Bytes,
+            });
+        })
+        .map(|freeze| {
+            let numbers = std::mem::take(&mut *lock(&numbers));
+            (freeze, numbers)
+        })
+}
+
+/// A process's number in its own pid namespace, which is what CRIU knows it by.
+fn number_within(pid: u32) -> Option<u32> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:"))?;
+    numbers.split_ascii_whitespace().last()?.parse().ok()
+}

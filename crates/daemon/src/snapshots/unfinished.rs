@@ -1,0 +1,37 @@
+//! Processes of a restore whose worker dies over it. Nobody serves them any more,
+//! or not all of them: the next worker ends those whose agents have not come.
+
+use std::fs::OpenOptions;
+use std::io::{self, Write};
+use std::path::Path;
+
+use strata_sys::{Pidfd, start_of};
+
+use crate::tenants::Tenants;
+
+const SIGKILL: i32 = 9;
+const LIST: &str = "processes";
+
+/// Notes a process of the restore that works in `work`, before it is served.
+pub(super) fn note(work: &Path, pid: u32) -> io::Result<()> {
+    let started = start_of(pid).ok_or(io::ErrorKind::NotFound)?;
+    let mut list = OpenOptions::new().create(true).append(true).open(work.join(LIST))?;
+    writeln!(list, "{pid} {started}")
+}
+
+/// Ends what is left of the restore that worked in `work`.
+pub(super) fn end(work: &Path, tenants: &Tenants) {
+    let list = std::fs::read_to_string(work.join(LIST)).unwrap_or_default();
+    for line in list.lines() {
+        let mut words = line.split_ascii_whitespace();
+        let pid = words.next().and_then(|word| word.parse::<u32>().ok());
+        let then = words.next().and_then(|word| word.parse::<u64>().ok());
+        let (Some(pid), Some(then)) = (pid, then) else { continue };
+        let Ok(pidfd) = Pidfd::open(pid) else { continue };
+        let is_it = start_of(pid) == Some(then);
+        let lives = tenants.list().iter().any(|tenant| tenant.space_of(pid).is_some());
+        if is_it && !lives {
+            pidfd.signal(SIGKILL);
+        }
+    }
+}

@@ -1,0 +1,474 @@
+//! Taking a snapshot of a tenant's memory.
+//!
+//! A snapshot of an address space is a page map without a process: leaves of the
+//! tenant's page map, owned by a registry slot of its own. Evicted pages gain a
+//! reference at the freeze. Pages in place are write-protected and *pending*:
+//! captured in the background by the keeper, or by the handler when a thread is
+//! about to write.
+//!
+//! ```text
+//! arm      register, write-protect in bulk; the program runs
+//! freeze   everything stands: what was written meanwhile is protected again,
+//!          the page map is copied, memory that is not managed is read
+//! thaw     the program runs on; pending pages are captured
+//! whole    nothing is pending: the snapshot counts
+//! ```
+//! A pending page is captured if it was read, and *after that* seen to be there
+//! and protected still: nobody but this module protects pages, and only at a
+//! freeze, so it has not changed since. A page that the program discards while it
+//! is pending tears the snapshot: the kernel says so too late to save it.
+
+mod freeze;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use strata_store::Put;
+use strata_sys::{Fill, ProcessPages, Range};
+use strata_units::{Handle, LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber, SpaceId};
+
+use crate::copied::Copied;
+use crate::entry::Entry;
+use crate::events::address_of;
+use crate::page_map::{PageMap, Piece};
+use crate::space::{Gate, Space, ids_in, lock, piece_of};
+use crate::tenant::Tenant;
+use crate::unwritten::Unwritten;
+
+const PAGE: u64 = PAGE_SIZE as u64;
+/// Pages read at a time: what can be one huge page stays one.
+pub(crate) const RUN_PAGES: usize = PAGES_PER_LEAF;
+/// What is captured together when a thread writes to one page of it.
+const BLOCK_BYTES: u64 = 16 * PAGE;
+/// Pages of a block that are written one by one; then it loses its protection.
+const WRITES_TO_FREE_BLOCK: usize = 3;
+/// Copies taken under one hold of the gate.
+const COPIED_AT_ONCE: usize = 64;
+/// Pages read for one space in one round of the keeper, and how many leaves are
+/// looked at: about as much work, if the snapshot before has all of it.
+const READ_PER_ROUND: usize = 2 * PAGES_PER_LEAF;
+const LEAVES_PER_ROUND: usize = 64;
+
+/// How a page leaves.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Leaves {
+    Alone,
+    /// A snapshot waits for it, and has it as well when it is stored.
+    WithSnapshot,
+}
+
+/// What is still to be captured of a space. Behind its gate.
+#[derive(Debug)]
+pub(crate) struct Capture {
+    pub(crate) snapshot: SpaceId,
+    directory: BTreeMap<Piece, LeafIndex>,
+    pages: Arc<ProcessPages>,
+    pending: u64,
+    torn: bool,
+    /// Of what is pending: what the snapshot before it has.
+    pub(crate) unwritten: Unwritten,
+    /// How much of it that was.
+    pub(crate) from_base: u64,
+    /// What was read when somebody was about to write.
+    copied: Copied,
+    /// For the pages of a block, where DRAM is short.
+    block: Vec<u8>,
+    /// Where the keeper goes on.
+    next: Piece,
+}
+
+impl Gate {
+    /// Whether the page at `address` is write-protected and not captured yet.
+    pub(crate) fn is_pending(&self, map: &PageMap, address: u64) -> bool {
+        self.capture.as_ref().is_some_and(|capture| capture.pending_at(map, address).is_some())
+    }
+
+    /// Whether the page at `address` may leave: it is nothing that is pending, or a
+    /// page that is protected still. What it is by then is captured with it.
+    pub(crate) fn may_leave(&mut self, tenant: &Tenant, address: u64) -> Option<Leaves> {
+        let Some(capture) = self.capture.as_mut() else { return Some(Leaves::Alone) };
+        let piece = piece_of(PageNumber::containing(address));
+        if let Some(&leaf) = capture.directory.get(&piece) {
+            capture.take_from_base(tenant, piece, leaf);
+        }
+        if capture.pending_at(&tenant.map, address).is_none() {
+            return Some(Leaves::Alone);
+        }
+        let protected = capture.pages.protected(address, 1).is_ok_and(|found| found[0]);
+        protected.then_some(Leaves::WithSnapshot)
+    }
+
+    /// A page has left `slot`, and was at `address`: the snapshot that waits for it
+    /// has it, too. None: there was nothing left of it.
+    pub(crate) fn captured_by_leaving(
+        &mut self,
+        tenant: &Tenant,
+        slot: usize,
+        address: u64,
+        handle: Option<Handle>,
+    ) {
+        let Some(capture) = self.capture.as_mut() else { return };
+        let Some(page) = capture.pending_at(&tenant.map, address) else { return };
+        if !self.of_freeze[slot] {
+            capture.torn = true;
+            return;
+        }
+        let entry = handle.map_or(Entry::Untouched, |handle| {
+            tenant.store.retain(handle);
+            Entry::Stored(handle)
+        });
+        capture.settle(&tenant.map, page, entry);
+    }
+
+    /// A page was put back to `address`, where nothing protects it: too late, if it
+    /// is pending.
+    pub(crate) fn put_back_unprotected(&mut self, tenant: &Tenant, address: u64) {
+        if self.is_pending(&tenant.map, address)
+            && let Some(capture) = &mut self.capture
+        {
+            capture.torn = true;
+        }
+    }
+
+    /// The program gave `range` back, or moved it: what is pending there cannot
+    /// be captured any more.
+    pub(crate) fn tear_capture(&mut self, tenant: &Tenant, range: Range) {
+        let Some(capture) = &mut self.capture else { return };
+        if capture.pending == 0 || capture.torn {
+            return;
+        }
+        let first = piece_of(PageNumber::containing(range.start));
+        let last = piece_of(PageNumber::containing(range.end.saturating_sub(1)));
+        let leaves: Vec<(Piece, LeafIndex)> =
+            capture.directory.range(first..=last).map(|(&piece, &leaf)| (piece, leaf)).collect();
+        for (piece, leaf) in leaves {
+            capture.take_from_base(tenant, piece, leaf);
+            capture.torn |= (0..PAGES_PER_LEAF).any(|index| {
+                range.contains(address_of(piece, index))
+                    && tenant.map.get(PageId::new(leaf, index)) == Entry::Pending
+            });
+        }
+    }
+}
+
+impl Capture {
+    /// The snapshot's page that waits for what is at `address`.
+    fn pending_at(&self, map: &PageMap, address: u64) -> Option<PageId> {
+        if self.pending == 0 {
+            return None;
+        }
+        let page = PageNumber::containing(address);
+        let leaf = *self.directory.get(&piece_of(page))?;
+        let page = PageId::new(leaf, page.0 as usize % PAGES_PER_LEAF);
+        (map.get(page) == Entry::Pending).then_some(page)
+    }
+
+    /// Captures what is pending in a block, there and protected.
+    fn capture_block(&mut self, tenant: &Tenant, block: Range) {
+        let piece = piece_of(PageNumber::containing(block.start));
+        let Some(&leaf) = self.directory.get(&piece) else { return };
+        self.take_from_base(tenant, piece, leaf);
+        for run in self.pending_runs(tenant, block) {
+            let count = run.len() as usize / PAGE_SIZE;
+            if tenant.headroom_pages() < count as i64 || !self.copy_run(tenant, leaf, run) {
+                self.store_run(tenant, leaf, run);
+            }
+        }
+    }
+
+    /// Copies a run of pending pages, for the keeper to store. False: no memory.
+    fn copy_run(&mut self, tenant: &Tenant, leaf: LeafIndex, run: Range) -> bool {
+        let pages = &self.pages;
+        let mut count = 0;
+        let added = self.copied.add(run.len() as usize / PAGE_SIZE, |room| {
+            let read = read_protected(pages, run.start, room).into_iter();
+            let copied = ids_in(leaf, run).zip(read).map(|((_, page), good)| good.then_some(page));
+            copied
+                .inspect(|page| {
+                    if let Some(page) = page {
+                        tenant.map.set(*page, Entry::Copied);
+                        count += 1;
+                    }
+                })
+                .collect()
+        });
+        // Until the keeper measures.
+        tenant.headroom_pages.fetch_sub(count, Ordering::Relaxed);
+        added.is_some()
+    }
+
+    /// Stores a run of pending pages.
+    fn store_run(&mut self, tenant: &Tenant, leaf: LeafIndex, run: Range) {
+        let mut buffer = std::mem::take(&mut self.block);
+        let room = &mut buffer[..run.len() as usize];
+        let read = read_protected(&self.pages, run.start, room);
+        let pages = room.chunks_exact(PAGE_SIZE).zip(read);
+        for ((_, page), (bytes, good)) in ids_in(leaf, run).zip(pages) {
+            if good
+                && let Ok(handle) =
+                    tenant.store.put(bytes.try_into().expect("whole pages"), Put::Fast)
+            {
+                self.settle(&tenant.map, page, Entry::Stored(handle));
+            }
+        }
+        self.block = buffer;
+    }
+
+    /// The parts of a block that are pending.
+    fn pending_runs(&self, tenant: &Tenant, block: Range) -> Vec<Range> {
+        let piece = piece_of(PageNumber::containing(block.start));
+        let Some(&leaf) = self.directory.get(&piece) else { return Vec::new() };
+        let mut runs: Vec<Range> = Vec::new();
+        for (address, page) in ids_in(leaf, block) {
+            if tenant.map.get(page) != Entry::Pending {
+                continue;
+            }
+            let end = address + PAGE;
+            match runs.last_mut() {
+                Some(last) if last.end == address => last.end = end,
+                _ => runs.push(Range { start: address, end }),
+            }
+        }
+        runs
+    }
+
+    pub(crate) fn into_directory(self) -> BTreeMap<Piece, LeafIndex> {
+        self.directory
+    }
+
+    /// A pending page is captured: it is `entry`.
+    pub(crate) fn settle(&mut self, map: &PageMap, page: PageId, entry: Entry) {
+        map.set(page, entry);
+        self.pending -= 1;
+    }
+}
+
+/// Reads pages from `address` on; which of them are what they were when they were
+/// protected.
+fn read_protected(pages: &ProcessPages, address: u64, buffer: &mut [u8]) -> Vec<bool> {
+    let count = buffer.len() / PAGE_SIZE;
+    let mut read = vec![true; count];
+    let mut next = 0;
+    while next < count {
+        let rest = &mut buffer[next * PAGE_SIZE..];
+        next += pages.read(address + (next * PAGE_SIZE) as u64, rest) / PAGE_SIZE;
+        // One that is on its way out is not there any more; those behind it are.
+        if let Some(read) = read.get_mut(next) {
+            *read = false;
+            next += 1;
+        }
+    }
+    // After the reading: see the module's text.
+    let protected = pages.protected(address, count).unwrap_or_default();
+    read.into_iter().zip(protected).map(|(read, protected)| read && protected).collect()
+}
+
+impl Space {
+    /// A thread waits to write to the page at `address`, which is protected:
+    /// captures it if it is pending, and lets the thread go on. False: not now.
+    /// The caller holds the gate.
+    ///
+    /// While the snapshot is captured its neighbours are captured with it, and lose
+    /// their protection: they are likely to be next, and reading them costs less than
+    /// another fault. After that only the page does, so that the next snapshot reads
+    /// little of a program that writes here and there; until so many of its block
+    /// were written that faults cost more.
+    pub(crate) fn before_write(&self, tenant: &Tenant, gate: &mut Gate, address: u64) -> bool {
+        let one = Range { start: address, end: address + PAGE };
+        let start = address / BLOCK_BYTES * BLOCK_BYTES;
+        let block = Range { start, end: start + BLOCK_BYTES };
+        let mut pending = Vec::new();
+        if let Some(capture) = gate.capture.as_mut().filter(|capture| capture.pending > 0) {
+            capture.capture_block(tenant, block);
+            pending = capture.pending_runs(tenant, block);
+            if pending.iter().any(|run| run.contains(address)) {
+                if !capture.pages.protected(address, 1).is_ok_and(|found| found[0]) {
+                    // It is not the page that the thread was about to write to any
+                    // more: it looks again.
+                    self.uffd.wake(one);
+                    return true;
+                }
+                capture.torn = true;
+                pending.clear();
+            }
+        }
+        if gate.capture.is_none() && gate.written.count(block) < WRITES_TO_FREE_BLOCK {
+            gate.written.insert(one);
+            return self.let_write(one);
+        }
+        let mut start = block.start;
+        let end = Range { start: block.end, end: block.end };
+        let mut done = false;
+        for run in pending.into_iter().chain([end]) {
+            let part = Range { start, end: run.start };
+            if !part.is_empty() {
+                // If not now, then by whoever writes there first.
+                let filled = self.uffd.unprotect(part);
+                done |= part.contains(address) && matches!(filled, Fill::Done { .. });
+            }
+            start = run.end;
+        }
+        // The block need not be all one mapping.
+        done || self.let_write(one)
+    }
+
+    /// Takes the protection off one page. False: not now.
+    fn let_write(&self, one: Range) -> bool {
+        match self.uffd.unprotect(one) {
+            Fill::Done { .. } => true,
+            Fill::Changing => false,
+            _ => {
+                self.uffd.wake(one);
+                true
+            }
+        }
+    }
+
+    /// Stores some of what was copied. Returns how many pages that was.
+    fn store_copied(&self, tenant: &Tenant, how: Put, buffer: &mut [u8]) -> usize {
+        let mut count = 0;
+        while count < READ_PER_ROUND {
+            let part = &mut buffer[..COPIED_AT_ONCE * PAGE_SIZE];
+            let pages = match lock(&self.gate).capture.as_mut() {
+                Some(capture) => capture.copied.take(part),
+                None => break,
+            };
+            if pages.is_empty() {
+                break;
+            }
+            count += pages.len();
+            let bytes = part.chunks_exact(PAGE_SIZE);
+            let stored: Vec<_> = bytes
+                .take(pages.len())
+                .map(|page| tenant.store.put(page.try_into().expect("whole pages"), how).ok())
+                .collect();
+            let mut gate = lock(&self.gate);
+            let Some(capture) = gate.capture.as_mut() else { break };
+            for (page, handle) in pages.into_iter().zip(stored) {
+                match handle {
+                    Some(handle) => capture.settle(&tenant.map, page, Entry::Stored(handle)),
+                    // The store is full, and there is no other copy.
+                    None => capture.torn = true,
+                }
+            }
+        }
+        count
+    }
+
+    /// What copies of pages that are not in the store yet cost.
+    pub(crate) fn copied_bytes(&self) -> u64 {
+        lock(&self.gate).capture.as_ref().map_or(0, |capture| capture.copied.bytes())
+    }
+
+    /// Captures some of what is pending. Returns how many pages that was.
+    pub(crate) fn capture_some(&self, tenant: &Tenant, how: Put, buffer: &mut [u8]) -> usize {
+        let (mut known, mut captured) = (0, self.store_copied(tenant, how, buffer));
+        for _ in 0..LEAVES_PER_ROUND {
+            if captured >= READ_PER_ROUND {
+                break;
+            }
+            let Some((piece, leaf, of_leaf)) = self.next_to_capture(tenant) else { break };
+            known += of_leaf;
+            let mut index = 0;
+            while index < PAGES_PER_LEAF {
+                let is_pending =
+                    |index: usize| tenant.map.get(PageId::new(leaf, index)) == Entry::Pending;
+                if !is_pending(index) {
+                    index += 1;
+                    continue;
+                }
+                let most = (index + RUN_PAGES).min(PAGES_PER_LEAF);
+                let count = (index..most).take_while(|&index| is_pending(index)).count();
+                captured += self.capture_run(tenant, how, (piece, leaf, index), count, buffer);
+                index += count;
+            }
+        }
+        known + captured
+    }
+
+    /// The next leaf of the snapshot in which something was pending, and how many
+    /// pages of it the snapshot before had.
+    fn next_to_capture(&self, tenant: &Tenant) -> Option<(Piece, LeafIndex, usize)> {
+        let mut gate = lock(&self.gate);
+        let capture = gate.capture.as_mut().filter(|capture| capture.pending > 0)?;
+        let has_pending = |leaf: LeafIndex| {
+            (0..PAGES_PER_LEAF)
+                .any(|index| tenant.map.get(PageId::new(leaf, index)) == Entry::Pending)
+        };
+        let from = capture.next;
+        let (before, after) = (capture.directory.range(..from), capture.directory.range(from..));
+        let found = after.chain(before).find(|&(_, &leaf)| has_pending(leaf));
+        let (piece, leaf) = found.map(|(&piece, &leaf)| (piece, leaf))?;
+        capture.next = piece + 1;
+        Some((piece, leaf, capture.take_from_base(tenant, piece, leaf)))
+    }
+
+    /// Captures `count` pages from one on, all of them pending a moment ago.
+    fn capture_run(
+        &self,
+        tenant: &Tenant,
+        how: Put,
+        (piece, leaf, first): (Piece, LeafIndex, usize),
+        count: usize,
+        buffer: &mut [u8],
+    ) -> usize {
+        let start = address_of(piece, first);
+        let reader = {
+            let gate = lock(&self.gate);
+            gate.capture.as_ref().map(|capture| Arc::clone(&capture.pages))
+        };
+        let Some(reader) = reader else { return 0 };
+        let buffer = &mut buffer[..count * PAGE_SIZE];
+        let read = reader.read(start, buffer) / PAGE_SIZE;
+        let mut stored: Vec<Option<Handle>> = buffer[..read * PAGE_SIZE]
+            .chunks_exact(PAGE_SIZE)
+            .map(|page| tenant.store.put(page.try_into().expect("whole pages"), how).ok())
+            .collect();
+        let store_full = stored.iter().any(Option::is_none);
+        stored.resize(count, None);
+        let mut gate = lock(&self.gate);
+        // After the reading: see the module's text.
+        let protected = reader.protected(start, count).unwrap_or_default();
+        let mut captured = 0;
+        for (offset, handle) in stored.into_iter().enumerate() {
+            let address = start + offset as u64 * PAGE;
+            let one = Range { start: address, end: address + PAGE };
+            let page = PageId::new(leaf, first + offset);
+            let live = gate.page(address).map(|page| (page, tenant.map.get(page)));
+            let capture = gate.capture.as_mut();
+            let capture = capture.filter(|_| tenant.map.get(page) == Entry::Pending);
+            match (capture, handle) {
+                (Some(capture), Some(handle)) if protected.get(offset) == Some(&true) => {
+                    capture.settle(&tenant.map, page, Entry::Stored(handle));
+                    captured += 1;
+                }
+                (_, Some(handle)) => tenant.store.release(handle),
+                // Discarded before the freeze, and gone only now: it may have been
+                // zero. The kernel takes no zero page where there is one, nor while
+                // a message waits that might say otherwise.
+                (Some(capture), None)
+                    if live.is_some_and(|(_, entry)| {
+                        entry.is_resident() || entry == Entry::Discarded
+                    }) && matches!(self.uffd.zero(one), Fill::Done { .. }) =>
+                {
+                    capture.settle(&tenant.map, page, Entry::Untouched);
+                    if let Some((id, Entry::Discarded)) = live {
+                        tenant.map.set(id, Entry::Resident { shared: false });
+                        tenant.charge_resident(id);
+                    }
+                    captured += 1;
+                }
+                (Some(capture), None) => capture.torn |= store_full,
+                (None, None) => {}
+            }
+        }
+        captured
+    }
+
+    /// What is pending, and whether it is torn. None: nothing is captured here
+    /// any more.
+    pub(crate) fn capture_state(&self) -> Option<(u64, bool)> {
+        lock(&self.gate).capture.as_ref().map(|capture| (capture.pending, capture.torn))
+    }
+}

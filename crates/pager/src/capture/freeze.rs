@@ -1,0 +1,269 @@
+//! The moment of a snapshot: what is done before everything stands, and while it
+//! does.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use strata_store::Put;
+use strata_sys::{Fill, Mapping, ProcessPages, Range, Registration};
+use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber, SpaceId};
+
+use super::{BLOCK_BYTES, Capture, RUN_PAGES};
+use crate::copied::Copied;
+use crate::entry::Entry;
+use crate::events::address_of;
+use crate::page_map::Piece;
+use crate::page_set::{Bits, PageSet};
+use crate::scan::Excluded;
+use crate::snapshot::{SnapshotError, failed};
+use crate::space::{Space, lock, piece_of};
+use crate::tenant::Tenant;
+use crate::unwritten::Unwritten;
+
+/// Looked at and protected under one hold of the gate.
+const ARMED_AT_ONCE: u64 = 64 << 20;
+
+impl Space {
+    /// Registers everything eligible and write-protects it, while the program
+    /// runs: the freeze finds little left to protect.
+    pub(crate) fn arm(&self, pid: u32, excluded: &Excluded) -> Result<(), SnapshotError> {
+        let pages = ProcessPages::open(pid).map_err(failed)?;
+        let registered = {
+            let mut gate = lock(&self.gate);
+            gate.unwritten = Unwritten { base: gate.base.take(), pages: PageSet::default() };
+            gate.registered.clone()
+        };
+        for range in registered {
+            match self.uffd.register_protectable(range) {
+                Registration::Done => {}
+                Registration::Gone => return Err(failed("a process ended meanwhile")),
+                // Changed since: the freeze looks again.
+                Registration::Refused => continue,
+            }
+            for part in excluded.spared(range) {
+                for start in (part.start..part.end).step_by(ARMED_AT_ONCE as usize) {
+                    let end = part.end.min(start + ARMED_AT_ONCE);
+                    self.arm_part(&pages, Range { start, end })?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Notes what of `part` is protected, and protects the rest. One hold of the
+    /// gate: who writes to a protected page waits for whoever gets it next.
+    fn arm_part(&self, pages: &ProcessPages, part: Range) -> Result<(), SnapshotError> {
+        let mut gate = lock(&self.gate);
+        let unwritten = &mut gate.unwritten;
+        if unwritten.base.is_some() {
+            pages.present(part, |found| unwritten.pages.insert(found)).map_err(failed)?;
+            pages.unprotected(part, |found| unwritten.pages.remove(found)).map_err(failed)?;
+        }
+        // Whatever is not protected now is at the freeze.
+        self.uffd.protect(part);
+        Ok(())
+    }
+
+    /// Copies the page map of this space, whose process stands still and has the
+    /// mappings `maps`, into the slot `snapshot`.
+    pub(crate) fn freeze(
+        &self,
+        tenant: &Tenant,
+        snapshot: SpaceId,
+        pid: u32,
+        maps: &[Mapping],
+        excluded: &Excluded,
+        buffer: &mut [u8],
+    ) -> Result<(), SnapshotError> {
+        // Whoever asked for a snapshot has looked before; it may be new.
+        if maps.iter().any(|mapping| mapping.aio_ring) {
+            return Err(failed("it has requests of asynchronous I/O under way"));
+        }
+        let pages = Arc::new(ProcessPages::open(pid).map_err(failed)?);
+        let mut gate = lock(&self.gate);
+        let mut capture = Capture {
+            snapshot,
+            directory: BTreeMap::new(),
+            pages,
+            pending: 0,
+            torn: false,
+            unwritten: Unwritten::default(),
+            from_base: 0,
+            copied: Copied::default(),
+            block: vec![0; BLOCK_BYTES as usize],
+            next: 0,
+        };
+        let mut present = PageSet::default();
+        let mut unprotected = Vec::new();
+        for &range in &gate.registered {
+            if self.uffd.register_protectable(range) != Registration::Done {
+                return Err(failed("its memory cannot be write-protected"));
+            }
+            // In this order: a page that the handler is just putting in place is
+            // the store's, or there and protected.
+            capture.pages.present(range, |part| present.insert(part)).map_err(failed)?;
+            capture.pages.unprotected(range, |part| unprotected.push(part)).map_err(failed)?;
+        }
+        gate.written = PageSet::default();
+        capture.unwritten = gate.take_unwritten(&unprotected);
+        for part in unprotected.iter().flat_map(|&range| excluded.spared(range)) {
+            if !matches!(self.uffd.protect(part), Fill::Done { .. }) {
+                return Err(failed("its memory cannot be write-protected"));
+            }
+        }
+        for (&piece, &leaf) in &gate.directory {
+            let there = present.take(piece);
+            capture.copy_leaf(tenant, piece, Some(leaf), there)?;
+        }
+        for piece in present.pieces() {
+            capture.copy_leaf(tenant, piece, None, present.of(piece))?;
+        }
+        // Protected pages are captured later; all others now.
+        let mut now = Vec::new();
+        for mapping in maps.iter().filter(|mapping| mapping.private && mapping.fileless) {
+            now.extend(gate.unregistered(mapping.range));
+        }
+        now.extend(gate.registered.iter().flat_map(|&range| excluded.within(range)));
+        if let Some(agent) = self.agent() {
+            // It is empty, and who reads it is told so.
+            let Range { start, end } = agent.ranges.transfer;
+            now = now
+                .into_iter()
+                .flat_map(|range| {
+                    let before = Range { start: range.start, end: range.end.min(start) };
+                    let after = Range { start: range.start.max(end), end: range.end };
+                    [before, after]
+                })
+                .filter(|range| !range.is_empty())
+                .collect();
+        }
+        capture.read_now(tenant, &now, buffer)?;
+        gate.capture = Some(capture);
+        Ok(())
+    }
+}
+
+impl Capture {
+    fn page_or_new(&mut self, tenant: &Tenant, address: u64) -> Result<PageId, SnapshotError> {
+        let page = PageNumber::containing(address);
+        let piece = piece_of(page);
+        let leaf = match self.directory.get(&piece) {
+            Some(&leaf) => leaf,
+            None => {
+                let leaf = tenant
+                    .map
+                    .take(self.snapshot, piece)
+                    .ok_or_else(|| failed("its page map is full"))?;
+                self.directory.insert(piece, leaf);
+                leaf
+            }
+        };
+        Ok(PageId::new(leaf, page.0 as usize % PAGES_PER_LEAF))
+    }
+
+    /// Copies what one leaf of the space says of registered memory. The kernel's
+    /// page table has the last word: a page that is `there` is what the program
+    /// sees, whatever the entry says (discarded and written again without a
+    /// fault, or put in place a moment ago).
+    fn copy_leaf(
+        &mut self,
+        tenant: &Tenant,
+        piece: Piece,
+        leaf: Option<LeafIndex>,
+        there: Bits,
+    ) -> Result<(), SnapshotError> {
+        let mut target = None;
+        for index in 0..PAGES_PER_LEAF {
+            let from = leaf.map(|leaf| PageId::new(leaf, index));
+            let entry = from.map_or(Entry::Untouched, |from| tenant.map.get(from));
+            let is_there = there.has(index);
+            let copy = match entry {
+                Entry::Leaving { .. } => {
+                    return Err(failed("pages of it are on their way; try again"));
+                }
+                _ if is_there => Entry::Pending,
+                Entry::Stored(handle) | Entry::Arriving(handle) => Entry::Stored(handle),
+                Entry::Lost | Entry::Pending | Entry::Copied => Entry::Lost,
+                Entry::Untouched
+                | Entry::Discarded
+                | Entry::Resident { .. }
+                | Entry::Kept(_)
+                | Entry::OnNode => continue,
+            };
+            let target = match target {
+                Some(target) => target,
+                None => *target.insert(self.page_or_new(tenant, address_of(piece, 0))?.leaf()),
+            };
+            let page = PageId::new(target, index);
+            match copy {
+                Entry::Stored(handle) => tenant.store.retain(handle),
+                Entry::Pending => self.pending += 1,
+                _ => {}
+            }
+            if let Some(from) = from {
+                let age = tenant.map.age(from).load(Ordering::Relaxed);
+                tenant.map.age(page).store(age, Ordering::Relaxed);
+            }
+            tenant.map.set(page, copy);
+        }
+        Ok(())
+    }
+
+    /// Reads what is there in `ranges` and stores it at once.
+    fn read_now(
+        &mut self,
+        tenant: &Tenant,
+        ranges: &[Range],
+        buffer: &mut [u8],
+    ) -> Result<(), SnapshotError> {
+        let mut present = Vec::new();
+        for &range in ranges {
+            self.pages.present(range, |part| present.push(part)).map_err(failed)?;
+        }
+        for range in present {
+            let step = (RUN_PAGES * PAGE_SIZE) as u64;
+            let mut start = range.start;
+            while start < range.end {
+                let end = (start + step).min(range.end);
+                let buffer = &mut buffer[..(end - start) as usize];
+                if self.pages.read(start, buffer) != buffer.len() {
+                    return Err(failed("its memory cannot be read"));
+                }
+                for (address, bytes) in
+                    (start..end).step_by(PAGE_SIZE).zip(buffer.chunks_exact(PAGE_SIZE))
+                {
+                    let page = self.page_or_new(tenant, address)?;
+                    let bytes = bytes.try_into().expect("whole pages");
+                    let handle = tenant.store.put(bytes, Put::Staged).map_err(failed)?;
+                    let before = tenant.map.get(page);
+                    tenant.map.set(page, Entry::Stored(handle));
+                    match before {
+                        Entry::Pending => self.pending -= 1,
+                        before => tenant.uncharge(before),
+                    }
+                }
+                start = end;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Excluded {
+    /// The parts of `range` that may be write-protected.
+    fn spared(&self, range: Range) -> Vec<Range> {
+        let mut parts = Vec::new();
+        let mut start = range.start;
+        for out in self.within(range) {
+            if start < out.start {
+                parts.push(Range { start, end: out.start });
+            }
+            start = start.max(out.end);
+        }
+        if start < range.end {
+            parts.push(Range { start, end: range.end });
+        }
+        parts
+    }
+}

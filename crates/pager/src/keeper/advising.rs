@@ -1,0 +1,372 @@
+//! The advisor's work on the keeper: which pages are watched, and moving them out
+//! so that their next use shows.
+//!
+//! Time here is the tenant's own processor time. It stands still while a thread
+//! waits for a page, so that what is seen of a tenant that waits much is not
+//! taken for what it would do with more room.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use strata_policy::advice::Facts;
+use strata_policy::budget::Observation;
+use strata_policy::sampler::{EPOCH_RETURNS, Sampler};
+use strata_sys::process_time;
+use strata_units::{PAGES_PER_LEAF, PageId};
+
+use crate::advice::{Event, Observed};
+use crate::copies::stored_page_cost;
+use crate::counters::Counter;
+use crate::entry::Entry;
+use crate::keeper::{Keeper, PAGE};
+use crate::scan::register_sample;
+use crate::space::Space;
+use crate::tenant::Tenant;
+use crate::usage::has_huge_pages;
+
+/// From one look at watched pages to the next.
+const TICK: Duration = Duration::from_millis(50);
+/// Pages moved out for a look, for each second of processor time: at some 20
+/// microseconds each, there and back, 0.6 % of it.
+const PROBES_PER_SECOND: f64 = 300.0;
+/// A tenant that sleeps is looked at, too: so many a second at least.
+const LEAST_PROBES_PER_SECOND: f64 = 10.0;
+/// Most probes saved up.
+const MOST_PROBES: f64 = 64.0;
+/// Leaves that are searched for pages to watch in a tick, the first time and
+/// later.
+const FIRST_LEAVES: usize = 64;
+const LEAVES: usize = 8;
+/// An epoch lasts at least and at most so long.
+const EPOCH: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(15));
+/// There is something to say after so long, if not after an epoch.
+const FIRST_WORD: Duration = Duration::from_secs(10);
+/// Its halves take turns so often.
+const TURN: Duration = Duration::from_millis(500);
+/// An epoch in which the tenant had less processor time than this says nothing.
+const LEAST_PROCESSOR_SECONDS: f64 = 0.05;
+/// How often what a tenant far from its budget has new is sampled.
+const SAMPLE_EVERY: Duration = Duration::from_secs(5);
+/// Pieces that a hundredth of the tenant is cut into, about: each splits a mapping
+/// in the kernel and takes a leaf of the page map, and the more there are, the more
+/// they tell.
+const PIECES: u64 = 256;
+const SMALLEST_PIECE: u64 = 16 << 10;
+const HUGE_PIECE: u64 = 2 << 20;
+/// How often what is known is put out for those who ask.
+const PUBLISH_EVERY: Duration = Duration::from_millis(500);
+/// What a miss takes beside what the handler sees of it: the kernel's part of the
+/// fault, and both threads' wakes.
+const AROUND_A_MISS_SECONDS: f64 = 7e-6;
+/// Processor time of its own that a fault takes a thread; never more than is
+/// plausible.
+const FAULT_SECONDS: f64 = 2.5e-6;
+const LEAST_PROGRESS: f64 = 0.25;
+/// A miss is guessed to take this long until so many were seen.
+const GUESSED_MISS_SECONDS: f64 = 18e-6;
+const LEAST_WAITS: u64 = 256;
+/// A stored page is guessed to cost this until so many were stored.
+const GUESSED_STORED_BYTES: f64 = 1600.0;
+const LEAST_STORED: u64 = 1024;
+
+/// The processor time of all processes of a tenant, that in which the kernel
+/// serves their faults left out: with more room they would not have it.
+#[derive(Debug, Default)]
+struct ProcessorClock {
+    by_pid: BTreeMap<u32, Duration>,
+    faults: u64,
+    seconds: f64,
+}
+
+impl ProcessorClock {
+    /// What it says now; a process that ends takes nothing back.
+    fn read(&mut self, tenant: &Tenant) -> f64 {
+        let mut now = BTreeMap::new();
+        let mut passed = 0.0;
+        for space in tenant.space_list() {
+            let Some(pid) = space.pid() else { continue };
+            let Some(time) = process_time(pid) else { continue };
+            // What a process had run before it was first seen does not count.
+            let before = self.by_pid.get(&pid).copied().unwrap_or(time);
+            passed += time.saturating_sub(before).as_secs_f64();
+            now.insert(pid, time);
+        }
+        self.by_pid = now;
+        let faults = tenant.counters.get(Counter::Faults);
+        let spent = faults.saturating_sub(self.faults) as f64 * FAULT_SECONDS;
+        self.faults = faults;
+        self.seconds += (passed - spent).max(passed * LEAST_PROGRESS);
+        self.seconds
+    }
+}
+
+/// What the keeper knows of watched pages.
+pub(super) struct Advising {
+    sampler: Sampler,
+    clock: ProcessorClock,
+    /// The last tick, and what the clock said.
+    looked: (Instant, f64),
+    probes_saved: f64,
+    /// Moved out at the last tick, as far as they let themselves.
+    probed: Vec<PageId>,
+    next_leaf: usize,
+    /// Times that all leaves have been searched.
+    searches: u64,
+    /// Beginnings of the last epoch and of the one under way.
+    epochs: [(Instant, f64); 2],
+    drift: Option<(f64, f64)>,
+    turned: Instant,
+    published: Instant,
+    /// When pieces of a tenant far from its budget were last registered, and how
+    /// large they are. With huge pages as large as these, which a smaller piece
+    /// would cost one, too.
+    sampled: Option<(Instant, u64)>,
+    /// Faults that waited, pages that came ahead of any, and nanoseconds waited, at
+    /// the beginnings of the epochs.
+    waits: [Waits; 2],
+}
+
+/// What bringing pages back has taken so far.
+#[derive(Clone, Copy, Debug, Default)]
+struct Waits {
+    faults: u64,
+    ahead: u64,
+    nanoseconds: u64,
+}
+
+impl Waits {
+    fn read(tenant: &Tenant) -> Self {
+        Self {
+            faults: tenant.counters.get(Counter::Waits),
+            ahead: tenant.counters.get(Counter::PagesAhead),
+            nanoseconds: tenant.counters.get(Counter::WaitNanoseconds),
+        }
+    }
+
+    /// What a page brought back has taken since, in seconds.
+    fn miss_seconds(self, since: Self) -> f64 {
+        let faults = self.faults.saturating_sub(since.faults);
+        if faults < LEAST_WAITS {
+            return GUESSED_MISS_SECONDS;
+        }
+        let waited = self.nanoseconds.saturating_sub(since.nanoseconds) as f64 * 1e-9;
+        let pages = faults + self.ahead.saturating_sub(since.ahead);
+        (waited + faults as f64 * AROUND_A_MISS_SECONDS) / pages as f64
+    }
+}
+
+impl Advising {
+    fn new(tenant: &Tenant) -> Self {
+        let faults = tenant.counters.get(Counter::Faults);
+        let mut clock = ProcessorClock { faults, ..ProcessorClock::default() };
+        let now = (Instant::now(), clock.read(tenant));
+        Self {
+            sampler: Sampler::default(),
+            clock,
+            looked: now,
+            probes_saved: 0.0,
+            probed: Vec::new(),
+            next_leaf: 0,
+            searches: 0,
+            epochs: [now; 2],
+            drift: None,
+            turned: now.0,
+            published: now.0,
+            sampled: None,
+            waits: [Waits::read(tenant); 2],
+        }
+    }
+
+    pub(super) fn memory_bytes(&self) -> usize {
+        size_of::<Self>() + self.sampler.memory_bytes()
+    }
+
+    /// Takes in what happened between the last tick and `now`.
+    fn take_events(&mut self, events: &[Event], now: (Instant, f64)) {
+        let wall = now.0.duration_since(self.looked.0).as_secs_f64().max(1e-9);
+        let mut left = BTreeSet::new();
+        for event in events {
+            let part = event.at.saturating_duration_since(self.looked.0).as_secs_f64() / wall;
+            let at = self.looked.1 + (now.1 - self.looked.1) * part.min(1.0);
+            if event.left {
+                left.insert(event.page);
+                self.sampler.left(event.page, at);
+            } else {
+                self.sampler.returned(event.page, at);
+            }
+        }
+        for page in std::mem::take(&mut self.probed) {
+            if !left.contains(&page) {
+                self.sampler.stayed(page);
+            }
+        }
+    }
+
+    /// Searches some leaves for pages to watch.
+    fn search(&mut self, tenant: &Tenant, now: f64) {
+        if self.next_leaf == 0 {
+            self.sampler.fit_to(tenant.census().managed);
+        }
+        let count = if self.searches == 0 { FIRST_LEAVES } else { LEAVES };
+        let Some(leaves) = tenant.map.leaf_range(self.next_leaf, count) else {
+            self.next_leaf = 0;
+            self.searches += 1;
+            let lost = |&page: &PageId| !is_somewhere(tenant, page);
+            for page in self.sampler.pages().filter(lost).collect::<Vec<_>>() {
+                self.sampler.gone(page);
+            }
+            return;
+        };
+        self.next_leaf += count;
+        for leaf in leaves {
+            for page in (0..PAGES_PER_LEAF).map(|index| PageId::new(leaf, index)) {
+                if self.sampler.takes(page) && is_somewhere(tenant, page) {
+                    self.sampler.found(page, tenant.map.get(page).is_resident(), now);
+                }
+            }
+        }
+    }
+
+    fn turn_epoch(&mut self, tenant: &Tenant, now: (Instant, f64)) {
+        if self.turned.elapsed() >= TURN {
+            self.turned = now.0;
+            self.sampler.turn(now.1);
+        }
+        let (begun, processor) = self.epochs[1];
+        let lasted = now.0.duration_since(begun);
+        let enough = self.sampler.epoch_returns() >= EPOCH_RETURNS && lasted >= EPOCH.0;
+        if self.searches == 0
+            || now.1 - processor < LEAST_PROCESSOR_SECONDS
+            || !(enough || lasted >= EPOCH.1)
+        {
+            return;
+        }
+        self.drift = (self.sampler.epochs() > 0).then(|| self.sampler.drift()).flatten();
+        self.sampler.end_epoch(now.1);
+        self.epochs = [self.epochs[1], now];
+        self.waits = [self.waits[1], Waits::read(tenant)];
+    }
+
+    fn publish(&mut self, tenant: &Tenant, seen: &Observation, now: (Instant, f64)) {
+        if self.published.elapsed() < PUBLISH_EVERY {
+            return;
+        }
+        self.published = now.0;
+        let (begun, processor) = self.epochs[0];
+        tenant.advisor.publish(Observed {
+            seen: self.sampler.seen(now.1),
+            facts: facts(tenant, seen, Waits::read(tenant).miss_seconds(self.waits[0])),
+            window: now.0.duration_since(begun),
+            processor_seconds: now.1 - processor,
+            is_enough: self.sampler.epochs() > 0
+                || self.searches > 0
+                    && now.0.duration_since(begun) >= FIRST_WORD
+                    && now.1 - processor >= LEAST_PROCESSOR_SECONDS,
+            drift: self.drift,
+        });
+    }
+}
+
+/// Whether the page is this tenant's and its content is somewhere.
+fn is_somewhere(tenant: &Tenant, page: PageId) -> bool {
+    let own = tenant.map.owner(page.leaf()).is_some_and(|(space, _)| {
+        tenant.registry.tenant_of(space) == tenant.id && tenant.registry.space_is_live(space)
+    });
+    own && !matches!(
+        tenant.map.get(page),
+        Entry::Untouched | Entry::Discarded | Entry::Lost | Entry::Pending
+    )
+}
+
+fn facts(tenant: &Tenant, seen: &Observation, miss_seconds: f64) -> Facts {
+    let store = tenant.store_stats();
+    let away = tenant.away_pages() as f64;
+    let registered = tenant.under_pressure.load(Ordering::Relaxed);
+    let stored_page_bytes = if store.objects < LEAST_STORED {
+        GUESSED_STORED_BYTES
+    } else {
+        stored_page_cost(&store) as f64
+    };
+    // What is not registered yet will be when the budget presses.
+    let in_space = seen.resident_bytes - seen.staged_bytes.min(seen.resident_bytes);
+    let (in_place, fixed) = if registered {
+        (in_space, seen.unmanaged_bytes)
+    } else {
+        (in_space + seen.unmanaged_bytes, 0)
+    };
+    Facts {
+        pages: in_place as f64 / PAGE as f64 + away,
+        stored_page_bytes,
+        fixed_bytes: (fixed + seen.metadata_bytes) as f64,
+        miss_seconds,
+        has_file_tier: seen.file_room_bytes.is_some_and(|room| room > 0),
+    }
+}
+
+impl Keeper<'_> {
+    /// Registers some of what a tenant far from its budget has.
+    fn sample(&mut self, spaces: &[Arc<Space>], seen: &Observation) {
+        let tenant = self.tenant;
+        let Some(advising) = &mut self.advising else { return };
+        let piece_bytes = match advising.sampled {
+            Some((when, _)) if when.elapsed() < SAMPLE_EVERY => return,
+            Some((_, piece_bytes)) => piece_bytes,
+            None if spaces.iter().filter_map(|space| space.pid()).any(has_huge_pages) => HUGE_PIECE,
+            None => (seen.unmanaged_bytes / 100 / PIECES)
+                .next_power_of_two()
+                .clamp(SMALLEST_PIECE, HUGE_PIECE),
+        };
+        for space in spaces {
+            if !register_sample(space, tenant, piece_bytes) {
+                space.set_gone();
+            }
+        }
+        advising.sampled = Some((Instant::now(), piece_bytes));
+    }
+
+    /// Watches pages, if anybody wants to know. When to look again at the latest.
+    pub(super) fn advise(&mut self, spaces: &[Arc<Space>], seen: &Observation) -> Duration {
+        let tenant = self.tenant;
+        if !tenant.advisor.is_wanted() {
+            if let Some(advising) = self.advising.take() {
+                tenant.advisor.stop();
+                // Its pieces are the kernel's again once all their pages are back.
+                let far = !tenant.under_pressure.load(Ordering::Relaxed);
+                self.stands_down |= far && advising.sampled.is_some();
+            }
+            return Duration::MAX;
+        }
+        let advising = self.advising.get_or_insert_with(|| Advising::new(tenant));
+        let elapsed = advising.looked.0.elapsed();
+        if elapsed < TICK {
+            return TICK - elapsed;
+        }
+        if !tenant.under_pressure.load(Ordering::Relaxed) {
+            self.sample(spaces, seen);
+        }
+        let Some(advising) = &mut self.advising else { return TICK };
+        let now = (Instant::now(), advising.clock.read(tenant));
+        let events = tenant.advisor.take_events();
+        advising.take_events(&events, now);
+        advising.search(tenant, now.1);
+        tenant.advisor.set_limit(advising.sampler.limit());
+        advising.turn_epoch(tenant, now);
+        advising.publish(tenant, seen, now);
+        let worth = (now.1 - advising.looked.1) * PROBES_PER_SECOND;
+        let least = elapsed.as_secs_f64() * LEAST_PROBES_PER_SECOND;
+        advising.probes_saved = (advising.probes_saved + worth.max(least)).min(MOST_PROBES);
+        advising.looked = now;
+        let probes = advising.sampler.probes(advising.probes_saved as usize);
+        advising.probes_saved -= probes.len() as f64;
+        advising.probed.clone_from(&probes);
+        if !probes.is_empty() {
+            // They are wanted again soon.
+            let hurries = std::mem::replace(&mut self.evictor.in_a_hurry, false);
+            self.evict_pages(probes, spaces);
+            self.evictor.in_a_hurry = hurries;
+        }
+        TICK
+    }
+}

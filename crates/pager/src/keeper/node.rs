@@ -1,0 +1,316 @@
+//! What the keeper does with the node: pages that the policy gives up go there while
+//! there is room, those that stay cold there go on to the store, and those that are
+//! found hot come back.
+//!
+//! Nobody sees the uses of a page that is in place. So of every 2 MiB on the node one
+//! page every few seconds is evicted as a *probe*: it is staged, and if somebody asks
+//! for it soon, it is in DRAM by that fault, and its neighbours on the node follow in
+//! place, as far as there is room under the budget. A probe for which nobody asks goes
+//! on to compressed memory: what is cold on the node does.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use strata_sys::Range;
+use strata_units::wire::BATCH_PAGES;
+use strata_units::{LeafIndex, PAGES_PER_LEAF, PageId, SpaceId};
+
+use super::{Keeper, PAGE};
+use crate::counters::Counter;
+use crate::entry::Entry;
+use crate::node::{Kernel, MOVED_AT_ONCE, NodeTier};
+use crate::space::{Space, ids_in, lock};
+use crate::tenant::Tenant;
+
+/// How often the node is attended to.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// In so many looks each leaf is probed once...
+const PROBE_LOOKS: usize = 50;
+/// ...of which no look takes more than so many.
+const MOST_PROBES: usize = 64;
+/// A probe that is back within this time was warm.
+const WARM: Duration = Duration::from_secs(5);
+/// Neighbours of a probe that is back: the policy judges as many together.
+const GROUP_PAGES: usize = 64;
+/// Leaves whose pages are looked for in a look: all of a tenant of 16 GiB within a few
+/// minutes.
+const SURVEYED_LEAVES: usize = 4;
+/// Leaves that are searched for pages to probe or to evict in a look or a round.
+const SEARCHED_LEAVES: usize = 256;
+/// Pages waiting to be brought back, at most.
+const MOST_WANTED: usize = 4096;
+/// Batches that are looked for once more in a look.
+const LOOKED_AGAIN: usize = 16;
+/// With room for fewer pages, cold ones leave the node for the store.
+const CROWDED_PAGES: u64 = 1024;
+/// ...and with less than this part of the limit.
+const CROWDED_PART: u64 = 16;
+/// What stays free under the budget when pages are brought back that nobody asked for.
+const SPARE_PART: u64 = 64;
+
+/// See the module's text.
+pub(super) struct NodeKeeper {
+    tier: NodeTier,
+    looked: Instant,
+    surveyed: usize,
+    searched: usize,
+    probed: usize,
+    /// Number of the look: which page of a leaf is the next probe.
+    looks: usize,
+    probes: BTreeMap<PageId, Instant>,
+    /// Neighbours of probes that came back.
+    warm: VecDeque<PageId>,
+    /// Pages that programs said to be hot.
+    asked: VecDeque<PageId>,
+}
+
+impl NodeKeeper {
+    pub(super) fn of(tenant: &Tenant, now: Instant) -> Option<Self> {
+        let spec = tenant.record.node?;
+        Some(Self {
+            tier: NodeTier::new(spec, Box::new(Kernel), now),
+            looked: now.checked_sub(LOOK_EVERY).unwrap_or(now),
+            surveyed: 0,
+            searched: 0,
+            probed: 0,
+            looks: 0,
+            probes: BTreeMap::new(),
+            warm: VecDeque::new(),
+            asked: VecDeque::new(),
+        })
+    }
+
+    pub(super) fn memory_bytes(&self) -> usize {
+        self.tier.memory_bytes()
+            + (self.warm.capacity() + self.asked.capacity()) * size_of::<PageId>()
+    }
+
+    /// A page came back to DRAM by a fault: a probe?
+    pub(super) fn returned(&mut self, page: PageId) {
+        let Some(out) = self.probes.remove(&page) else { return };
+        if out.elapsed() >= WARM {
+            return;
+        }
+        let first = page.index() / GROUP_PAGES * GROUP_PAGES;
+        let room = MOST_WANTED.saturating_sub(self.warm.len());
+        let group = (first..first + GROUP_PAGES).map(|index| PageId::new(page.leaf(), index));
+        self.warm.extend(group.take(room));
+    }
+
+    /// A program says that these are hot, or has pinned them. False: later, others
+    /// come first.
+    pub(super) fn ask(&mut self, pages: &[PageId]) -> bool {
+        let fits = self.asked.len() + pages.len() <= MOST_WANTED;
+        if fits {
+            self.asked.extend(pages);
+        }
+        fits
+    }
+}
+
+impl Keeper<'_> {
+    /// What may go to the node now.
+    pub(super) fn node_room_bytes(&self) -> u64 {
+        // What is being captured for a snapshot stays where it is until it is whole.
+        match &self.node {
+            Some(node) if self.capturing.is_none() => node.tier.room_pages(self.tenant) * PAGE,
+            _ => 0,
+        }
+    }
+
+    /// Moves those of `victims` to the node for which there is room; returns how many
+    /// went, and the others.
+    pub(super) fn demote(
+        &mut self,
+        victims: Vec<PageId>,
+        spaces: &[Arc<Space>],
+    ) -> (usize, Vec<PageId>) {
+        let tenant = self.tenant;
+        let room = (self.node_room_bytes() / PAGE) as usize;
+        let Some(node) = self.node.as_mut().filter(|_| room > 0) else { return (0, victims) };
+        let now = Instant::now();
+        let mut went = 0;
+        let mut others = Vec::new();
+        for (space, pages) in by_space(tenant, victims, spaces) {
+            let stay = node.tier.demote(tenant, space, &pages, now);
+            went += pages.len() - stay.len();
+            others.extend(stay);
+        }
+        (went, others)
+    }
+
+    /// Makes room on a crowded node: its pages go on to the store, one part of the
+    /// page map after the other.
+    pub(super) fn relieve_node(&mut self, spaces: &[Arc<Space>]) -> usize {
+        let tenant = self.tenant;
+        let Some(node) = self.node.as_mut().filter(|_| self.capturing.is_none()) else { return 0 };
+        let enough = CROWDED_PAGES.min(node.tier.spec.limit_bytes / PAGE / CROWDED_PART);
+        if node.tier.space_pages(tenant) >= enough || tenant.node_pages() == 0 {
+            return 0;
+        }
+        let mut pages = Vec::new();
+        for _ in 0..SEARCHED_LEAVES {
+            let Some(leaf) = next_leaf(tenant, &mut node.searched) else { continue };
+            pages.extend(on_node(tenant, leaf));
+            if pages.len() >= BATCH_PAGES {
+                break;
+            }
+        }
+        self.evict_from_node(pages, spaces)
+    }
+
+    fn evict_from_node(&mut self, pages: Vec<PageId>, spaces: &[Arc<Space>]) -> usize {
+        let evicted = self.evict_pages(pages, spaces);
+        self.tenant.counters.add(Counter::NodeEvictions, evicted as u64);
+        evicted
+    }
+
+    /// Looks after the node, if it is time; how long nothing is to be done.
+    pub(super) fn attend_node(&mut self, spaces: &[Arc<Space>]) -> Duration {
+        let tenant = self.tenant;
+        let Some(node) = &mut self.node else { return Duration::MAX };
+        let now = Instant::now();
+        if now.duration_since(node.looked) < LOOK_EVERY {
+            return if tenant.node_pages() > 0 { LOOK_EVERY } else { Duration::MAX };
+        }
+        node.looked = now;
+        node.tier.look(tenant, now);
+        if self.capturing.is_some() {
+            return LOOK_EVERY;
+        }
+        for _ in 0..LOOKED_AGAIN {
+            if !node.tier.look_again(tenant, now) {
+                break;
+            }
+        }
+        for _ in 0..SURVEYED_LEAVES {
+            let Some(leaf) = next_leaf(tenant, &mut node.surveyed) else { continue };
+            let pages: Vec<PageId> = pages_of(leaf).collect();
+            for (space, pages) in by_space(tenant, pages, spaces) {
+                node.tier.verify(tenant, space, &pages, now);
+            }
+        }
+        node.probes.retain(|_, out| now.duration_since(*out) < WARM);
+        let asked = std::mem::take(&mut node.asked);
+        let warm = std::mem::take(&mut node.warm);
+        let most = (tenant.headroom_pages() / 2).max(0) as usize;
+        let later = self.bring_back(asked.into(), most, spaces);
+        if let Some(node) = &mut self.node {
+            node.asked.extend(later);
+        }
+        let spare = (tenant.budget_bytes() / SPARE_PART / PAGE) as i64;
+        let most = (tenant.headroom_pages() - spare).max(0) as usize;
+        self.bring_back(warm.into(), most, spaces);
+        self.probe(spaces);
+        if tenant.node_pages() > 0 { LOOK_EVERY } else { Duration::MAX }
+    }
+
+    /// Brings up to `most` of `pages` back in place; returns those for which there is no
+    /// room now.
+    fn bring_back(
+        &mut self,
+        mut pages: Vec<PageId>,
+        most: usize,
+        spaces: &[Arc<Space>],
+    ) -> Vec<PageId> {
+        let tenant = self.tenant;
+        let Some(node) = &mut self.node else { return Vec::new() };
+        pages.retain(|&page| tenant.map.get(page) == Entry::OnNode);
+        pages.sort_unstable();
+        pages.dedup();
+        let later = pages.split_off(most.min(node.tier.affordable_pages()).min(pages.len()));
+        let now = Instant::now();
+        for (space, pages) in by_space(tenant, pages, spaces) {
+            node.tier.promote(tenant, space, &pages, now);
+        }
+        later
+    }
+
+    /// Evicts a page here and there from the node, to see whether somebody wants it.
+    fn probe(&mut self, spaces: &[Arc<Space>]) {
+        let tenant = self.tenant;
+        let Some(node) = self.node.as_mut().filter(|_| tenant.node_pages() > 0) else { return };
+        let leaves = (tenant.leaf_count() as usize).div_ceil(PROBE_LOOKS);
+        node.looks = node.looks.wrapping_add(1);
+        let mut probes = Vec::new();
+        for _ in 0..leaves.min(SEARCHED_LEAVES) {
+            let Some(leaf) = next_leaf(tenant, &mut node.probed) else { continue };
+            let there: Vec<PageId> = on_node(tenant, leaf).collect();
+            if !there.is_empty() && probes.len() < MOST_PROBES {
+                // Any of them, another one each time.
+                let stride = node.looks.wrapping_mul(0x9e37_79b9) >> 7;
+                probes.push(there[stride % there.len()]);
+            }
+        }
+        self.evict_from_node(probes.clone(), spaces);
+        let Some(node) = &mut self.node else { return };
+        let now = Instant::now();
+        let out = |page: &PageId| matches!(tenant.map.get(*page), Entry::Stored(_));
+        node.probes.extend(probes.into_iter().filter(out).map(|page| (page, now)));
+    }
+
+    /// Brings all of it back, as far as the machine has DRAM: the tenant is about to be
+    /// released, and nobody else would.
+    pub(super) fn empty_node(&mut self) {
+        let tenant = self.tenant;
+        let Some(node) = &mut self.node else { return };
+        for space in tenant.space_list() {
+            let pieces = lock(&space.gate).pages_in(Range { start: 0, end: 1 << 52 });
+            for (_, leaf, part) in pieces {
+                let pages: Vec<PageId> = ids_in(leaf, part)
+                    .map(|(_, page)| page)
+                    .filter(|&page| tenant.map.get(page) == Entry::OnNode)
+                    .collect();
+                node.tier.hurry();
+                node.tier.promote(tenant, &space, &pages, Instant::now());
+            }
+        }
+    }
+}
+
+fn pages_of(leaf: LeafIndex) -> impl Iterator<Item = PageId> {
+    (0..PAGES_PER_LEAF).map(move |index| PageId::new(leaf, index))
+}
+
+fn on_node(tenant: &Tenant, leaf: LeafIndex) -> impl Iterator<Item = PageId> {
+    pages_of(leaf).filter(|&page| tenant.map.get(page) == Entry::OnNode)
+}
+
+/// The next leaf of a walk around the page map. None: the walk begins anew, or there is
+/// none of this tenant's here.
+fn next_leaf(tenant: &Tenant, at: &mut usize) -> Option<LeafIndex> {
+    let Some(leaves) = tenant.map.leaf_range(*at, 1) else {
+        *at = 0;
+        return None;
+    };
+    *at += 1;
+    let registry = &tenant.registry;
+    let own = |leaf| {
+        tenant.map.owner(leaf).is_some_and(|(space, _)| registry.tenant_of(space) == tenant.id)
+    };
+    leaves.first().copied().filter(|&leaf| own(leaf))
+}
+
+/// Pages by the space that they belong to, neighbours side by side.
+fn by_space<'a>(
+    tenant: &Tenant,
+    pages: Vec<PageId>,
+    spaces: &'a [Arc<Space>],
+) -> Vec<(&'a Arc<Space>, Vec<PageId>)> {
+    let mut of: BTreeMap<SpaceId, Vec<PageId>> = BTreeMap::new();
+    for page in pages {
+        if let Some((space, _)) = tenant.map.owner(page.leaf()) {
+            of.entry(space).or_default().push(page);
+        }
+    }
+    let known = |id| spaces.iter().find(|space| space.id == id);
+    of.into_iter()
+        .filter_map(|(id, mut pages)| {
+            pages.sort_unstable();
+            Some((known(id)?, pages))
+        })
+        .collect()
+}
+
+const _: () = assert!(MOVED_AT_ONCE == PAGES_PER_LEAF, "a leaf is looked for in one call");

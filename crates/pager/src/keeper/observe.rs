@@ -1,0 +1,66 @@
+//! What the keeper sees of its tenant, for the policy to decide on.
+
+use std::sync::atomic::Ordering;
+
+use strata_policy::budget::{self, Observation, Packed};
+use strata_store::StoreStats;
+
+use crate::copies::stored_page_cost;
+use crate::keeper::{Keeper, PAGE};
+use crate::usage::Usage;
+
+impl Keeper<'_> {
+    pub(super) fn set_headroom(&self, budget: u64, usage: Usage) {
+        let hard = budget + budget::tolerance_bytes(budget) / 4;
+        let pages = (hard as i64 - usage.total_bytes() as i64) / PAGE as i64;
+        self.tenant.headroom_pages.store(pages, Ordering::Relaxed);
+    }
+
+    pub(super) fn observe(&mut self, budget_bytes: u64, usage: Usage) -> Observation {
+        let tenant = self.tenant;
+        let store = tenant.store_stats();
+        let managed = tenant.resident_pages.load(Ordering::Relaxed).max(0) as u64 * PAGE;
+        let in_space = managed.min(usage.anonymous_bytes);
+        let pinned = self.pinned.len() as u64 * PAGE + self.heeded_pins();
+        let resident_bytes = in_space + store.staged_bytes;
+        let growth_bytes = resident_bytes.saturating_sub(self.resident_before);
+        self.resident_before = resident_bytes;
+        let (fast, dense) = packed(&store);
+        Observation {
+            budget_bytes,
+            resident_bytes,
+            evictable_bytes: in_space.saturating_sub(pinned),
+            staged_bytes: store.staged_bytes,
+            fast,
+            dense,
+            lands_dense: store.lands_dense,
+            kept_unchanged_percent: self.evictor.copies.unchanged_percent(),
+            kept_cost_bytes: tenant.kept_pages() * stored_page_cost(&store),
+            metadata_bytes: usage.metadata_bytes,
+            unmanaged_bytes: usage.anonymous_bytes - in_space,
+            growth_bytes,
+            node_room_bytes: self.node_room_bytes(),
+            file_room_bytes: tenant
+                .record
+                .tier
+                .as_ref()
+                .map(|(_, limit)| limit.saturating_sub(store.file_bytes)),
+            evicting: self.evicting,
+        }
+    }
+}
+
+/// What lz4 packed, and everything else in DRAM that is not staged (zstd, with a
+/// dictionary or without, and pages that do not compress): what each was and
+/// costs, unused parts of slots and slabs shared out in proportion.
+fn packed(store: &StoreStats) -> (Packed, Packed) {
+    let payload = store.payload_bytes - store.staged_bytes.min(store.payload_bytes);
+    let cost = store.dram_bytes.saturating_sub(store.staged_bytes);
+    let fast_cost = (u128::from(cost) * u128::from(store.fast_payload_bytes)
+        / u128::from(payload.max(1))) as u64;
+    let fast_cost = fast_cost.min(cost);
+    let in_dram = store.objects * PAGE;
+    let rest = in_dram.saturating_sub(store.fast_original_bytes + store.staged_bytes);
+    let fast = Packed { original_bytes: store.fast_original_bytes, cost_bytes: fast_cost };
+    (fast, Packed { original_bytes: rest, cost_bytes: cost - fast_cost })
+}

@@ -1,0 +1,81 @@
+//! Snapshots as the keeper takes them.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use crate::keeper::Keeper;
+use crate::scan::{Excluded, register_new, stand_down};
+use crate::snapshot::SnapshotOrder;
+use crate::space::{Space, lock};
+
+/// So long after its last snapshot a tenant far below its budget is left to the
+/// kernel: until then another snapshot reads only what was written since.
+const STAND_DOWN_AFTER: Duration = Duration::from_secs(600);
+
+/// How long a snapshot waits for an agent that is late with a batch, before it is
+/// refused: on a busy machine it sleeps for longer than a batch takes.
+const STRAYS_PATIENCE: Duration = Duration::from_secs(2);
+const LOOK_EVERY: Duration = Duration::from_millis(1);
+
+impl Keeper<'_> {
+    /// Takes a snapshot up to the thaw; the rest is done in rounds.
+    pub(super) fn begin_snapshot(&mut self, order: SnapshotOrder) {
+        let tenant = self.tenant;
+        if self.capturing.is_some() {
+            return order.refuse("another snapshot of it is being captured");
+        }
+        let spaces = self.living_spaces();
+        if spaces.is_empty() || tenant.is_released() {
+            return order.refuse("nothing of it is managed");
+        }
+        let _alone = lock(&tenant.placement.registering);
+        let was_managed = tenant.under_pressure.swap(true, Ordering::Relaxed);
+        self.stands_down |= !was_managed;
+        self.snapshot_begun = Instant::now();
+        for space in &spaces {
+            if !register_new(space, tenant) {
+                space.set_gone();
+            }
+            // What is on its way is in no place that a snapshot could name.
+            let begun = Instant::now();
+            while space.has_strays.load(Ordering::Acquire)
+                && !space.is_gone()
+                && begun.elapsed() < STRAYS_PATIENCE
+            {
+                let report = self.evictor.fetch_strays(space, tenant);
+                self.take_report(space, report);
+                std::thread::sleep(LOOK_EVERY);
+            }
+        }
+        let excluded = |space: &Space| match space.agent() {
+            Some(agent) => Excluded::read(agent.control.control()),
+            None => Excluded::default(),
+        };
+        self.capturing = order.begin(tenant, &spaces, &excluded);
+    }
+
+    /// Ends what was begun for snapshots: far from its budget a program runs as if
+    /// there were no Strata.
+    pub(super) fn stand_down_if_due(&mut self, spaces: &[Arc<Space>]) {
+        if self.tenant.placement.registers.load(Ordering::Relaxed) {
+            // Registered for what its programs have said, too.
+            self.stands_down = false;
+        }
+        if !self.stands_down
+            || self.capturing.is_some()
+            || self.snapshot_begun.elapsed() < STAND_DOWN_AFTER
+        {
+            return;
+        }
+        // The advisor's sample of one that is far from its budget may have pages out
+        // that nobody has used since: another time.
+        self.stands_down = !self.tenant.under_pressure.load(Ordering::Relaxed);
+        // One that was restored has pages in the store: it stays managed.
+        if spaces.iter().all(|space| stand_down(space, self.tenant)) {
+            self.stands_down = false;
+            self.tenant.under_pressure.store(false, Ordering::Relaxed);
+            self.rebuild();
+        }
+    }
+}

@@ -1,0 +1,475 @@
+//! Taking a snapshot of a tenant: its processes stop, their memory is captured
+//! (`capture`), they run on, and the rest is captured while they do.
+//!
+//! Everything here runs on the keeper; only [`Tenant::snapshot`] is called by
+//! whoever wants one, and waits.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
+
+use std::collections::BTreeMap;
+use strata_store::Put;
+use strata_sys::{Range, read_maps, stack_pointers, thread_time};
+use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
+
+use crate::capture::{Capture, RUN_PAGES};
+use crate::pace::Pace;
+use crate::page_map::Piece;
+use crate::scan::Excluded;
+use crate::settings::Setting;
+use crate::space::{Space, lock};
+use crate::tenant::{Order, Tenant};
+
+/// Without any page captured for so long, the snapshot is given up.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// At the end of a thread's stack: its control block, and what belongs to it.
+const THREAD_BYTES: u64 = 8 * PAGE_SIZE as u64;
+/// How often whoever waits for a snapshot hears how far it is.
+const TELL_EVERY: Duration = Duration::from_millis(100);
+
+/// Stops and restarts the tenant's processes, which is not the pager's business.
+pub struct SnapshotRequest {
+    /// Stops all of them until `thaw`. The error is one line for the user.
+    pub freeze: Box<dyn FnOnce() -> Result<Standing, String> + Send>,
+    /// Lets them run on.
+    pub thaw: Box<dyn FnOnce() -> Result<(), String> + Send>,
+    /// Capture everything before `thaw`: slow, and nothing can tear it.
+    pub while_frozen: bool,
+}
+
+/// Processes that stand still.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Standing {
+    /// Their numbers.
+    pub pids: Vec<u32>,
+    /// Since when.
+    pub since: Instant,
+}
+
+/// Why there is no snapshot. The tenant runs on as if nothing had been.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum SnapshotError {
+    /// The program discarded memory before it was captured. Another attempt, or
+    /// one `while_frozen`, succeeds.
+    Torn,
+    /// Anything else; one line for the user.
+    Failed(String),
+}
+
+/// The memory of one process in a snapshot.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Captured {
+    /// The process, when it was taken.
+    pub pid: u32,
+    /// The number under which the pager keeps it.
+    pub memory: SpaceId,
+    /// Address of its agent's `wire::Restart`; none: it has no agent.
+    pub restart: Option<u64>,
+    /// The agent's own memory.
+    pub own: Range,
+    /// Memory that must be in place before the process runs again: the kernel
+    /// writes there, and does not wait for a page.
+    pub needed: Vec<Range>,
+    /// What the program had set for ranges of its memory.
+    pub settings: Vec<(Range, Setting)>,
+}
+
+/// What came of a snapshot.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Freeze {
+    /// Each process.
+    pub processes: Vec<Captured>,
+    /// How long the processes stood still: until `thaw` returned.
+    pub frozen: Duration,
+    /// From the thaw until nothing was pending.
+    pub captured: Duration,
+    /// Pages that were in place and had to be read: those that the snapshot before
+    /// has, and that were not written since, did not.
+    pub copied_pages: u64,
+}
+
+/// How often whoever removes a snapshot looks whether it is still read.
+const READERS_EVERY: Duration = Duration::from_millis(1);
+
+/// A snapshot of an address space: the leaves of the page map that describe it.
+#[derive(Debug, Default)]
+pub(crate) struct Memory {
+    pub(crate) directory: BTreeMap<Piece, LeafIndex>,
+}
+
+/// The pages of a leaf that a space's snapshot has, for tests and for restoring.
+pub(crate) fn pages_of(
+    memory: &Memory,
+) -> impl Iterator<Item = (Piece, LeafIndex, usize, PageId)> + '_ {
+    memory.directory.iter().flat_map(|(&piece, &leaf)| {
+        (0..PAGES_PER_LEAF).map(move |index| (piece, leaf, index, PageId::new(leaf, index)))
+    })
+}
+
+/// To the keeper.
+pub(crate) struct SnapshotOrder {
+    request: SnapshotRequest,
+    answer: mpsc::Sender<Result<Freeze, SnapshotError>>,
+    progress: Arc<Progress>,
+}
+
+#[derive(Debug, Default)]
+struct Progress {
+    pending: AtomicU64,
+    total: AtomicU64,
+}
+
+/// A snapshot after the thaw, in the keeper's hands.
+pub(crate) struct Capturing {
+    spaces: Vec<(Arc<Space>, SpaceId)>,
+    freeze: Freeze,
+    pending_pages: u64,
+    thawed: Instant,
+    progressed: Instant,
+    answer: mpsc::Sender<Result<Freeze, SnapshotError>>,
+    progress: Arc<Progress>,
+    buffer: Vec<u8>,
+    pace: Pace,
+}
+
+pub(crate) fn failed(what: impl std::fmt::Display) -> SnapshotError {
+    SnapshotError::Failed(what.to_string())
+}
+
+impl Tenant {
+    /// Takes a snapshot of all its processes' memory. `tell(done, total)` hears
+    /// how many pages are captured. Returns when the snapshot is whole.
+    ///
+    /// # Errors
+    /// See [`SnapshotError`]: there is no snapshot then, and the tenant runs on.
+    pub fn snapshot(
+        &self,
+        request: SnapshotRequest,
+        mut tell: impl FnMut(u64, u64),
+    ) -> Result<Freeze, SnapshotError> {
+        let (answer, receiver) = mpsc::channel();
+        let progress = Arc::new(Progress::default());
+        let order = SnapshotOrder { request, answer, progress: Arc::clone(&progress) };
+        lock(&self.inbox).orders.push(Order::Snapshot(Box::new(order)));
+        self.wake_keeper();
+        loop {
+            match receiver.recv_timeout(TELL_EVERY) {
+                Ok(outcome) => return outcome,
+                Err(mpsc::RecvTimeoutError::Disconnected) => {
+                    return Err(failed("the tenant has ended"));
+                }
+                Err(mpsc::RecvTimeoutError::Timeout) => {
+                    let total = progress.total.load(Ordering::Relaxed);
+                    if total > 0 {
+                        tell(total - progress.pending.load(Ordering::Relaxed).min(total), total);
+                    }
+                }
+            }
+        }
+    }
+
+    /// A snapshot that an earlier worker took.
+    pub(crate) fn know_snapshot(&self, id: SpaceId, directory: BTreeMap<Piece, LeafIndex>) {
+        lock(&self.snapshots).insert(id, Arc::new(Memory { directory }));
+    }
+
+    /// Numbers of its whole snapshots of address spaces.
+    #[must_use]
+    pub fn snapshot_memories(&self) -> Vec<SpaceId> {
+        lock(&self.snapshots).keys().copied().collect()
+    }
+
+    /// Forgets a snapshot of an address space; what nothing else refers to is
+    /// freed.
+    pub fn remove_snapshot_memory(&self, id: SpaceId) {
+        let Some(mut known) = lock(&self.snapshots).remove(&id) else { return };
+        // Somebody restores from it, or reads it: nobody finds it any more.
+        while Arc::get_mut(&mut known).is_none() {
+            std::thread::sleep(READERS_EVERY);
+        }
+        self.forget_leaves(id);
+        self.registry.remove_space(id);
+    }
+}
+
+impl SnapshotOrder {
+    /// Nothing is done, and why.
+    pub(crate) fn refuse(self, why: &str) {
+        // Whoever asked may have gone.
+        let _ = self.answer.send(Err(failed(why)));
+    }
+
+    /// Carries the order out up to the thaw. `excluded` tells what of a space is
+    /// never protected. None: it failed, and whoever asked knows.
+    pub(crate) fn begin(
+        self,
+        tenant: &Arc<Tenant>,
+        spaces: &[Arc<Space>],
+        excluded: &dyn Fn(&Space) -> Excluded,
+    ) -> Option<Capturing> {
+        let Self { request, answer, progress } = self;
+        let mut buffer = vec![0; RUN_PAGES * PAGE_SIZE];
+        match take(tenant, spaces, excluded, request, &mut buffer) {
+            Ok((freeze, spaces, pending_pages)) => {
+                progress.total.store(pending_pages, Ordering::Relaxed);
+                progress.pending.store(pending_pages, Ordering::Relaxed);
+                let now = Instant::now();
+                Some(Capturing {
+                    spaces,
+                    freeze,
+                    pending_pages,
+                    thawed: now,
+                    progressed: now,
+                    answer,
+                    progress,
+                    buffer,
+                    pace: Pace::default(),
+                })
+            }
+            Err(error) => {
+                // Whoever asked may have gone.
+                let _ = answer.send(Err(error));
+                None
+            }
+        }
+    }
+}
+
+type Begun = (Freeze, Vec<(Arc<Space>, SpaceId)>, u64);
+
+fn take(
+    tenant: &Arc<Tenant>,
+    spaces: &[Arc<Space>],
+    excluded: &dyn Fn(&Space) -> Excluded,
+    request: SnapshotRequest,
+    buffer: &mut [u8],
+) -> Result<Begun, SnapshotError> {
+    for space in spaces {
+        let Some(pid) = space.pid() else {
+            return Err(failed("a process of it has no agent"));
+        };
+        bring_threads(tenant, space, pid)?;
+        space.arm(pid, &excluded(space))?;
+    }
+    for space in spaces {
+        if !space.park() {
+            unpark(spaces);
+            return Err(failed("the agent of a process does not answer"));
+        }
+    }
+    *lock(&tenant.freeze_began) = Some(Instant::now());
+    let frozen = (request.freeze)();
+    *lock(&tenant.freeze_began) = None;
+    let Standing { pids, since: began } = match frozen {
+        Ok(frozen) => frozen,
+        Err(why) => {
+            unpark(spaces);
+            return Err(failed(why));
+        }
+    };
+    let mut taken = Taken { tenant, processes: Vec::new(), spaces: Vec::new() };
+    let mut outcome = taken.freeze_all(spaces, &pids, excluded, buffer);
+    let pending_pages = taken.spaces.iter().filter_map(|(s, _)| s.capture_state()).map(|s| s.0);
+    let pending_pages = pending_pages.sum();
+    if outcome.is_ok() && request.while_frozen {
+        outcome = taken.capture_all(buffer);
+    }
+    let thawed = (request.thaw)();
+    let whole_freeze = began.elapsed();
+    unpark(spaces);
+    if let Err(error) = outcome.and_then(|()| thawed.map_err(failed)) {
+        taken.undo();
+        return Err(error);
+    }
+    let Taken { processes, spaces, .. } = taken;
+    let freeze =
+        Freeze { processes, frozen: whole_freeze, captured: Duration::ZERO, copied_pages: 0 };
+    Ok((freeze, spaces, pending_pages))
+}
+
+/// Brings what whoever stops a thread reads of it, and reads without waiting: the
+/// end of its stack, where the C library has the thread's control block.
+fn bring_threads(tenant: &Tenant, space: &Space, pid: u32) -> Result<(), SnapshotError> {
+    let maps = read_maps(pid).map_err(failed)?;
+    let ends: Vec<Range> = stack_pointers(pid)
+        .into_iter()
+        .filter_map(|pointer| maps.iter().find(|mapping| mapping.range.contains(pointer)))
+        .map(|mapping| mapping.range)
+        .map(|Range { start, end }| Range { start: start.max(end - THREAD_BYTES.min(end)), end })
+        .collect();
+    tenant.bring_back(space, &ends).map_err(failed)
+}
+
+fn unpark(spaces: &[Arc<Space>]) {
+    for space in spaces {
+        space.unpark();
+    }
+}
+
+/// Slots that were filled so far.
+struct Taken<'a> {
+    tenant: &'a Arc<Tenant>,
+    processes: Vec<Captured>,
+    spaces: Vec<(Arc<Space>, SpaceId)>,
+}
+
+impl Taken<'_> {
+    fn freeze_all(
+        &mut self,
+        spaces: &[Arc<Space>],
+        pids: &[u32],
+        excluded: &dyn Fn(&Space) -> Excluded,
+        buffer: &mut [u8],
+    ) -> Result<(), SnapshotError> {
+        let tenant = self.tenant;
+        for space in spaces {
+            let pid = space.pid().filter(|pid| pids.contains(pid));
+            if pid.is_none() {
+                return Err(failed("a process of it does not belong to the others"));
+            }
+        }
+        for &pid in pids {
+            let space = spaces.iter().find(|space| space.pid() == Some(pid));
+            let Some(space) = space else {
+                return Err(failed(format!("process {pid} is not managed")));
+            };
+            let snapshot = tenant
+                .registry
+                .add_space(tenant.id, None)
+                .ok_or_else(|| failed("this daemon has 8192 processes and snapshots already"))?;
+            self.spaces.push((Arc::clone(space), snapshot));
+            let excluded = excluded(space);
+            let everything = Range { start: 0, end: 1 << 52 };
+            let agent = space.agent();
+            self.processes.push(Captured {
+                pid,
+                memory: snapshot,
+                restart: agent.as_ref().and_then(|agent| agent.restart),
+                own: agent.map_or(Range { start: 0, end: 0 }, |agent| agent.ranges.own),
+                needed: excluded.within(everything),
+                settings: lock(&space.gate).settings.ranges().to_vec(),
+            });
+            let maps = read_maps(pid).map_err(failed)?;
+            space.freeze(tenant, snapshot, pid, &maps, &excluded, buffer)?;
+        }
+        Ok(())
+    }
+
+    /// Captures everything while the processes stand still.
+    fn capture_all(&self, buffer: &mut [u8]) -> Result<(), SnapshotError> {
+        for (space, _) in &self.spaces {
+            let mut since = Instant::now();
+            while let Some((pending, torn)) = space.capture_state() {
+                if torn || since.elapsed() > PATIENCE {
+                    return Err(failed("its memory cannot be captured"));
+                }
+                if pending == 0 {
+                    break;
+                }
+                if space.capture_some(self.tenant, Put::Fast, buffer) > 0 {
+                    since = Instant::now();
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn undo(self) {
+        undo(self.tenant, &self.spaces);
+    }
+}
+
+fn undo(tenant: &Tenant, spaces: &[(Arc<Space>, SpaceId)]) {
+    for (space, snapshot) in spaces {
+        let mut gate = lock(&space.gate);
+        gate.capture = None;
+        for &range in &gate.registered {
+            // If not now, then by whoever writes there first.
+            space.uffd.unprotect(range);
+        }
+        drop(gate);
+        tenant.forget_leaves(*snapshot);
+        tenant.registry.remove_space(*snapshot);
+    }
+}
+
+impl Capturing {
+    /// Captures some more. Returns what is left of the work: none, when whoever
+    /// asked has got an answer.
+    /// `hurries`: without the rests that leave the CPU to the tenant.
+    pub(crate) fn go_on(mut self, tenant: &Tenant, hurries: bool) -> Option<Self> {
+        let mut pending = 0;
+        let mut torn = false;
+        for (space, _) in &self.spaces {
+            match space.capture_state() {
+                Some((left, is_torn)) => {
+                    pending += left;
+                    torn |= is_torn || (left > 0 && !space.uffd.is_alive());
+                }
+                None => torn = true,
+            }
+        }
+        self.progress.pending.store(pending, Ordering::Relaxed);
+        if torn {
+            return self.give_up(tenant, SnapshotError::Torn);
+        }
+        if pending == 0 {
+            self.finish(tenant);
+            return None;
+        }
+        if !self.pace.is_due() {
+            return Some(self);
+        }
+        let began = thread_time();
+        // Raw as long as there is room: a page that is packed later keeps nobody
+        // waiting now.
+        let room = tenant.headroom_pages() > pending as i64;
+        let how = if room { Put::Staged } else { Put::Fast };
+        let captured: usize = self
+            .spaces
+            .iter()
+            .map(|(space, _)| space.capture_some(tenant, how, &mut self.buffer))
+            .sum();
+        self.pace.worked(began, hurries);
+        if captured > 0 {
+            self.progressed = Instant::now();
+        } else if self.progressed.elapsed() > PATIENCE {
+            return self.give_up(tenant, failed("some of its pages cannot be captured"));
+        }
+        Some(self)
+    }
+
+    /// How long there is nothing to do for it.
+    pub(crate) fn rest(&self) -> Duration {
+        self.pace.rest()
+    }
+
+    pub(crate) fn give_up(self, tenant: &Tenant, why: SnapshotError) -> Option<Self> {
+        undo(tenant, &self.spaces);
+        // Whoever asked may have gone.
+        let _ = self.answer.send(Err(why));
+        None
+    }
+
+    fn finish(mut self, tenant: &Tenant) {
+        self.freeze.copied_pages = self.pending_pages;
+        for (space, snapshot) in &self.spaces {
+            let capture = lock(&space.gate).end_capture();
+            if let Some(capture) = &capture {
+                self.freeze.copied_pages -= capture.from_base;
+            }
+            tenant
+                .know_snapshot(*snapshot, capture.map(Capture::into_directory).unwrap_or_default());
+            tenant.registry.snapshot_is_whole(*snapshot);
+        }
+        self.freeze.captured = self.thawed.elapsed();
+        let memories: Vec<SpaceId> = self.spaces.iter().map(|&(_, id)| id).collect();
+        if self.answer.send(Ok(self.freeze)).is_err() {
+            for id in memories {
+                tenant.remove_snapshot_memory(id);
+            }
+        }
+    }
+}

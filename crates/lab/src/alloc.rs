@@ -8,15 +8,17 @@ use crate::{
     random::{Random, mix},
     records::{RECORD_BYTES, Records},
 };
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 use std::{
     collections::VecDeque,
     hint::black_box,
+    path::PathBuf,
     thread,
     time::{Duration, Instant},
 };
-use strata_units::{ByteSize, PAGE_SIZE};
+use strata_store::{Backing, FileBacking};
+use strata_units::{ByteSize, PAGE_SIZE, PageBuffer};
 
 /// Sizes and lengths of `alloc`.
 #[derive(clap::Args)]
@@ -111,6 +113,12 @@ pub(crate) struct TouchOptions {
     /// Seconds of reading pages in random order
     #[arg(long, default_value_t = 5.0)]
     seconds: f64,
+    /// Fill it with noise, which does not compress
+    #[arg(long)]
+    noise: bool,
+    /// Read pages in order, again and again, and look at none before
+    #[arg(long)]
+    in_order: bool,
 }
 
 /// What `touch` saw.
@@ -133,12 +141,12 @@ pub(crate) fn touch(options: &TouchOptions) -> Result<()> {
     if pages == 0 {
         bail!("--size is less than a page");
     }
-    let records = Records::new(7);
+    let content = Content { records: Records::new(7), noise: options.noise };
     let mut memory = vec![0u8; pages * PAGE_SIZE];
     let mut record = Vec::new();
     for (page, bytes) in memory.chunks_exact_mut(PAGE_SIZE).enumerate() {
         for (part, slot) in bytes.chunks_exact_mut(RECORD_BYTES).enumerate() {
-            records.fill((page * RECORDS_PER_PAGE + part) as u64, 0, &mut record);
+            content.fill((page * RECORDS_PER_PAGE + part) as u64, &mut record);
             slot.copy_from_slice(&record);
         }
     }
@@ -152,14 +160,17 @@ pub(crate) fn touch(options: &TouchOptions) -> Result<()> {
     while started.elapsed() < Duration::from_secs_f64(options.seconds) {
         // A batch between two looks at the clock.
         for _ in 0..256 {
-            let page = random.below(pages as u64) as usize;
+            let page = match options.in_order {
+                true => pages_read as usize % pages,
+                false => random.below(pages as u64) as usize,
+            };
             let part = random.below(RECORDS_PER_PAGE as u64) as usize;
             let at = page * PAGE_SIZE + part * RECORD_BYTES;
-            records.fill((page * RECORDS_PER_PAGE + part) as u64, 0, &mut record);
-            let missing = !pagemap.is_present(start + at)?;
-            let touched = Instant::now();
-            black_box(memory[at]);
+            content.fill((page * RECORDS_PER_PAGE + part) as u64, &mut record);
+            let missing = !options.in_order && !pagemap.is_present(start + at)?;
             if missing {
+                let touched = Instant::now();
+                black_box(memory[at]);
                 latencies.record(touched.elapsed().as_nanos() as u64, 1);
                 misses += 1;
             }
@@ -175,6 +186,88 @@ pub(crate) fn touch(options: &TouchOptions) -> Result<()> {
         seconds,
         pages_per_second: pages_read as f64 / seconds,
         misses,
+        miss_p50_us: latencies.quantile_us(0.5),
+        miss_p99_us: latencies.quantile_us(0.99),
+    })
+}
+
+/// What memory is filled with, 1 KiB at a time.
+struct Content {
+    records: Records,
+    noise: bool,
+}
+
+impl Content {
+    fn fill(&self, index: u64, out: &mut Vec<u8>) {
+        if !self.noise {
+            self.records.fill(index, 0, out);
+            return;
+        }
+        out.clear();
+        let words = (RECORD_BYTES / 8) as u64;
+        for word in 0..words {
+            out.extend(mix(index * words + word).to_le_bytes());
+        }
+    }
+}
+
+/// Sizes and lengths of `direct-read`.
+#[derive(clap::Args)]
+pub(crate) struct DirectOptions {
+    /// Where to make the file, which has no name
+    #[arg(long)]
+    directory: PathBuf,
+    /// Its size
+    #[arg(long, default_value = "256MiB")]
+    size: ByteSize,
+    /// Seconds of reading blocks of 4 KiB in random order
+    #[arg(long, default_value_t = 5.0)]
+    seconds: f64,
+}
+
+/// Reads 4 KiB of a file at a time with `O_DIRECT`: what the device needs without
+/// anybody's help. All reads are misses.
+pub(crate) fn direct_read(options: &DirectOptions) -> Result<()> {
+    const WRITE_BYTES: usize = 1 << 20;
+    let writes = options.size.0 as usize / WRITE_BYTES;
+    if writes == 0 {
+        bail!("--size is less than a MiB");
+    }
+    let path = options.directory.join(format!("direct-{}", std::process::id()));
+    let file = FileBacking::create(&path, options.size.0)
+        .with_context(|| format!("make {}", path.display()))?;
+    let content = Content { records: Records::new(7), noise: true };
+    let mut record = Vec::new();
+    let mut page = PageBuffer::zeroed();
+    let pages = (writes * WRITE_BYTES / PAGE_SIZE) as u64;
+    for number in 0..pages {
+        for (part, slot) in page.0.chunks_exact_mut(RECORD_BYTES).enumerate() {
+            content.fill(number * RECORDS_PER_PAGE as u64 + part as u64, &mut record);
+            slot.copy_from_slice(&record);
+        }
+        file.write_at(number * PAGE_SIZE as u64, &page.0).context("write the file")?;
+    }
+    let mut random = Random::new(3);
+    let mut latencies = Histogram::default();
+    let started = Instant::now();
+    let mut pages_read = 0;
+    while started.elapsed() < Duration::from_secs_f64(options.seconds) {
+        let number = random.below(pages);
+        let touched = Instant::now();
+        file.read_at(number * PAGE_SIZE as u64, &mut page.0).context("read the file")?;
+        latencies.record(touched.elapsed().as_nanos() as u64, 1);
+        content.fill(number * RECORDS_PER_PAGE as u64, &mut record);
+        if page.0[..RECORD_BYTES] != record {
+            bail!("block {number} does not hold what was written");
+        }
+        pages_read += 1;
+    }
+    let seconds = started.elapsed().as_secs_f64();
+    print(&TouchResult {
+        pages_read,
+        seconds,
+        pages_per_second: pages_read as f64 / seconds,
+        misses: pages_read,
         miss_p50_us: latencies.quantile_us(0.5),
         miss_p99_us: latencies.quantile_us(0.99),
     })

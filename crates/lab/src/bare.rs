@@ -16,7 +16,7 @@ use std::{
 use strata_sys::{
     Event, Fill, OwnMemory, Poller, Registration, SharedMemory, Userfaultfd, pin_current_thread,
 };
-use strata_units::{PAGE_SIZE, PageBuffer};
+use strata_units::PageBuffer;
 
 /// Pages touched before they are dropped again.
 const PAGES: usize = 4096;
@@ -47,14 +47,22 @@ pub(crate) fn run(options: &BareOptions) -> Result<()> {
     Ok(())
 }
 
+/// A userfaultfd with which all of `memories` is registered.
+pub(crate) fn userfaultfd_over(memories: &[&OwnMemory]) -> Result<Userfaultfd> {
+    let uffd = Userfaultfd::for_own_process()
+        .map_err(|error| anyhow::anyhow!("open a userfaultfd (root may): {error:?}"))?;
+    for memory in memories {
+        if uffd.register(memory.range()) != Registration::Done {
+            bail!("memory of this process cannot be registered");
+        }
+    }
+    Ok(uffd)
+}
+
 /// Touches pages for `time`.
 pub(crate) fn measure(time: Duration) -> Result<BareResult> {
     let memory = OwnMemory::create(PAGES)?;
-    let uffd = Userfaultfd::for_own_process()
-        .map_err(|error| anyhow::anyhow!("open a userfaultfd (root may): {error:?}"))?;
-    if uffd.register(memory.range()) != Registration::Done {
-        bail!("memory of this process cannot be registered");
-    }
+    let uffd = userfaultfd_over(&[&memory])?;
     let latencies = thread::scope(|scope| {
         let toucher = scope.spawn(|| touch(&memory, time));
         let served = serve(&uffd, || toucher.is_finished());
@@ -100,8 +108,7 @@ fn serve(uffd: &Userfaultfd, is_over: impl Fn() -> bool) -> Result<()> {
         let count = uffd.read_messages(&ring, 0, MESSAGES).unwrap_or(0);
         for index in 0..count {
             if let Some(Event::Fault { address, .. }) = Userfaultfd::message(&ring, 0, index) {
-                let start = address & !(PAGE_SIZE as u64 - 1);
-                let filled = uffd.copy(start, &page);
+                let filled = uffd.copy(address, &page);
                 if filled != (Fill::Done { pages: 1 }) {
                     bail!("a page could not be put in place: {filled:?}");
                 }

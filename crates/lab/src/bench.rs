@@ -4,6 +4,7 @@
 //! Wiring only: what is measured lies in `bench/parts.rs` and, for `tight`, in
 //! `bench/matrix.rs`, how it is written down in `bench/report.rs`.
 
+mod advise;
 mod cells;
 mod matrix;
 mod parts;
@@ -12,6 +13,8 @@ mod price;
 mod programs;
 mod report;
 mod rows;
+mod snapshots;
+mod tiers;
 
 use crate::{interrupt, janitor::Janitor, machine::Provenance, trial};
 use anyhow::{Context, Result, bail};
@@ -43,6 +46,12 @@ pub(crate) enum Part {
     Matrix,
     /// Threads that fault at the same time
     Threads,
+    /// The advisor: foretold against missed, its cost, shares by its advice
+    Advise,
+    /// Freezes, restores, rollbacks and clones beside CRIU
+    Snapshots,
+    /// The file tier beside its device and beside kernel swap
+    Tiers,
 }
 
 /// Which parts, how often, how large.
@@ -56,6 +65,8 @@ pub(crate) struct Options {
     repetitions: usize,
     #[command(flatten)]
     narrowing: matrix::Narrowing,
+    #[command(flatten)]
+    sizes: snapshots::Sizes,
     /// Smaller and shorter: to see that all works, not to be quoted
     #[arg(long)]
     quick: bool,
@@ -108,6 +119,9 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             Part::Graph => programs::graph(&bench, &mut found),
             Part::Matrix => programs::matrix(&bench, &mut found),
             Part::Threads => programs::threads(&bench, &mut found),
+            Part::Advise => advise::advise(&bench, &mut found),
+            Part::Snapshots => snapshots::snapshots(&bench, &options.sizes, &mut found),
+            Part::Tiers => tiers::tiers(&bench, &mut found),
         };
         results.add(*part, found, outcome);
         // What was measured until now is written down all the same.
@@ -149,6 +163,11 @@ impl Part {
             Self::Graph => "Graph walk: Strata against zram, the same total DRAM",
             Self::Matrix => "Matrix sweeps: Strata against zram, the same total DRAM",
             Self::Threads => "Threads faulting at the same time, memory twice the budget",
+            Self::Tiers => {
+                "The file tier: faults beside reads of the device, sweeps beside kernel swap"
+            }
+            Self::Advise => "The advisor: what it foretells, costs and wins",
+            Self::Snapshots => "Snapshots: Strata, plain CRIU and Redis's own reload",
         }
     }
 }

@@ -18,7 +18,7 @@ use std::{
     time::{Duration, Instant},
 };
 use strata_store::{Put, Store, StoreConfig, Training, prepare_thread};
-use strata_sys::{Fill, OwnMemory, Registration, Userfaultfd, pin_current_thread};
+use strata_sys::{Fill, OwnMemory, pin_current_thread};
 use strata_units::{PAGE_SIZE, PageBuffer};
 
 const THREADS: [usize; 7] = [1, 2, 4, 8, 16, 32, 64];
@@ -205,13 +205,7 @@ fn packing() -> Result<(f64, f64)> {
 /// runs.
 fn paging() -> Result<(f64, f64)> {
     let (memory, target) = (OwnMemory::create(PAGES)?, OwnMemory::create(PAGES)?);
-    let uffd = Userfaultfd::for_own_process()
-        .map_err(|error| anyhow!("open a userfaultfd (root may): {error:?}"))?;
-    for range in [memory.range(), target.range()] {
-        if uffd.register(range) != Registration::Done {
-            bail!("memory of this process cannot be registered");
-        }
-    }
+    let uffd = bare::userfaultfd_over(&[&memory, &target])?;
     let mut page = PageBuffer::zeroed();
     page.0.fill(7);
     let started = Instant::now();

@@ -17,13 +17,14 @@ use std::{
     collections::BTreeMap,
     fs,
     io::{BufRead, BufReader, Write},
-    os::unix::process::CommandExt,
+    os::unix::{net::UnixStream, process::CommandExt},
     path::{Path, PathBuf},
     process::{Child, ChildStdin, ChildStdout, Command, Stdio},
     sync::{Arc, Mutex},
     thread,
     time::{Duration, Instant},
 };
+use strata_api::{ENV_CONTROL_SOCKET, Stats, TenantState};
 
 use crate::process;
 
@@ -48,6 +49,11 @@ pub(crate) enum Undo {
     RemoveGroup { path: PathBuf },
     /// Remove a directory with sockets and logs.
     RemoveFiles { path: PathBuf },
+    /// Kill every process that works in a directory: one that CRIU brought back
+    /// there is nobody's child, and has no start that could be known before.
+    KillIn { directory: PathBuf },
+    /// Have a daemon end a tenant, whatever process it is by then.
+    StopTenant { program: PathBuf, socket: PathBuf, name: String },
 }
 
 #[derive(Serialize, Deserialize)]
@@ -235,8 +241,53 @@ impl Undo {
                 }
                 Ok(())
             }
+            Self::KillIn { directory } => kill_in(directory),
+            Self::StopTenant { program, socket, name } => stop_tenant(program, socket, name),
         }
     }
+}
+
+fn kill_in(directory: &Path) -> Result<()> {
+    let mut left = 0;
+    for pid in process::all() {
+        let works_in = fs::read_link(format!("/proc/{pid}/cwd"));
+        if works_in.is_ok_and(|place| place == directory)
+            && let Some(times) = process::times(pid)
+            && kill(pid, times.start_ticks).is_err()
+        {
+            left += 1;
+        }
+    }
+    if left > 0 {
+        bail!("{left} processes in {} do not end", directory.display());
+    }
+    Ok(())
+}
+
+fn stop_tenant(program: &Path, socket: &Path, name: &str) -> Result<()> {
+    if UnixStream::connect(socket).is_err() {
+        // Without its daemon there is no tenant.
+        return Ok(());
+    }
+    let ask = |arguments: &[&str]| {
+        Command::new(program)
+            .args(arguments)
+            .env(ENV_CONTROL_SOCKET, socket)
+            .stdin(Stdio::null())
+            .output()
+            .with_context(|| format!("run {}", program.display()))
+    };
+    let stopped = ask(&["stop", name])?;
+    if stopped.status.success() {
+        return Ok(());
+    }
+    // Not there any more, or there for its snapshots only, is what was wanted.
+    let output = ask(&["stats", name, "--json"])?;
+    let stats = serde_json::from_slice::<Stats>(&output.stdout);
+    if stats.is_ok_and(|stats| stats.state != TenantState::Ended) {
+        bail!("{}", String::from_utf8_lossy(&stopped.stderr).trim());
+    }
+    Ok(())
 }
 
 fn kill(pid: u32, start_ticks: u64) -> Result<()> {
@@ -305,6 +356,32 @@ mod tests {
         undo.perform().expect("written back");
         assert_eq!(fs::read_to_string(&path).expect("read"), "old");
         fs::remove_file(&path).expect("removed");
+    }
+
+    #[test]
+    fn processes_are_killed_by_where_they_work() {
+        let path = std::env::temp_dir().join(format!("strata-lab-in-{}", std::process::id()));
+        fs::create_dir_all(&path).expect("made");
+        let sleep = |place: &Path| Command::new("sleep").arg("600").current_dir(place).spawn();
+        let mut inside = sleep(&path).expect("sleep runs");
+        let mut outside = sleep(Path::new("/")).expect("sleep runs");
+        Undo::KillIn { directory: path.clone() }.perform().expect("killed");
+        assert!(!inside.wait().expect("it ended").success());
+        assert!(outside.try_wait().expect("looked at").is_none(), "it works elsewhere");
+        outside.kill().expect("killed");
+        outside.wait().expect("it ended");
+        fs::remove_dir(&path).expect("removed");
+    }
+
+    #[test]
+    fn without_a_daemon_there_is_no_tenant_to_stop() {
+        let nowhere = PathBuf::from("/nonexistent");
+        let undo = Undo::StopTenant {
+            program: nowhere.join("strata"),
+            socket: nowhere.join("control.sock"),
+            name: "db".into(),
+        };
+        undo.perform().expect("nothing to do");
     }
 
     #[test]

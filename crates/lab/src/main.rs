@@ -29,6 +29,7 @@ mod stage;
 mod statistics;
 mod strata;
 mod subject;
+mod swap_file;
 mod table;
 mod trial;
 mod walk;
@@ -71,6 +72,8 @@ enum Command {
     Alloc(alloc::AllocOptions),
     /// Fill memory once and read it in random order (a program to be measured)
     Touch(alloc::TouchOptions),
+    /// Read a file in random order past the page cache (a program to be measured)
+    DirectRead(alloc::DirectOptions),
     /// Touch pages that a userfaultfd serves, without Strata (a program to be measured)
     BareFault(bare::BareOptions),
     /// Simulate many cores that fault at once, from costs measured here
@@ -114,6 +117,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
         Command::Trace(options) => simulate::record(options),
         Command::Alloc(options) => alloc::churn(options),
         Command::Touch(options) => alloc::touch(options),
+        Command::DirectRead(options) => alloc::direct_read(options),
         Command::BareFault(options) => bare::run(options),
         Command::Contention(options) => contention::run(options),
         Command::Walk(walk) => walk::run(walk),

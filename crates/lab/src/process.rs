@@ -58,6 +58,17 @@ pub(crate) fn is_zombie(pid: u32) -> bool {
         .is_ok_and(|stat| stat.rfind(')').is_some_and(|end| stat[end + 1..].starts_with(" Z")))
 }
 
+/// Somebody traces it: CRIU does from before it stops until it lets go, while
+/// the state changes with what it has the process do.
+pub(crate) fn is_traced(pid: u32) -> bool {
+    fs::read_to_string(format!("/proc/{pid}/status")).is_ok_and(|status| has_tracer(&status))
+}
+
+fn has_tracer(status: &str) -> bool {
+    let tracer = status.lines().find_map(|line| line.strip_prefix("TracerPid:"));
+    tracer.is_some_and(|tracer| tracer.trim() != "0")
+}
+
 /// None when the process is gone.
 pub(crate) fn times(pid: u32) -> Option<Times> {
     parse_times(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
@@ -113,6 +124,18 @@ pub(crate) fn memory(pid: u32) -> Memory {
         .map_or_else(|_| Memory::default(), |s| parse_memory(&s))
 }
 
+fn parse_available(meminfo: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
+}
+
+/// DRAM that programs could still have without swapping, as the kernel
+/// estimates it.
+pub(crate) fn available_bytes() -> Result<u64> {
+    let text = fs::read_to_string("/proc/meminfo").context("read /proc/meminfo")?;
+    parse_available(&text).context("/proc/meminfo does not say what is available")
+}
+
 fn parse_machine_busy(stat: &str) -> Option<u64> {
     let line = stat.lines().find(|line| line.starts_with("cpu "))?;
     let ticks: Vec<u64> =
@@ -127,15 +150,20 @@ pub(crate) fn machine_busy_ns() -> u64 {
     fs::read_to_string("/proc/stat").ok().and_then(|s| parse_machine_busy(&s)).unwrap_or(0)
 }
 
+/// All processes that there are now.
+pub(crate) fn all() -> Vec<u32> {
+    fs::read_dir("/proc")
+        .into_iter()
+        .flatten()
+        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+        .collect()
+}
+
 /// A process and all its descendants that are alive now.
 pub(crate) fn family(root: u32) -> Vec<u32> {
     let mut members = BTreeSet::from([root]);
-    let all: Vec<(u32, u32)> = fs::read_dir("/proc")
-        .into_iter()
-        .flatten()
-        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok())
-        .filter_map(|pid| Some((pid, times(pid)?.parent)))
-        .collect();
+    let all: Vec<(u32, u32)> =
+        all().into_iter().filter_map(|pid| Some((pid, times(pid)?.parent))).collect();
     // Parents need not come before their children in the listing.
     loop {
         let before = members.len();
@@ -213,6 +241,20 @@ mod tests {
             Memory { anonymous_bytes: 1_024_000, shared_bytes: 8192, swapped_bytes: 4096 };
         assert_eq!(parse_memory(status), expected);
         assert_eq!(parse_memory("Name:\tkthreadd\n"), Memory::default());
+    }
+
+    #[test]
+    fn a_tracer_is_seen() {
+        assert!(has_tracer("State:\tS (sleeping)\nTracerPid:\t812\n"));
+        assert!(!has_tracer("Name:\tx\nTracerPid:\t0\n"));
+        assert!(!has_tracer("Name:\tx\n"));
+    }
+
+    #[test]
+    fn what_is_available_is_read() {
+        let text = "MemTotal:  900 kB\nMemAvailable:   21 kB\nBuffers: 3 kB\n";
+        assert_eq!(parse_available(text), Some(21 * 1024));
+        assert_eq!(parse_available("MemTotal: 900 kB\n"), None);
     }
 
     #[test]

@@ -13,16 +13,21 @@ use clap::{Args, ValueEnum as _};
 use serde_json::Value;
 use strata_policy::replay::{Shape, Tenant, Touch};
 
+mod foretell;
 mod model;
 mod record;
 mod report;
 mod rivals;
 mod trace;
 
+use foretell::Foretold;
 use model::{KeyStream, Model, Workload};
 pub(crate) use record::{TraceArgs, run as record};
 use report::{Phase, Report, Row, WINDOWS};
 use rivals::{Clock, Lru, Opt, Replay, S3Fifo};
+
+/// Pages that the model touches for one GET.
+const TOUCHES_PER_GET: f64 = 3.0;
 
 /// Options of `strata-lab simulate`.
 #[derive(Args, Debug)]
@@ -60,6 +65,9 @@ pub(crate) struct SimulateArgs {
     /// Replay this recording instead of the model.
     #[arg(long, conflicts_with_all = ["workloads", "scale_down", "scattered"])]
     trace: Option<PathBuf>,
+    /// Show what the advisor says of it with room for all pages.
+    #[arg(long)]
+    foretell: bool,
     /// Also write the figures here, as JSON.
     #[arg(long)]
     json: Option<PathBuf>,
@@ -181,6 +189,8 @@ fn replay_model(
             field.touch(page, Phase::Warm);
         }
     }
+    let mut foretold = Foretold::new(managed_pages, args.scale_down.max(1));
+    foretold.begin();
     let mut keys = KeyStream::new(model, args.seed);
     let window_units = (args.gets / scale / WINDOWS as u64).max(1);
     let warm_gets = args.warm_gets / scale;
@@ -188,8 +198,12 @@ fn replay_model(
         let before = warm_gets - get <= window_units * 8;
         for page in model.pages_of(keys.next_key()) {
             field.touch(page, if before { Phase::Before } else { Phase::Warm });
+            if args.foretell {
+                foretold.touch(page);
+            }
         }
     }
+    let foretold_misses = foretold.say().misses(room_pages, TOUCHES_PER_GET);
     if workload == Workload::Jump {
         keys.move_on(model.keys / 4);
     }
@@ -197,6 +211,9 @@ fn replay_model(
         for _ in 0..window_units {
             for page in model.pages_of(keys.next_key()) {
                 field.touch(page, Phase::Window(window));
+                if args.foretell {
+                    foretold.touch(page);
+                }
             }
         }
     }
@@ -211,6 +228,7 @@ fn replay_model(
         replacement_bytes: field.strata.replacement().memory_bytes(),
         rows: field.rows,
         changes: workload == Workload::Jump,
+        foretold: args.foretell.then(|| foretold.say().described(foretold_misses)),
     })
 }
 
@@ -264,6 +282,7 @@ fn replay_trace(
         replacement_bytes: field.strata.replacement().memory_bytes(),
         rows: field.rows,
         changes: false,
+        foretold: None,
     })
 }
 
@@ -290,6 +309,7 @@ mod tests {
             batch_pages: 4,
             seed: 1,
             trace: None,
+            foretell: false,
             json: None,
         }
     }

@@ -10,7 +10,7 @@ use crate::{
     process,
     redis::server::Wrapping,
     stage::{MemoryUse, Sample},
-    subject::{last_line, scratch_directory, stop_child},
+    subject::{Subject, last_line, scratch_directory, stop_child},
 };
 use anyhow::{Context, Result, bail};
 use std::{
@@ -22,7 +22,7 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
-use strata_api::{ENV_CONTROL_SOCKET, Stats};
+use strata_api::{ENV_CONTROL_SOCKET, SnapshotInfo, Stats};
 
 /// The daemon must listen within this time.
 const START_TIMEOUT: Duration = Duration::from_secs(10);
@@ -32,8 +32,8 @@ pub(crate) struct Strata {
     program: PathBuf,
     directory: PathBuf,
     daemon: Child,
-    keeper: Option<Child>,
-    killed: Vec<Registered>,
+    keeper: Option<Subject>,
+    killed: Option<Registered>,
     files: Option<Registered>,
 }
 
@@ -41,6 +41,33 @@ impl Strata {
     /// Starts a daemon from the binaries in `directory`. An error says what is
     /// missing; the caller goes on without Strata.
     pub(crate) fn start(janitor: &Janitor, binaries: &Path) -> Result<Self> {
+        Self::start_with(janitor, binaries, &[])
+    }
+
+    /// The same with a file tier in `directory`.
+    pub(crate) fn start_with_tier(
+        janitor: &Janitor,
+        binaries: &Path,
+        directory: &Path,
+    ) -> Result<Self> {
+        Self::start_as(janitor, binaries, &[], Some(directory))
+    }
+
+    /// The same with more in the daemon's environment.
+    pub(crate) fn start_with(
+        janitor: &Janitor,
+        binaries: &Path,
+        environment: &[(&str, &Path)],
+    ) -> Result<Self> {
+        Self::start_as(janitor, binaries, environment, None)
+    }
+
+    fn start_as(
+        janitor: &Janitor,
+        binaries: &Path,
+        environment: &[(&str, &Path)],
+        tier: Option<&Path>,
+    ) -> Result<Self> {
         let (program, daemon) = (binaries.join("strata"), binaries.join("stratad"));
         for path in [&program, &daemon] {
             if !path.exists() {
@@ -53,11 +80,26 @@ impl Strata {
             .mode(0o700)
             .create(&directory)
             .with_context(|| format!("make {}", directory.display()))?;
+        // By where they work: a worker that is replaced has a number that nobody
+        // knows before, and one that is left alone waits for ever.
+        let killed = janitor.register(Undo::KillIn { directory: directory.clone() })?;
         let log = directory.join("stratad.log");
         let output = File::create(&log).context("make the daemon's log")?;
+        let mut arguments: Vec<OsString> = vec!["--private".into(), directory.clone().into()];
+        if let Some(tier) = tier {
+            // Only a configuration can name one.
+            let file = directory.join("stratad.toml");
+            let text = format!(
+                "socket_dir = {directory:?}\nsnapshot_dir = {:?}\ntier_path = {tier:?}\n",
+                directory.join("snapshots")
+            );
+            fs::write(&file, text).context("write the daemon's configuration")?;
+            arguments = vec!["--config".into(), file.into()];
+        }
         let daemon = Command::new(&daemon)
-            .arg("--private")
-            .arg(&directory)
+            .args(arguments)
+            .current_dir(&directory)
+            .envs(environment.iter().copied())
             .stdin(Stdio::null())
             .stdout(output.try_clone().context("share the daemon's log")?)
             .stderr(output)
@@ -68,17 +110,10 @@ impl Strata {
             directory,
             daemon,
             keeper: None,
-            killed: Vec::new(),
+            killed: Some(killed),
             files: Some(files),
         };
         strata.wait_until_ready(&log)?;
-        // The worker too: it would wait for a new supervisor for ever.
-        for pid in strata.pids() {
-            if let Some(times) = process::times(pid) {
-                let undo = Undo::Kill { pid, start_ticks: times.start_ticks };
-                strata.killed.push(janitor.register(undo)?);
-            }
-        }
         Ok(strata)
     }
 
@@ -126,26 +161,52 @@ impl Strata {
         Wrapping { prefix, environment: self.environment() }
     }
 
+    /// `strata ARGUMENTS`, asking this daemon.
+    pub(crate) fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(&self.program);
+        command.args(arguments).envs(self.environment()).stdin(Stdio::null());
+        command
+    }
+
+    /// Runs `strata ARGUMENTS` and gives what it printed; its complaint becomes
+    /// the error.
+    pub(crate) fn ask(&self, arguments: &[&str]) -> Result<String> {
+        let what = arguments.first().copied().unwrap_or_default();
+        let output =
+            self.command(arguments).output().with_context(|| format!("run strata {what}"))?;
+        if !output.status.success() {
+            bail!("strata {what}: {}", String::from_utf8_lossy(&output.stderr).trim());
+        }
+        String::from_utf8(output.stdout).with_context(|| format!("read what strata {what} printed"))
+    }
+
     /// `strata stats NAME --json`.
     pub(crate) fn stats(&self, name: &str) -> Result<Stats> {
-        let output = Command::new(&self.program)
-            .args(["stats", name, "--json"])
-            .envs(self.environment())
-            .output()
-            .context("run strata stats")?;
-        if !output.status.success() {
-            bail!("strata stats: {}", String::from_utf8_lossy(&output.stderr).trim());
-        }
-        let mut stats: Stats =
-            serde_json::from_slice(&output.stdout).context("read what strata stats printed")?;
-        // Results are published: where this machine keeps things is nobody's
-        // business.
-        for word in &mut stats.command {
-            if let Some((_, file)) = word.rsplit_once('/') {
-                *word = file.to_owned();
-            }
-        }
+        let mut stats: Stats = serde_json::from_str(&self.ask(&["stats", name, "--json"])?)
+            .context("read what strata stats printed")?;
+        without_places(&mut stats.command);
         Ok(stats)
+    }
+
+    /// `strata snapshots NAME --json`, the one called `id`.
+    pub(crate) fn snapshot_info(&self, name: &str, id: &str) -> Result<SnapshotInfo> {
+        let mut all: Vec<SnapshotInfo> =
+            serde_json::from_str(&self.ask(&["snapshots", name, "--json"])?)
+                .context("read what strata snapshots printed")?;
+        all.retain(|info| info.id.to_string() == id);
+        let mut info = all.pop().with_context(|| format!("{id} is not listed"))?;
+        without_places(&mut info.command);
+        Ok(info)
+    }
+
+    /// The tenant called `name` is ended when the guard drops, whichever
+    /// processes it consists of by then.
+    pub(crate) fn stopping(&self, janitor: &Janitor, name: &str) -> Result<Registered> {
+        janitor.register(Undo::StopTenant {
+            program: self.program.clone(),
+            socket: self.socket(),
+            name: name.to_owned(),
+        })
     }
 
     /// What `tenant` and the daemon cost now, into `sample`.
@@ -173,18 +234,10 @@ impl Strata {
     /// come and go, and does nothing.
     pub(crate) fn keep(&mut self, janitor: &Janitor) -> Result<()> {
         let wrapping = self.wrapping(&format!("keeper-{}", std::process::id()), 64 << 20);
-        let child = Command::new(&wrapping.prefix[0])
-            .args(&wrapping.prefix[1..])
-            .args(["sleep", "infinity"])
-            .envs(wrapping.environment.iter().map(|(key, value)| (key, value)))
-            .stdin(Stdio::null())
-            .spawn()
+        let mut command = wrapping.command(["sleep", "infinity"]);
+        let keeper = Subject::spawn(janitor, command.stdin(Stdio::null()))
             .context("start a tenant that keeps the daemon")?;
-        if let Some(times) = process::times(child.id()) {
-            let undo = Undo::Kill { pid: child.id(), start_ticks: times.start_ticks };
-            self.killed.push(janitor.register(undo)?);
-        }
-        self.keeper = Some(child);
+        self.keeper = Some(keeper);
         Ok(())
     }
 
@@ -194,11 +247,11 @@ impl Strata {
     }
 
     fn end(&mut self) -> Result<()> {
-        if let Some(mut keeper) = self.keeper.take() {
-            stop_child(&mut keeper)?;
+        if let Some(keeper) = self.keeper.take() {
+            keeper.stop()?;
         }
         stop_child(&mut self.daemon)?;
-        for killed in self.killed.drain(..) {
+        if let Some(killed) = self.killed.take() {
             killed.undo()?;
         }
         self.files.take().map_or(Ok(()), Registered::undo)
@@ -209,6 +262,15 @@ impl Drop for Strata {
     fn drop(&mut self) {
         if let Err(error) = self.end() {
             eprintln!("strata-lab: end stratad: {error:#}");
+        }
+    }
+}
+
+/// Results are published: where this machine keeps things is nobody's business.
+fn without_places(command: &mut [String]) {
+    for word in command {
+        if let Some((_, file)) = word.rsplit_once('/') {
+            *word = file.to_owned();
         }
     }
 }

@@ -61,6 +61,13 @@ pub(crate) fn stop_child(child: &mut Child) -> Result<()> {
     Ok(())
 }
 
+/// Has the janitor kill a process when the lab dies first. None: it has ended.
+pub(crate) fn to_be_killed(janitor: &Janitor, pid: u32) -> Result<Option<Registered>> {
+    process::times(pid)
+        .map(|times| janitor.register(Undo::Kill { pid, start_ticks: times.start_ticks }))
+        .transpose()
+}
+
 /// A child that is killed when the guard drops, and by the janitor when the lab
 /// dies first.
 pub(crate) struct Subject {
@@ -83,10 +90,7 @@ impl Subject {
         })?;
         let mut subject = Self::of(child);
         // Whatever it is wrapped in executes the program: same pid.
-        if let Some(times) = process::times(subject.pid()) {
-            let undo = Undo::Kill { pid: subject.pid(), start_ticks: times.start_ticks };
-            subject.killed = Some(janitor.register(undo)?);
-        }
+        subject.killed = to_be_killed(janitor, subject.pid())?;
         Ok(subject)
     }
 

@@ -5,14 +5,13 @@
 //! compresses is never written there.
 
 use crate::{
-    janitor::{Janitor, Registered, Undo, run_tool, write},
+    janitor::{Janitor, Registered, Undo, write},
+    swap_file,
     zram::Stored,
 };
 use anyhow::{Context, Result, bail};
-use rustix::fs::FallocateFlags;
 use std::{
-    fs::{self, DirBuilder, File},
-    os::unix::fs::{DirBuilderExt, OpenOptionsExt},
+    fs,
     path::{Path, PathBuf},
 };
 
@@ -27,8 +26,6 @@ const SETTINGS: [(&str, &str); 3] =
     [("max_pool_percent", "50"), ("accept_threshold_percent", "90"), ("shrinker_enabled", "N")];
 /// As for zram.
 const WANTED: &str = "lz4";
-/// Where the swap file lies: a disk, where `/tmp` may be memory.
-const FILES: &str = "/var/tmp";
 
 /// zswap, switched on. What it changed goes back newest first.
 pub(crate) struct Zswap {
@@ -71,10 +68,8 @@ impl Zswap {
             Some(error) => format!("{taken} instead of {WANTED} ({error:#})"),
             None => format!("{taken} instead of {WANTED}, which this kernel does not offer it"),
         };
-        let file = this.make_file(janitor, file_bytes)?;
-        run_tool("mkswap", &[], &file)?;
-        this.changes.push(janitor.register(Undo::SwapOff { device: file.clone() })?);
-        run_tool("swapon", &["-p", "32767"], &file)?;
+        let file = swap_file::make(janitor, file_bytes, &mut this.changes)?;
+        swap_file::swap_on(janitor, &file, &mut this.changes)?;
         Ok(this)
     }
 
@@ -83,27 +78,6 @@ impl Zswap {
         let undo = Undo::WriteBack { path: path.clone(), value: read(&path)? };
         self.changes.push(janitor.register(undo)?);
         write(&path, value)
-    }
-
-    fn make_file(&mut self, janitor: &Janitor, file_bytes: u64) -> Result<PathBuf> {
-        let directory = Path::new(FILES).join(format!("strata-lab-{}-swap", std::process::id()));
-        let undo = Undo::RemoveFiles { path: directory.clone() };
-        self.changes.push(janitor.register(undo)?);
-        DirBuilder::new()
-            .mode(0o700)
-            .create(&directory)
-            .with_context(|| format!("make {}", directory.display()))?;
-        let path = directory.join("swap");
-        let file = File::options()
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .open(&path)
-            .context("make the swap file")?;
-        // Blocks without holes, as swapon demands.
-        rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, file_bytes)
-            .with_context(|| format!("reserve {} MiB for a swap file", file_bytes >> 20))?;
-        Ok(path)
     }
 
     /// The compressor that the kernel took, and why if it is not zram's.
@@ -127,12 +101,7 @@ impl Zswap {
     }
 
     fn undo(&mut self) -> Result<()> {
-        let mut outcome = Ok(());
-        while let Some(change) = self.changes.pop() {
-            // The rest goes back all the same.
-            outcome = outcome.and(change.undo());
-        }
-        outcome
+        swap_file::undo_all(&mut self.changes)
     }
 }
 

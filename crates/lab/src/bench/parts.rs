@@ -18,7 +18,7 @@ use crate::{
 };
 use anyhow::{Context, Result, bail};
 use std::{
-    process::{Child, Command, Stdio},
+    process::{Child, Stdio},
     thread,
     time::Duration,
 };
@@ -81,16 +81,14 @@ pub(super) fn fits(bench: &Bench, results: &mut PartResults) -> Result<()> {
 
 /// A command of this program, perhaps wrapped in `strata run`.
 pub(super) fn subject(wrapping: &Wrapping, arguments: &[&str]) -> Result<Child> {
-    let mut line = wrapping.prefix.clone();
-    line.push(std::env::current_exe().context("find this program")?.into());
-    line.extend(arguments.iter().map(Into::into));
-    Command::new(&line[0])
-        .args(&line[1..])
-        .envs(wrapping.environment.iter().map(|(key, value)| (key, value)))
+    let this = std::env::current_exe().context("find this program")?;
+    let mut command = wrapping.command([this]);
+    command
+        .args(arguments)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .spawn()
-        .with_context(|| format!("start {}", line[0].to_string_lossy()))
+        .with_context(|| format!("start {}", command.get_program().display()))
 }
 
 pub(super) fn output_of(child: Child) -> Result<String> {

@@ -246,9 +246,7 @@ impl Model<'_> {
     }
 
     fn wake_keeper(&mut self) {
-        if self.free + self.leaving + PART <= HEADROOM
-            && let Some(keeper) = self.resting.pop()
-        {
+        if let Some(keeper) = self.resting.pop() {
             self.keep(keeper);
         }
     }

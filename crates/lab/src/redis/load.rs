@@ -64,6 +64,8 @@ pub(crate) enum Moment {
 
 /// Time between two [`Moment::Tick`]s.
 const TICK: Duration = Duration::from_millis(250);
+/// The same in [`Client::run_until`], whose callers look for short dents.
+const FINE_TICK: Duration = Duration::from_millis(10);
 /// Draws that a writer makes to hit one of its own keys before it gives up and
 /// reads instead; with 64 connections one in 60 million writes gives up.
 const OWNED_DRAWS: usize = 1024;
@@ -228,6 +230,38 @@ impl Client {
         let begin = workload.warmup.as_secs_f64();
         let jump = conducted.jump_seconds.and_then(|at| Jump::read(&timeline, begin, at));
         Ok(Outcome::new(&tally, conducted.measured, timeline, jump))
+    }
+
+    /// Drives the server until `stop` is set; `tell` hears the number of
+    /// operations so far every [`FINE_TICK`]. Warm-up and duration of the
+    /// workload are the caller's business.
+    pub(crate) fn run_until(
+        &self,
+        workload: &Workload,
+        expect: &Expect,
+        stop: &AtomicBool,
+        mut tell: impl FnMut(u64),
+    ) -> Result<()> {
+        let shared = Shared::default();
+        let keys = Keys::new(workload.pattern, expect.count());
+        self.threads(
+            &shared,
+            |connection, number| {
+                let stream = keys.stream(mix(workload.seed) ^ number as u64);
+                self.run_thread(connection, workload, stream, number, expect, &shared)
+            },
+            || {
+                while !stop.load(Relaxed) && !shared.failed.load(Relaxed) && !interrupt::requested()
+                {
+                    tell(shared.operations.load(Relaxed));
+                    thread::sleep(FINE_TICK);
+                }
+                shared.stage.store(2, Relaxed);
+            },
+        )?;
+        let tally = shared.total.into_inner().expect("no thread panicked");
+        tally.refuse_wrong()?;
+        Ok(())
     }
 
     /// Gets all keys in order, round and round, at [`SCAN_PER_SECOND`].

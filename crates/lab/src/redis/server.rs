@@ -36,6 +36,20 @@ pub(crate) struct Wrapping {
     pub environment: Vec<(OsString, OsString)>,
 }
 
+impl Wrapping {
+    /// A command line in its wrapping.
+    pub(crate) fn command<Word: Into<OsString>>(
+        &self,
+        line: impl IntoIterator<Item = Word>,
+    ) -> Command {
+        let mut words = self.prefix.iter().cloned().chain(line.into_iter().map(Into::into));
+        let mut command = Command::new(words.next().expect("a command has a name"));
+        command.args(words);
+        command.envs(self.environment.iter().map(|(key, value)| (key, value)));
+        command
+    }
+}
+
 impl Server {
     /// Starts `redis-server` in a fresh directory and waits for its answer.
     pub(crate) fn start(
@@ -47,15 +61,13 @@ impl Server {
         let (directory, files) = scratch(janitor, name)?;
         let socket = directory.join("redis.sock");
         let log = directory.join("log");
-        let mut line: Vec<OsString> = wrapping.prefix.clone();
-        line.push("redis-server".into());
-        line.extend(["--port", "0", "--save", "", "--appendonly", "no"].map(Into::into));
-        line.extend(["--unixsocket".into(), socket.clone().into()]);
-        line.extend(["--dir".into(), directory.clone().into()]);
-        let mut command = Command::new(&line[0]);
+        let mut command = wrapping.command(["redis-server"]);
         command
-            .args(&line[1..])
-            .envs(wrapping.environment.iter().map(|(key, value)| (key, value)))
+            .args(["--port", "0", "--save", "", "--appendonly", "no"])
+            .arg("--unixsocket")
+            .arg(&socket)
+            .arg("--dir")
+            .arg(&directory)
             .stdin(Stdio::null())
             .stdout(File::create(&log).context("make the server's log")?)
             .stderr(File::options().append(true).open(&log).context("open the server's log")?);

@@ -6,6 +6,8 @@ use std::fmt::Write as _;
 use serde_json::{Value, json};
 use strata_policy::replay::Touch;
 
+use super::foretell::Described;
+
 /// Windows into which the measured part is cut, to see a change over time.
 pub(super) const WINDOWS: usize = 64;
 /// Windows shown in the table together.
@@ -73,6 +75,8 @@ pub(super) struct Report {
     pub(super) replacement_bytes: usize,
     /// What is hot changes between warm-up and measurement.
     pub(super) changes: bool,
+    /// What the advisor said before.
+    pub(super) foretold: Option<Described>,
 }
 
 impl Report {
@@ -145,6 +149,9 @@ impl Report {
             }
             text.push('\n');
         }
+        if let Some(foretold) = &self.foretold {
+            text += &foretold.text(self.unit);
+        }
         text
     }
 
@@ -173,6 +180,7 @@ impl Report {
             "window_units": self.window_units,
             "best_fixed_per_unit": self.best_fixed,
             "replacement_bytes": self.replacement_bytes,
+            "foretold": self.foretold.as_ref().map(Described::json),
             "policies": rows,
         })
     }
@@ -203,6 +211,7 @@ mod tests {
             rows: vec![row],
             replacement_bytes: 0,
             changes: true,
+            foretold: None,
         };
         assert_eq!(report.recovery_units(&report.rows[0]), Some(20_000));
         let soft = report.soft_per_unit(&report.rows[0]);

@@ -180,7 +180,7 @@ impl Database {
         if rustix::process::geteuid().is_root() {
             line.push("--user=root".into());
         }
-        let mut command = run::wrapped(wrapping, &line);
+        let mut command = wrapping.command(&line);
         let output = File::create(&log).context("make the server's log")?;
         command.stdin(Stdio::null()).stdout(output.try_clone().context("share the log")?);
         command.stderr(output);

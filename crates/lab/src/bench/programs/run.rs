@@ -17,7 +17,7 @@ use std::{
     fs::File,
     io::{BufRead, BufReader, Write},
     path::{Path, PathBuf},
-    process::{ChildStdin, Command, Stdio},
+    process::{ChildStdin, Stdio},
     sync::mpsc::{Receiver, RecvTimeoutError, sync_channel},
     thread,
     time::{Duration, Instant},
@@ -48,15 +48,6 @@ pub(super) struct Trial {
     pub work: Work,
 }
 
-/// A command line in its wrapping.
-pub(super) fn wrapped(wrapping: &Wrapping, line: &[OsString]) -> Command {
-    let mut words = wrapping.prefix.iter().chain(line);
-    let mut command = Command::new(words.next().expect("a command has a name"));
-    command.args(words);
-    command.envs(wrapping.environment.iter().map(|(key, value)| (key, value)));
-    command
-}
-
 /// A program with its gates.
 struct Gated {
     subject: Subject,
@@ -68,7 +59,7 @@ struct Gated {
 impl Gated {
     fn start(janitor: &Janitor, job: &Job, wrapping: &Wrapping, directory: &Path) -> Result<Self> {
         let log = directory.join("log");
-        let mut command = wrapped(wrapping, &job.line);
+        let mut command = wrapping.command(&job.line);
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         command.stderr(File::create(&log).context("make the program's log")?);
         let mut subject = Subject::spawn(janitor, &mut command)?;
@@ -234,7 +225,7 @@ mod tests {
     /// Without a janitor: what it does is tested in its own file.
     fn gated(script: &str, directory: &Path) -> Gated {
         let job = shell(script);
-        let mut command = wrapped(&Wrapping::default(), &job.line);
+        let mut command = Wrapping::default().command(&job.line);
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let log = directory.join("log");
         command.stderr(File::create(&log).expect("a log"));

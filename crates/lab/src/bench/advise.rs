@@ -1,0 +1,379 @@
+//! The advisor: what it foretells beside what is then missed, what watching costs,
+//! and what sharing out by its advice wins against equal shares.
+//!
+//! A miss is a page that is brought back. Misses are counted per request on both
+//! sides: what is foretold for a second of processor time is multiplied by the
+//! processor time of a request while it was foretold.
+
+use super::{
+    Bench,
+    report::{PartResults, Series, Side},
+};
+use crate::{
+    interrupt,
+    keys::Pattern,
+    process,
+    progress::Progress,
+    random::mix,
+    records::Records,
+    redis::{
+        expect::Expect,
+        load::{Client, Moment, Workload},
+        outcome::Outcome,
+        server::Server,
+    },
+    strata::{Strata, total_bytes},
+    trial::Plan,
+};
+use anyhow::{Context, Result, bail};
+use serde_json::json;
+use std::time::Duration;
+use strata_api::{Advice, AdviceState, CurvePoint, Stats};
+
+/// A budget that a server is far from.
+const PLENTY_BYTES: u64 = 8 << 30;
+/// Shares of the pages that are to be in place. What is not is taken to cost this
+/// part of itself: the budgets need not hit the shares, they are foretold as what
+/// they are.
+const SHARES: [f64; 2] = [0.5, 0.33];
+const STORED_PART: f64 = 0.4;
+/// Where the second foretelling is made.
+const WATCHED_AT: f64 = 0.8;
+/// The same requests again until the replacement has settled, in warm-ups.
+const SETTLING_ROUNDS: u64 = 2;
+/// Part of what they want that four tenants get together.
+const TOTAL_PART: f64 = 0.6;
+
+/// A server under Strata and who drives it.
+struct Driven {
+    name: String,
+    server: Server,
+    client: Client,
+    expect: Expect,
+    workload: Workload,
+}
+
+/// One drive of it.
+struct Drive {
+    run: Outcome,
+    misses_per_op: f64,
+    cpu_seconds_per_op: f64,
+}
+
+impl Driven {
+    fn start(
+        bench: &Bench,
+        strata: &Strata,
+        name: &str,
+        pattern: Pattern,
+        records: u64,
+    ) -> Result<Self> {
+        let plan: &Plan = &bench.plan;
+        let name = format!("{name}-{}", std::process::id());
+        let wrapping = strata.wrapping(&name, PLENTY_BYTES);
+        let server = Server::start(&bench.janitor, &name, &wrapping, plan.server_core)?;
+        let client = Client {
+            endpoint: server.endpoint().clone(),
+            connections: plan.connections,
+            pipeline: plan.pipeline,
+            core: plan.client_core,
+        };
+        let expect = Expect::new(Records::new(mix(plan.workload.seed)), records);
+        client.load(&expect, &mut |_| {}).context("load")?;
+        let workload = Workload { pattern, ..plan.workload };
+        Ok(Self { name, server, client, expect, workload })
+    }
+
+    fn drive(&self, strata: &Strata, warmup: Duration, duration: Duration) -> Result<Drive> {
+        interrupt::check()?;
+        let look = || -> (u64, Option<Stats>) {
+            let times = process::times(self.server.pid()).unwrap_or_default();
+            (times.cpu_ns, strata.stats(&self.name).ok())
+        };
+        let (mut begin, mut end) = ((0, None), (0, None));
+        let workload = Workload { warmup, duration, ..self.workload };
+        let run = self
+            .client
+            .run(&workload, &self.expect, &mut |moment| match moment {
+                Moment::MeasureBegins => begin = look(),
+                Moment::MeasureEnds => end = look(),
+                Moment::Tick { .. } => {}
+            })
+            .context("run")?;
+        let brought_back = |stats: &Option<Stats>| {
+            stats.as_ref().map(|stats| {
+                stats.faults_total - stats.zero_faults_total + stats.prefetched_pages_total
+            })
+        };
+        let misses = brought_back(&end.1)
+            .zip(brought_back(&begin.1))
+            .map(|(end, begin)| end.saturating_sub(begin))
+            .context("the tenant had no statistics")?;
+        let operations = run.operations.max(1) as f64;
+        Ok(Drive {
+            misses_per_op: misses as f64 / operations,
+            cpu_seconds_per_op: (end.0 - begin.0) as f64 / 1e9 / operations,
+            run,
+        })
+    }
+
+    fn set(&self, strata: &Strata, budget_bytes: u64) -> Result<()> {
+        strata.ask(&["set", &self.name, "--dram", &format!("{budget_bytes} bytes")]).map(drop)
+    }
+
+    fn advice(&self, strata: &Strata) -> Result<Advice> {
+        serde_json::from_str(&strata.ask(&["advise", &self.name, "--json"])?)
+            .context("read what strata advise printed")
+    }
+}
+
+/// How long a foretelling watches: several epochs of the advisor.
+fn watch_time(bench: &Bench) -> Duration {
+    Duration::from_secs(if bench.quick { 15 } else { 60 })
+}
+
+/// Misses a request that `advice` foretells for a budget.
+fn foretold(advice: &Advice, budget_bytes: u64, cpu_seconds_per_op: f64) -> Result<f64> {
+    let after = advice.curve.partition_point(|point| point.budget_bytes < budget_bytes);
+    let of = |point: &CurvePoint| (point.budget_bytes as f64, point.misses_per_second);
+    let per_second =
+        match (after.checked_sub(1).and_then(|at| advice.curve.get(at)), advice.curve.get(after)) {
+            (Some(before), Some(after)) => {
+                let ((from, most), (to, least)) = (of(before), of(after));
+                most + (least - most) * (budget_bytes as f64 - from) / (to - from)
+            }
+            (Some(only), None) | (None, Some(only)) => of(only).1,
+            (None, None) => bail!("the advisor said nothing of {}", advice.name),
+        };
+    Ok(per_second * cpu_seconds_per_op)
+}
+
+fn side(name: &str) -> Side {
+    Side::new(name)
+}
+
+/// All of it.
+pub(super) fn advise(bench: &Bench, results: &mut PartResults) -> Result<()> {
+    let cores = process::allowed_cores();
+    if let Some(core) = bench.plan.client_core {
+        process::pin_self(core)?;
+    }
+    let outcome = foretelling(bench, results)
+        .and_then(|()| cost(bench, results))
+        .and_then(|()| sharing(bench, results));
+    process::unpin_self(&cores)?;
+    outcome
+}
+
+fn foretelling(bench: &Bench, results: &mut PartResults) -> Result<()> {
+    for pattern in [Pattern::Gaussian, Pattern::Zipf, Pattern::ScanHot, Pattern::Uniform] {
+        let mut series: Vec<Series> = SHARES
+            .iter()
+            .flat_map(|share| {
+                ["far from the budget", "near it"].map(|place| Series {
+                    name: format!(
+                        "{}, {:.0} % in place, foretold {place}",
+                        pattern.name(),
+                        share * 100.0
+                    ),
+                    unit: "misses/op".into(),
+                    left: side("foretold"),
+                    right: Some(side("measured")),
+                })
+            })
+            .collect();
+        for repetition in 0..bench.repetitions {
+            let what = format!("{}: {} of {}", pattern.name(), repetition + 1, bench.repetitions);
+            let progress = Progress::start(&what);
+            foretell_once(bench, pattern, &mut series, results)?;
+            progress.finish(&what);
+        }
+        results.series.append(&mut series);
+    }
+    Ok(())
+}
+
+fn foretell_once(
+    bench: &Bench,
+    pattern: Pattern,
+    series: &mut [Series],
+    results: &mut PartResults,
+) -> Result<()> {
+    let warmup = bench.plan.workload.warmup;
+    let duration = bench.plan.workload.duration;
+    let watch = watch_time(bench);
+    let strata = Strata::start(&bench.janitor, &bench.plan.binaries)?;
+    let driven = Driven::start(bench, &strata, "foretold", pattern, bench.plan.records)?;
+    driven.drive(&strata, warmup, duration)?;
+    let full = total_bytes(&strata.stats(&driven.name)?) as f64;
+    let budget = |share: f64| (full * (share + (1.0 - share) * STORED_PART)) as u64;
+    driven.advice(&strata)?;
+    let far = driven.drive(&strata, warmup, watch)?;
+    let far = (driven.advice(&strata)?, far.cpu_seconds_per_op);
+    driven.set(&strata, budget(WATCHED_AT))?;
+    let near = driven.drive(&strata, warmup, watch)?;
+    let near = (driven.advice(&strata)?, near.cpu_seconds_per_op);
+    for (at, &share) in SHARES.iter().enumerate() {
+        driven.set(&strata, budget(share))?;
+        for _ in 0..SETTLING_ROUNDS {
+            driven.drive(&strata, warmup, duration)?;
+        }
+        let drive = driven.drive(&strata, warmup, duration)?;
+        for (which, (advice, cpu)) in [&far, &near].into_iter().enumerate() {
+            let series = &mut series[at * 2 + which];
+            series.left.samples.push(foretold(advice, budget(share), *cpu)?);
+            if let Some(measured) = &mut series.right {
+                measured.samples.push(drive.misses_per_op);
+            }
+        }
+        results.raw.push(json!({
+            "pattern": pattern, "share": share, "budget_bytes": budget(share), "run": drive.run,
+            "misses_per_op": drive.misses_per_op, "stats": strata.stats(&driven.name)?,
+        }));
+    }
+    for (place, (advice, cpu)) in [("far", far), ("near", near)] {
+        results.raw.push(json!({
+            "pattern": pattern, "watched": place, "advice": advice, "cpu_seconds_per_op": cpu,
+        }));
+    }
+    driven.server.stop()?;
+    strata.stop()
+}
+
+/// Throughput with the advisor on and off, in turn on one server: near its budget,
+/// and far from it.
+fn cost(bench: &Bench, results: &mut PartResults) -> Result<()> {
+    let (windows, window) =
+        if bench.quick { (4, Duration::from_secs(2)) } else { (24, Duration::from_secs(4)) };
+    let pause = Duration::from_secs(1);
+    for (place, share) in [("near the budget", Some(WATCHED_AT)), ("far from it", None)] {
+        let mut series = Series {
+            name: format!("advisor on, Gaussian, {place}"),
+            unit: "ops/s".into(),
+            left: side("on"),
+            right: Some(side("off")),
+        };
+        for repetition in 0..bench.repetitions {
+            let what = format!("cost {place}: {} of {}", repetition + 1, bench.repetitions);
+            let progress = Progress::start(&what);
+            let strata = Strata::start(&bench.janitor, &bench.plan.binaries)?;
+            let driven =
+                Driven::start(bench, &strata, "cost", Pattern::Gaussian, bench.plan.records)?;
+            if let Some(share) = share {
+                let full = total_bytes(&strata.stats(&driven.name)?) as f64;
+                let part = share + (1.0 - share) * STORED_PART;
+                driven.set(&strata, (full * part) as u64)?;
+            }
+            let duration = bench.plan.workload.duration;
+            driven.drive(&strata, bench.plan.workload.warmup, duration)?;
+            let on = || -> Result<f64> {
+                driven.advice(&strata)?;
+                Ok(driven.drive(&strata, pause, window)?.run.operations_per_second)
+            };
+            let off = || -> Result<f64> {
+                strata.ask(&["advise", &driven.name, "--stop"])?;
+                Ok(driven.drive(&strata, pause, window)?.run.operations_per_second)
+            };
+            for number in 0..windows {
+                let (with, without) = if number % 2 == 0 {
+                    let with = on()?;
+                    (with, off()?)
+                } else {
+                    let without = off()?;
+                    (on()?, without)
+                };
+                series.left.samples.push(with);
+                if let Some(right) = &mut series.right {
+                    right.samples.push(without);
+                }
+            }
+            driven.server.stop()?;
+            strata.stop()?;
+            progress.finish(&what);
+        }
+        results.series.push(series);
+    }
+    Ok(())
+}
+
+/// Four unlike tenants under one total: equal shares, then `advise --all --apply`.
+/// They are driven one after the other; the advisor's time stands still while a
+/// tenant has nothing to do.
+fn sharing(bench: &Bench, results: &mut PartResults) -> Result<()> {
+    let records = bench.plan.records;
+    let tenants = [
+        ("gaussian", Pattern::Gaussian, records / 2),
+        ("zipf", Pattern::Zipf, records / 2),
+        ("uniform", Pattern::Uniform, records / 8),
+        ("scan", Pattern::ScanHot, records / 4),
+    ];
+    let mut sum = Series {
+        name: "sum of losses of four tenants".into(),
+        unit: "of 4".into(),
+        left: side("advise --apply"),
+        right: Some(side("equal shares")),
+    };
+    let (warmup, duration) = (bench.plan.workload.warmup, bench.plan.workload.duration);
+    for repetition in 0..bench.repetitions {
+        let what = format!("sharing out: {} of {}", repetition + 1, bench.repetitions);
+        let progress = Progress::start(&what);
+        let mut strata = Strata::start(&bench.janitor, &bench.plan.binaries)?;
+        strata.keep(&bench.janitor)?;
+        let mut all = Vec::new();
+        for (name, pattern, records) in tenants {
+            all.push(Driven::start(bench, &strata, name, pattern, records)?);
+        }
+        let speeds = |warmup: Duration| -> Result<Vec<f64>> {
+            all.iter()
+                .map(|one| Ok(one.drive(&strata, warmup, duration)?.run.operations_per_second))
+                .collect()
+        };
+        let alone = speeds(warmup)?;
+        let mut total = 0;
+        for one in &all {
+            total += (total_bytes(&strata.stats(&one.name)?) as f64 * TOTAL_PART) as u64;
+        }
+        let lost = |speeds: &[f64]| -> f64 {
+            speeds.iter().zip(&alone).map(|(now, alone)| 1.0 - now / alone).sum()
+        };
+        for one in &all {
+            one.set(&strata, total / 4)?;
+            one.advice(&strata)?;
+        }
+        for _ in 0..SETTLING_ROUNDS {
+            speeds(warmup)?;
+        }
+        for one in &all {
+            one.drive(&strata, warmup, watch_time(bench))?;
+        }
+        let equal = speeds(warmup)?;
+        // The daemon's keeper is a tenant, too, that keeps its budget.
+        let kept: u64 = 64 << 20;
+        let argument = format!("{} bytes", total + kept);
+        let shares = strata.ask(&["advise", "--all", "--total", &argument, "--apply", "--json"])?;
+        for _ in 0..SETTLING_ROUNDS {
+            speeds(warmup)?;
+        }
+        let advised = speeds(warmup)?;
+        sum.left.samples.push(lost(&advised));
+        if let Some(right) = &mut sum.right {
+            right.samples.push(lost(&equal));
+        }
+        let steady = all
+            .iter()
+            .map(|one| one.advice(&strata).map(|advice| advice.state == AdviceState::Steady))
+            .collect::<Result<Vec<bool>>>()?;
+        results.raw.push(json!({
+            "total_bytes": total, "alone": alone, "equal": equal, "advised": advised,
+            "steady": steady,
+            "shares": serde_json::from_str::<serde_json::Value>(&shares)?,
+        }));
+        for one in all {
+            one.server.stop()?;
+        }
+        strata.stop()?;
+        progress.finish(&what);
+    }
+    results.series.push(sum);
+    Ok(())
+}

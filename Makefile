@@ -25,6 +25,7 @@ demo: ## Redis in DRAM, on zram and on Strata, side by side (under five minutes)
 test: ## Format, lints, unit tests, and programs under real pressure
 	@scripts/setup.sh test
 	@scripts/setup.sh guest || echo "make: without kernels for guests; what only those show will be skipped" >&2
+	@scripts/setup.sh criu || echo "make: without CRIU; what needs it will be skipped" >&2
 	@scripts/test.sh
 
 lint: ## Format and lints only
@@ -43,7 +44,8 @@ soak: ## The program tests for longer, with hundreds of worker deaths
 	cargo build --release --workspace --locked
 	tests/run.sh --soak $(SOAK_FLAGS)
 
-guest: ## Of the tests, only what other kernels show in emulated guests
+guest: ## Of the tests, only what other kernels show in emulated guests; the long ones, too
 	@scripts/setup.sh guest
+	@scripts/setup.sh criu || echo "make: without CRIU; what needs it will be skipped" >&2
 	cargo build --release --workspace --locked
-	tests/run.sh --only guest-
+	STRATA_TEST_LONG=1 tests/run.sh --only guest-

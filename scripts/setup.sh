@@ -2,7 +2,10 @@
 # Sees to it that what a make target needs is there: checks cargo, installs the
 # Debian packages that are missing (and says so), does nothing when none is.
 #
-#   scripts/setup.sh build|demo|test|bench|guest
+#   scripts/setup.sh build|demo|test|bench|guest|criu
+#
+# criu fetches a CRIU that works, if there is none, and prints where it is
+# (scripts/criu.sh); into the user's cache, not installed.
 #
 # guest also fetches kernels of the distribution for the guests of the tests,
 # into target/tests/guest; they are unpacked, not installed.
@@ -72,6 +75,8 @@ need_test() {
     need default-jdk-headless javac
     need golang-go go
     need gdb gdb
+    need g++ c++
+    need_file python3-numpy /usr/lib/python3/dist-packages/numpy
     need_file libjemalloc2 '/usr/lib/*/libjemalloc.so.2'
 }
 
@@ -87,12 +92,22 @@ need_programs() {
 need_guest() {
     need qemu-system-x86 qemu-system-x86_64
     need dpkg dpkg-deb
+    need ndctl ndctl
+    need e2fsprogs mkfs.ext4
+    need redis-server redis-server
 }
 
+# What CRIU wants of a kernel and Debian's has in modules.
+modules=({nfnetlink,nf_tables,libcrc32c,crc32c_generic}.ko tun.ko veth.ko
+    {unix,inet,tcp,udp,raw,af_packet,netlink}_diag.ko)
+# And for a file system on persistent memory.
+modules+=({libnvdimm,nfit,nd_btt,nd_pmem,crc16,mbcache,jbd2,ext4}.ko)
+
 # Kernels to boot guests with: the distribution's own, and a newer one if it
-# offers that beside it.
+# offers that beside it; vmlinuz-VERSION, and modules-VERSION beside it, where
+# "recipe" says what was asked for: another list is another fetch.
 fetch_kernels() {
-    local place meta package
+    local place meta package version
     place=$(realpath -m "${CARGO_TARGET_DIR:-target}")/tests/guest
     mkdir -p "$place"
     apt-cache show linux-image-amd64 >/dev/null 2>&1 || as_root apt-get update -q ||
@@ -100,7 +115,9 @@ fetch_kernels() {
     for meta in linux-image-amd64 linux-image-6.12-amd64; do
         package=$(apt-cache depends "$meta" 2>/dev/null | awk '/Depends: linux-image/ { print $2 }')
         [ -n "$package" ] || continue
-        compgen -G "$place/vmlinuz-${package#linux-image-}" >/dev/null && continue
+        version=${package#linux-image-}
+        [ -e "$place/vmlinuz-$version" ] &&
+            [ "${modules[*]}" = "$(cat "$place/modules-$version/recipe" 2>/dev/null)" ] && continue
         echo "setup: fetching $package for guests (up to 110 MB)"
         (
             fetched=$(mktemp -d)
@@ -108,8 +125,16 @@ fetch_kernels() {
             chmod 755 "$fetched"
             cd "$fetched"
             apt-get download -q -o APT::Sandbox::User=root "$package" || stop "apt-get could not download $package"
-            dpkg-deb --fsys-tarfile ./*.deb | tar -x --wildcards './boot/vmlinuz-*'
+            patterns=("${modules[@]/#/./lib/modules/*/}")
+            # Not every kernel has every module; tar says which are not there.
+            dpkg-deb --fsys-tarfile ./*.deb |
+                tar -x --wildcards './boot/vmlinuz-*' "${patterns[@]/%/*}" || true
             mv boot/vmlinuz-* "$place"
+            rm -rf "$place/modules-$version"
+            mkdir "$place/modules-$version"
+            find lib/modules -name '*.ko*' -exec mv -t "$place/modules-$version" {} +
+            # Last: what is cut off before is fetched again.
+            echo "${modules[*]}" >"$place/modules-$version/recipe"
         )
     done
     compgen -G "$place/vmlinuz-*" >/dev/null || stop "no kernel package was found; is this Debian?"
@@ -166,7 +191,8 @@ demo) need_build && need_demo ;;
 bench) need_build && need_demo && need_bench && need_programs ;;
 test) need_build && need_demo && need_test ;;
 guest) need_build && need_guest ;;
-*) stop "give one of: build, demo, test, bench, guest" ;;
+criu) exec scripts/criu.sh ;;
+*) stop "give one of: build, demo, test, bench, guest, criu" ;;
 esac
 check_cargo
 if [ ${#missing[@]} -gt 0 ]; then

@@ -14,8 +14,9 @@ MANAGES = (6, 8)
 PATIENCE = "10"
 
 
-def in_guest(run, wanted, arguments):
-    """Runs cases under the newest kernel there that `wanted` wants."""
+def guest_for(run, wanted):
+    """QEMU, and version and path of the newest kernel there that `wanted` wants;
+    skips where one is missing."""
     qemu = run.tool("qemu-system-x86_64")
     place = os.path.join(BUILD, "guest")
     kernels = [(version, path) for version, path in guest.kernels(place) if wanted(version)]
@@ -23,12 +24,25 @@ def in_guest(run, wanted, arguments):
         raise Skip("no guest kernel of that age; scripts/setup.sh guest fetches Debian's")
     if run.binaries.missing():
         raise Skip("Strata is not built")
-    version, kernel = kernels[-1]
+    return qemu, *kernels[-1]
+
+
+def in_guest(run, wanted, arguments, environment=(), hardware=(), needs=(), **contents):
+    """Runs cases under that kernel; `environment`, `hardware` and `contents`: see
+    guest.py. `needs`: modules that must be there."""
+    qemu, version, kernel = guest_for(run, wanted)
+    there = {os.path.basename(path).split(".")[0] for path in guest.modules(kernel)}
+    if (contents.get("criu") and not there) or not there.issuperset(needs):
+        raise Skip("modules of the guest's kernel are missing; scripts/setup.sh guest fetches "
+                   "them")
     initramfs = os.path.join(run.directory, "initramfs")
-    guest.make_initramfs(initramfs, ROOT, run.binaries, BUILD)
-    log = os.path.join(run.log_directory, "guest.log")
+    guest.make_initramfs(initramfs, ROOT, run.binaries, BUILD, kernel=kernel,
+                         **contents)
+    boots = sum(name.startswith("guest") for name in os.listdir(run.log_directory))
+    log = os.path.join(run.log_directory, f"guest-{boots + 1}.log")
     arguments = ["--patience", PATIENCE, *arguments]
-    verdicts = guest.run(qemu, kernel, initramfs, arguments, log, run.seconds_left())
+    verdicts = guest.run(qemu, kernel, initramfs, arguments, log, run.seconds_left(),
+                         environment, hardware)
     run.note(f"Linux {version[0]}.{version[1]} under TCG")
     for name, (verdict, rest) in verdicts.items():
         if verdict != "ok":

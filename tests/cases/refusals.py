@@ -115,6 +115,8 @@ def refuse_daemon(run):
     for status, text, words in (
             (1, 'tier_pth = "/tmp"', ("stratad.toml:1", "did you mean tier_path?")),
             (1, 'tier_path = "/proc/nowhere"', ("cannot write to /proc/nowhere",)),
+            (1, 'tier_path = "/var/tmp"\ntier_limit = "900000TiB"',
+             (":2: tier_limit", "more than the file system at /var/tmp has")),
             (1, 'default_dram = "-5GiB"', ("default_dram", "is not a size")),
             (1, 'default_dram = "900TiB"', ("more than this machine has",)),
             (1, 'uffd_users = ["no such user"]', ("there is no user",)),

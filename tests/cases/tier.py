@@ -1,12 +1,80 @@
 """The file tier: cold pages go to a file and come back right, also across the
 worker's death."""
 
+import json
 import os
 import signal
+import subprocess
 
 import machine
 from strata import Failure, configured
 from suite import case
+
+
+def check_tiers(run, name, accesses, size_bytes):
+    """`strata tiers` says what is where and what moves."""
+    told = json.loads(run.daemon.strata("tiers", name, "--json", "--interval", "0.5").stdout)
+    tiers = {tier["tier"]: tier for tier in told[0]["tiers"]}
+    if list(tiers) != ["dram", "compressed", "file"]:
+        raise Failure(f"tiers are {list(tiers)}")
+    file = tiers["file"]
+    if file["access"] not in accesses or file["size_bytes"] != size_bytes:
+        raise Failure(f"the file tier is {file}")
+    if not (file["pages"] and file["p50_us"] and file["pages_in_total"]
+            and file["pages_out_per_second"]):
+        raise Failure(f"nothing in the file tier, or nothing comes back: {file}")
+    text = run.daemon.strata("tiers").stdout
+    if not any(line.split()[:2] == [name, "file"] for line in text.splitlines()):
+        raise Failure(f"strata tiers does not show it: {text}")
+
+
+def one_daemon_at_a_time(run, tier):
+    """A second daemon is told whose the directory is; the first goes on."""
+    sockets = os.path.join(run.directory, "second")
+    configuration = os.path.join(run.directory, "second.toml")
+    with open(configuration, "w") as file:
+        file.write(f'socket_dir = "{sockets}"\ntier_path = "{tier}"\n')
+    done = subprocess.run([run.binaries.stratad, "--config", configuration], text=True,
+                          stdin=subprocess.DEVNULL, capture_output=True,
+                          timeout=30 * run.patience, check=False)
+    lines = done.stderr.splitlines()
+    if done.returncode != 1 or len(lines) != 1 \
+            or "another stratad (pid " not in lines[0] or "another directory" not in lines[0]:
+        raise Failure(f"a second daemon on the tier's directory: {done.returncode}, {lines}")
+
+
+def say(log, tier, words):
+    """The daemon's log says what the tier lies on."""
+    said = machine.read(log)
+    if f"file tier in {tier}, {words}" not in said:
+        raise Failure(f"the log does not say what the tier lies on: {said}")
+
+
+def through_the_file(run, daemon, tier, megabytes, budget, accesses, size_bytes):
+    """A program far over its budget, whose pages go to the file and come back
+    right, also across the worker's death. Half of the budget cannot hold what it
+    compresses to: a fifth or better."""
+    program = run.start("hold", megabytes, "load", budget=budget)
+    program.gate("running")
+
+    def read_from_file():
+        stats = program.stats()
+        return stats["file_bytes"] > 1 << 20 and stats["file_faults_total"] > 100
+    run.daemon.wait_until(read_from_file, "pages went to the file and came back", 60)
+    if os.listdir(tier) != ["strata-tier"]:
+        raise Failure(f"the tier's files have names: {os.listdir(tier)}")
+    before = program.stats()["file_faults_total"]
+    workers = [child for child in machine.children(daemon) if machine.alive(child)]
+    os.kill(workers[0], signal.SIGKILL)
+
+    def goes_on():
+        stats = run.daemon.stats(program.name)
+        return stats and stats["worker_restarts_total"] == 1 \
+            and stats["file_faults_total"] > before + 100
+    run.daemon.wait_until(goes_on, "the next worker reads from the file", 60)
+    run.note(f"{program.stats()['file_bytes'] >> 20} MiB in the file")
+    check_tiers(run, program.name, accesses, size_bytes)
+    return program
 
 
 @case("file-tier", native=False, own_daemon=True, seconds=120)
@@ -17,26 +85,9 @@ def file_tier(run):
     text = f'tier_path = "{tier}"\ntier_limit = "1GiB"\n'
     log = os.path.join(run.log_directory, "stratad-tier.log")
     with configured(run.daemon, text, run.directory, log) as daemon:
-        # It compresses to a fifth or better: half of the budget cannot hold that.
-        program = run.start("hold", "128", "load", budget="24MiB")
-        program.gate("running")
-
-        def read_from_file():
-            stats = program.stats()
-            return stats["file_bytes"] > 1 << 20 and stats["file_faults_total"] > 100
-        run.daemon.wait_until(read_from_file, "pages went to the file and came back", 60)
-        if os.listdir(tier):
-            raise Failure(f"the tier's files have names: {os.listdir(tier)}")
-        before = program.stats()["file_faults_total"]
-        workers = [child for child in machine.children(daemon) if machine.alive(child)]
-        os.kill(workers[0], signal.SIGKILL)
-
-        def goes_on():
-            stats = run.daemon.stats(program.name)
-            return stats and stats["worker_restarts_total"] == 1 \
-                and stats["file_faults_total"] > before + 100
-        run.daemon.wait_until(goes_on, "the next worker reads from the file", 60)
-        stats = program.stats()
-        run.note(f"{stats['file_bytes'] >> 20} MiB in the file")
+        say(log, tier, "not DAX: as a file")
+        one_daemon_at_a_time(run, tier)
+        program = through_the_file(run, daemon, tier, "128", "24MiB",
+                                   ("io_uring", "threads"), 1 << 30)
         program.answer()
         program.finish()

@@ -2,9 +2,12 @@
 kernel that `scripts/setup.sh guest` fetched, and an initramfs made of this
 machine's own python3, C library, and the built programs. No disk, no network;
 what the guest says comes over its serial line. QEMU emulates (TCG): it works
-everywhere, and slowness changes no verdict."""
+everywhere, and slowness changes no verdict. Its two processors take turns in one
+thread: in two threads, one has been seen to run into code that the kernel of the
+other was just changing (an int3 of its jump labels), and to panic."""
 
 import glob
+import lzma
 import os
 import re
 import stat
@@ -15,6 +18,7 @@ import sysconfig
 from strata import Failure
 
 MEMORY_MIB = 1024
+NVDIMM_MIB = 512
 # What the programs and the cases call by name.
 COMMANDS = ("/bin/cat", "/bin/true", "/bin/sh")
 # Of python's library: what the suite has no use for.
@@ -34,7 +38,8 @@ def kernels(directory):
 
 class Archive:
     """An initramfs being written: cpio's "newc" format
-    (Documentation/driver-api/early-userspace/buffer-format.rst)."""
+    (Documentation/driver-api/early-userspace/buffer-format.rst). Files and
+    directories have the modes that they have here: CRIU compares them."""
 
     def __init__(self, path):
         self.file = open(path, "wb")
@@ -54,7 +59,9 @@ class Archive:
         if parent not in ("", "/") and parent not in self.known:
             self.parents(parent)
             self.known.add(parent)
-            self.entry(parent, stat.S_IFDIR | 0o755)
+            here = "/" + parent.lstrip("/")
+            mode = stat.S_IMODE(os.stat(here).st_mode) if os.path.isdir(here) else 0o755
+            self.entry(parent, stat.S_IFDIR | mode)
 
     def add(self, source, name=None):
         """A file, with the libraries that it is linked with."""
@@ -65,8 +72,7 @@ class Archive:
         self.known.add(name)
         with open(source, "rb") as file:
             content = file.read()
-        mode = 0o755 if os.access(source, os.X_OK) else 0o644
-        self.entry(name, stat.S_IFREG | mode, content)
+        self.entry(name, stat.S_IFREG | stat.S_IMODE(os.stat(source).st_mode), content)
         if content.startswith(b"\x7fELF"):
             linked = subprocess.run(["ldd", source], capture_output=True, text=True, check=False)
             for library in re.findall(r"(/\S+) \(0x", linked.stdout):
@@ -86,8 +92,33 @@ class Archive:
         self.file.close()
 
 
-def make_initramfs(path, root, binaries, programs):
-    """`root`: of the repository; `programs`: the directory of the built ones."""
+def add_criu(archive, criu):
+    """CRIU at its own place; with what lies beside it, where scripts/criu.sh
+    unpacked it with its libraries and its loader."""
+    archive.add(criu)
+    for beside in ("usr/sbin", "usr/lib"):
+        archive.tree(os.path.join(os.path.dirname(criu), beside))
+
+
+def modules(kernel):
+    """What scripts/setup.sh unpacked beside it."""
+    return sorted(glob.glob(kernel.replace("/vmlinuz-", "/modules-") + "/*.ko*"))
+
+
+def add_modules(archive, kernel):
+    """For guest_init.py to load."""
+    for path in modules(kernel):
+        open_it = lzma.open if path.endswith(".xz") else open
+        with open_it(path, "rb") as file:
+            name = "/modules/" + os.path.basename(path).removesuffix(".xz")
+            archive.parents(name)
+            archive.entry(name, stat.S_IFREG | 0o644, file.read())
+
+
+def make_initramfs(path, root, binaries, programs, more=(), criu=None, kernel=None):
+    """`root`: of the repository; `programs`: the directory of the built ones;
+    `more`: files that are to be there as well, under the names that they have
+    here; `kernel`: whose modules."""
     python = os.path.realpath(sys.executable)
     archive = Archive(path)
     archive.add(python)
@@ -100,19 +131,35 @@ def make_initramfs(path, root, binaries, programs):
     for program in os.listdir(programs):
         if os.path.isfile(os.path.join(programs, program)):
             archive.add(os.path.join(programs, program), "/strata/target/tests/" + program)
+    for path in more:
+        archive.add(path)
+    if criu:
+        add_criu(archive, criu)
+    if kernel:
+        add_modules(archive, kernel)
     with open(os.path.join(root, "tests", "lib", "guest_init.py"), "rb") as file:
         init = b"#!" + python.encode() + b" -B\n" + file.read()
     archive.entry("/init", stat.S_IFREG | 0o755, init)
     archive.end()
 
 
-def run(qemu, kernel, initramfs, arguments, log_path, timeout_s):
-    """Runs `tests/run.sh ARGUMENTS` in a guest; the verdicts by case's name."""
+def with_nvdimm(path):
+    """What QEMU is told for a file to be an NVDIMM's content."""
+    return [
+        "-machine", "nvdimm=on", "-m", f"slots=2,maxmem={MEMORY_MIB + NVDIMM_MIB}M",
+        "-object", f"memory-backend-file,id=nvdimm,share=on,mem-path={path},size={NVDIMM_MIB}M",
+        "-device", "nvdimm,memdev=nvdimm",
+    ]
+
+
+def run(qemu, kernel, initramfs, arguments, log_path, timeout_s, environment=(), hardware=()):
+    """Runs `tests/run.sh ARGUMENTS` in a guest, with the `environment`
+    (NAME=VALUE) and more `hardware`, in QEMU's words; the verdicts by case's name."""
     command = [
-        qemu, "-accel", "tcg,thread=multi", "-cpu", "max", "-machine", "q35", "-smp", "2",
+        qemu, "-accel", "tcg,thread=single", "-cpu", "max", "-machine", "q35", "-smp", "2",
         "-m", str(MEMORY_MIB), "-nodefaults", "-display", "none", "-no-reboot",
-        "-serial", "stdio", "-kernel", kernel, "-initrd", initramfs,
-        "-append", "console=ttyS0 quiet panic=-1 -- " + " ".join(arguments),
+        "-serial", "stdio", "-kernel", kernel, "-initrd", initramfs, *hardware,
+        "-append", " ".join(["console=ttyS0 quiet panic=-1", *environment, "--", *arguments]),
     ]
     with open(log_path, "wb") as log:
         try:

@@ -78,6 +78,17 @@ def resident_anonymous_bytes(pid):
     return field_kib(f"/proc/{pid}/status", "RssAnon") * 1024
 
 
+def registered_bytes(pid):
+    """How much of its memory is registered with a userfaultfd."""
+    size = total = 0
+    for line in read(f"/proc/{pid}/smaps").splitlines():
+        if line.startswith("Size:"):
+            size = int(line.split()[1]) * 1024
+        elif line.startswith("VmFlags:") and "um" in line.split():
+            total += size
+    return total
+
+
 def memory_cgroup(pid):
     """The memory cgroup of a process: a v1 `memory` line, else the v2 one."""
     unified = ""
@@ -116,3 +127,11 @@ def autopsy(pid):
                 f"{read(where + '/syscall').strip()} in {stack or read(where + '/wchan')}"
             )
     return "\n".join(lines) + "\n"
+
+
+def processor_flags():
+    """As /proc/cpuinfo has them for the first processor."""
+    for line in read("/proc/cpuinfo").splitlines():
+        if line.startswith(("flags", "Features")):
+            return line.split(":")[1].split()
+    return []

@@ -114,6 +114,13 @@ class Daemon:
                           f"{done.stderr.strip()}")
         return done
 
+    def start_strata(self, *arguments):
+        """The same, under way; whoever starts it waits for its end."""
+        return subprocess.Popen(
+            [self.binaries.strata, *arguments], env=self.environment(), text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+
     def stats(self, name):
         """`strata stats NAME --json`, or None when there is no such tenant."""
         done = self.strata("stats", name, "--json", check=False)
@@ -127,8 +134,11 @@ class Daemon:
         return sorted(t["name"] for t in listed if t["name"] != "keeper")
 
     def worker(self):
-        """The pid of the process that does the work."""
-        found = [child for child in machine.children(self.pid) if machine.alive(child)]
+        """The pid of the process that does the work. What was restored may be a
+        child of the supervisor as well."""
+        name = machine.read(f"/proc/{self.pid}/comm")
+        found = [child for child in machine.children(self.pid)
+                 if machine.alive(child) and machine.read(f"/proc/{child}/comm") == name]
         return found[0] if len(found) == 1 else None
 
     def footprint(self):
@@ -193,9 +203,10 @@ class Daemon:
 
 
 @contextlib.contextmanager
-def configured(daemon, text, directory, log_path):
+def configured(daemon, text, directory, log_path, environment=None):
     """A `stratad --config` with `text` (less its socket_dir, which is below
-    `directory`) takes the place of the private daemon; gives its pid."""
+    `directory`) takes the place of the private daemon; gives its pid.
+    `environment`: instead of the runner's."""
     sockets = os.path.join(directory, "run")
     os.makedirs(sockets, exist_ok=True)
     configuration = os.path.join(directory, "stratad.toml")
@@ -204,7 +215,8 @@ def configured(daemon, text, directory, log_path):
     private = daemon.socket_path
     with open(log_path, "ab") as log:
         process = subprocess.Popen([daemon.binaries.stratad, "--config", configuration],
-                                   stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                                   stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                   env=environment)
     try:
         daemon.socket_path = os.path.join(sockets, "control.sock")
         daemon.wait_until(daemon.answers, "the daemon with a configuration answers")

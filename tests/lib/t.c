@@ -160,10 +160,27 @@ bool t_is_page(const void *page, uint64_t seed, uint64_t index)
     return memcmp(page, expected, PAGE) == 0;
 }
 
+/* What the kernel has at `page`: its page table entry and the frame's flags
+ * (Documentation/admin-guide/mm/pagemap.rst), 0 where it does not say. */
+static void look_at(const void *page, uint64_t *entry, uint64_t *flags)
+{
+    *entry = *flags = 0;
+    int fd = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+    if (fd < 0 || pread(fd, entry, 8, (off_t)((uintptr_t)page / PAGE * 8)) != 8)
+        *entry = 0;
+    close(fd);
+    fd = open("/proc/kpageflags", O_RDONLY | O_CLOEXEC);
+    if (fd < 0 || pread(fd, flags, 8, (off_t)((*entry & ((1ull << 55) - 1)) * 8)) != 8)
+        *flags = 0;
+    close(fd);
+}
+
 void t_check_page(const void *page, uint64_t seed, uint64_t index)
 {
     if (t_is_page(page, seed, index))
         return;
+    uint64_t entry, flags;
+    look_at(page, &entry, &flags);
     unsigned char expected[PAGE], found[PAGE];
     t_fill_page(expected, seed, index);
     memcpy(found, page, PAGE);
@@ -176,9 +193,17 @@ void t_check_page(const void *page, uint64_t seed, uint64_t index)
         zeroes += found[i] == 0;
     }
     if (wrong == 0)
-        t_fail("page %lu at %p was wrong, and right when read again", index, page);
-    t_fail("page %lu at %p (seed %lu): %zu bytes wrong from offset %zu, %zu bytes are zero",
-           index, page, seed, wrong, first, zeroes);
+        t_fail("page %lu at %p was wrong, and right when read again (entry %lx flags %lx)", index,
+               page, entry, flags);
+    /* Whether it is so for good, and for every core. */
+    usleep(300000);
+    uint64_t later, later_flags;
+    look_at(page, &later, &later_flags);
+    bool right_later = t_is_page(page, seed, index);
+    t_fail("page %lu at %p (seed %lu): %zu bytes wrong from offset %zu, %zu bytes are zero; "
+           "entry %lx flags %lx, later %lx %lx and %s",
+           index, page, seed, wrong, first, zeroes, entry, flags, later, later_flags,
+           right_later ? "right" : "wrong");
 }
 
 void t_fill(void *start, size_t bytes, uint64_t seed)

@@ -1,0 +1,202 @@
+"""Snapshots of programs that work: brought back, they are as they were at one
+moment, and are managed on. Every value is checked (tests/programs/moment.c)."""
+
+import itertools
+
+from moment import Moment
+from strata import Failure
+from suite import case
+from tenants import allowance, cost
+
+
+def register(mode, megabytes, budget, processes=1):
+    @case(f"snapshot-{mode}", native=False, own_daemon=True)
+    def body(run):
+        """Taken twice under pressure, rolled back to each, crashed, restored."""
+        program = Moment(run, mode, megabytes, budget)
+        program.pressed()
+        snapshots = [program.take() for _ in range(2)]
+        program.check()
+        if len(program.pids()) != processes:
+            raise Failure(f"{program.pids()} are there after a snapshot, not {processes}")
+        for snapshot in (snapshots[0], snapshots[1], snapshots[0]):
+            program.roll(snapshot)
+            if len(program.pids()) != processes:
+                raise Failure(f"{program.pids()} are there after a rollback, not {processes}")
+        program.pressed()
+        program.crash(snapshots[1])
+        program.pressed()
+        program.check()
+        infos = program.list()
+        if set(infos) != set(snapshots):
+            raise Failure(f"listed are {sorted(infos)}, taken were {snapshots}")
+        run.note("frozen " + ", ".join(f"{i['freeze_us'] / 1000:.0f}" for i in infos.values())
+                 + " ms")
+        program.assert_clean()
+
+
+register("plain", 64, "24MiB")
+register("threads", 64, "24MiB")
+register("processes", 32, "64MiB", processes=3)
+register("connections", 32, "64MiB", processes=5)
+register("storm", 64, "24MiB")
+register("wipe", 64, "40MiB")
+
+
+@case("snapshot-idle", native=False, own_daemon=True)
+def idle(run):
+    """Threads that sleep while everything else is evicted again and again. CRIU
+    wants to read their thread-local variables, and cannot wait for a page."""
+    program = Moment(run, "idle", 64, "24MiB")
+    for _ in range(2):
+        # Evicted by now, if that may be; else a wait for it has no end.
+        for _ in range(20):
+            if program.word(36) >= 4:
+                break
+            program.pressed()
+        snapshot = program.take()
+        program.check()
+        program.roll(snapshot)
+    program.crash(snapshot)
+    program.assert_clean()
+
+
+@case("snapshot-refilled", native=False, own_daemon=True)
+def refilled(run):
+    """Memory that was offered to the kernel (MADV_FREE), not taken, and written
+    again: no fault tells that it is there."""
+    program = Moment(run, "quiet", 64, "24MiB")
+    program.pressed()
+    program.order("refill")
+    snapshot = program.take()
+    program.roll(snapshot)
+    program.order("refill")
+    program.roll(snapshot)
+    program.assert_clean()
+
+
+@case("snapshot-reserved", native=False, own_daemon=True)
+def reserved(run):
+    """8 TiB of address space that nothing is in, as MariaDB reserves it: CRIU
+    would want 32 GiB of memory to list its pages. Named, and nothing is frozen."""
+    program = Moment(run, "reserved", 48, "20MiB")
+    program.pressed()
+    try:
+        program.take()
+    except Failure as refused:
+        if "8.0 TiB of address space" not in str(refused):
+            raise
+    else:
+        raise Failure("it was taken: say so in docs/limits.md, and test that it comes back")
+    program.order("write")
+    program.check()
+    program.assert_clean()
+
+
+@case("snapshot-unmanaged", native=False, own_daemon=True)
+def unmanaged(run):
+    """A tenant so far below its budget that nothing of it is managed yet; then
+    the same one, restored, must keep a budget."""
+    program = Moment(run, "quiet", 64, "512MiB")
+    if (state := program.daemon.stats(program.name)["state"]) != "native":
+        raise Failure(f"the tenant is {state}: nothing new is tested")
+    snapshot = program.take()
+    program.check()
+    program.order("write")
+    program.roll(snapshot)
+    program.daemon.strata("set", program.name, "--dram", "24MiB")
+    program.pressed()
+    program.check()
+    program.roll(snapshot)
+    program.crash(snapshot)
+    program.assert_clean()
+
+
+@case("snapshot-removed", native=False, own_daemon=True, seconds=120)
+def removed(run):
+    """Three snapshots, removed in every order: what nothing refers to is freed,
+    and what is left is whole."""
+    program = Moment(run, "quiet", 32, "20MiB")
+    program.pressed()
+    stored = lambda: program.daemon.stats(program.name)["compressed_bytes"]  # noqa: E731
+    before, most = stored(), 0
+    footprint = run.daemon.footprint()
+    for order in itertools.permutations(range(3)):
+        taken = []
+        for _ in range(3):
+            taken.append(program.take())
+            program.order("write")
+        most = max(most, stored())
+        for index in order[:2]:
+            program.remove(taken[index])
+        program.roll(taken[order[2]])
+        program.remove(taken[order[2]])
+        if left := program.list():
+            raise Failure(f"{sorted(left)} are still listed")
+        program.check()
+    if most < before + (2 << 20):
+        raise Failure(f"{most - before} bytes for three snapshots: nothing was tested")
+    # Eighteen were taken: if one in six stays, this is exceeded.
+    program.until(lambda: stored() < before + (most - before) // 2,
+                  f"the store is back at {before >> 20} MiB from {most >> 20} MiB")
+    run.note(f"store {before >> 20} MiB, with three snapshots {most >> 20}, after {stored() >> 20}")
+    run.daemon.settled(footprint, "the daemon gives back what snapshots cost")
+    program.assert_clean()
+
+
+@case("snapshot-fork-after", native=False, own_daemon=True)
+def fork_after(run):
+    """What was restored forks at once; the child's memory is right, and managed."""
+    program = Moment(run, "plain", 64, "48MiB")
+    program.pressed()
+    snapshot = program.take()
+    for _ in range(2):
+        program.report()
+        program.brought_back(snapshot, lambda: (program.rollback(snapshot),
+                                                program.order("fork")))
+        program.order("fork")
+    program.pressed()
+    program.assert_clean()
+
+
+@case("snapshot-exec-after", native=False, own_daemon=True)
+def exec_after(run):
+    """What was restored becomes another program, which is managed as well."""
+    program = Moment(run, "plain", 64, "24MiB")
+    program.pressed()
+    snapshot = program.take()
+    program.roll(snapshot)
+    program.put(32, 0)
+    program.order("exec")
+    program.until(lambda: program.word(32), "the new program is ready")
+    program.check()
+    second = program.take()
+    program.roll(second)
+    program.pressed()
+    # And back to what it was before it became another.
+    program.roll(snapshot)
+    program.assert_clean()
+
+
+@case("snapshot-generations", native=False, own_daemon=True, seconds=120)
+def generations(run):
+    """Restored, pressed, taken again, and so on; then back through all of them."""
+    program = Moment(run, "plain", 64, "24MiB")
+    program.pressed()
+    taken = []
+    for number in range(5):
+        taken.append(program.take())
+        (program.roll if number % 2 else program.crash)(taken[-1])
+        program.pressed()
+        stats = program.daemon.stats(program.name)
+        over = cost(stats) - (24 << 20)
+        if over > allowance(24 << 20):
+            raise Failure(f"generation {number} costs {over >> 20} MiB more than its budget")
+    for snapshot in reversed(taken):
+        program.roll(snapshot)
+    # Each came from the one before it.
+    listed = program.list()
+    parents = [listed[snapshot]["parent"] for snapshot in taken]
+    if parents != [None, *taken[:-1]]:
+        raise Failure(f"the parents of {taken} are {parents}")
+    program.assert_clean()

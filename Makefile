@@ -44,8 +44,8 @@ soak: ## The program tests for longer, with hundreds of worker deaths
 	cargo build --release --workspace --locked
 	tests/run.sh --soak $(SOAK_FLAGS)
 
-guest: ## Of the tests, only what other kernels show in emulated guests; the long ones, too
+guest: ## Of the tests, only what other kernels show in emulated guests
 	@scripts/setup.sh guest
 	@scripts/setup.sh criu || echo "make: without CRIU; what needs it will be skipped" >&2
 	cargo build --release --workspace --locked
-	STRATA_TEST_LONG=1 tests/run.sh --only guest-
+	tests/run.sh --only guest-

@@ -19,7 +19,7 @@ from kernels import MANAGES, expect, in_guest
 from moment import CRIU, Arrived, Moment, need_criu
 from redis import Redis, dense_value
 from snapshot_crash import unmount
-from strata import Failure, Skip, configured
+from strata import Failure, configured
 from suite import case
 from tier import one_daemon_at_a_time, say, through_the_file
 
@@ -61,15 +61,8 @@ def boots(run, more=(), **contents):
     return boot
 
 
-def only_when_asked(run):
-    """A boot and what is done in it take minutes under emulation."""
-    if not run.soak and "STRATA_TEST_LONG" not in os.environ:
-        raise Skip("it takes many minutes (make guest, or --soak)")
-
-
 @case("guest-dax", native=False, seconds=900)
 def guest_dax(run):
-    only_when_asked(run)
     names = ["dax-tier", "dax-redis", "dax-full", "dax-not"]
     expect(boots(run, [run.tool("redis-server")])(names), names)
 
@@ -77,7 +70,6 @@ def guest_dax(run):
 @case("guest-power-cut", native=False, seconds=600)
 def guest_power_cut(run):
     """The boot in which the power is cut says nothing; the next one tells."""
-    only_when_asked(run)
     need_criu()
     boot = boots(run, criu=CRIU)
     expect(boot([CUT]), [])
@@ -199,7 +191,7 @@ def dense_redis(run, count):
 
 @case_of_guest("dax-redis", seconds=90)
 def dax_redis(run):
-    with mounted(), with_tier(run), dense_redis(run, 16_000) as program:
+    with mounted(), with_tier(run), dense_redis(run, 12_000) as program:
         stats = program.stats()
         if not stats["file_faults_total"] or not stats["file_bytes"]:
             raise Failure(f"nothing was in the tier: {stats['file_bytes']} bytes, "
@@ -210,12 +202,12 @@ def dax_redis(run):
 @case_of_guest("dax-full", seconds=90)
 def dax_full(run):
     """What the device has no room for stays in memory, and is right."""
-    ballast, spare = PLACE + "/ballast", 3 << 20
+    ballast, spare = PLACE + "/ballast", 2 << 20
     with mounted(), with_tier(run):
         status = os.statvfs(PLACE)
         with open(ballast, "wb") as file:
             os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize - spare)
-        with dense_redis(run, 12_000) as program:
+        with dense_redis(run, 8_000) as program:
             stats, status = program.stats(), os.statvfs(PLACE)
             if not stats["file_bytes"] or status.f_bavail * status.f_frsize > spare / 4:
                 raise Failure(f"the tier has {stats['file_bytes']} bytes, the device "

@@ -8,7 +8,7 @@ import machine
 from elsewhere import not_here
 from kernels import MANAGES, expect, in_guest
 from moment import CRIU, Arrived, Moment
-from strata import Failure, configured, Skip
+from strata import Failure, configured
 from suite import case
 
 # Names the description of what came from the other machine, in the guest.
@@ -64,8 +64,6 @@ def export(run, program):
 def guest_import(run):
     """A program of this machine goes on in a guest, under another kernel and on
     another processor."""
-    if not run.soak and "STRATA_TEST_LONG" not in os.environ:
-        raise Skip("it takes many minutes on a slow machine (make guest, or --soak)")
     # With a number that nobody in the guest has, also where this machine is young.
     if int(machine.read(LAST_PID)) < BEYOND_THE_GUEST:
         with open(LAST_PID, "w") as file:

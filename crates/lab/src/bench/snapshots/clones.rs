@@ -7,7 +7,7 @@ use super::{
     rows::{Column, Measure},
     tenant::Tenant,
 };
-use crate::{process, redis::resp::Endpoint, strata::total_bytes};
+use crate::{interrupt, process, redis::resp::Endpoint, strata::total_bytes};
 use anyhow::{Context, Result, bail};
 use std::{
     fs,
@@ -18,8 +18,13 @@ use std::{
 
 /// As the issue asks.
 const CLONES: usize = 8;
-/// Until memory that was only needed for the making has been given back.
-const SETTLE: Duration = Duration::from_secs(1);
+/// Memory is at rest when what is available changed by less than this over the
+/// time: what was only needed for the making has been given back, and nobody
+/// packs what has been captured denser.
+const STEADY_BYTES: u64 = 2_000_000;
+const STEADY: Duration = Duration::from_secs(2);
+/// It is waited for no longer.
+const REST_PATIENCE: Duration = Duration::from_secs(120);
 
 /// All of it.
 pub(super) fn run(trial: &mut Trial<'_>) -> Result<()> {
@@ -27,10 +32,10 @@ pub(super) fn run(trial: &mut Trial<'_>) -> Result<()> {
     let origin = Tenant::start(trial, trial.size_bytes * 2, false)?;
     let taken = origin.snapshot()?;
     let id = taken.info.id.to_string();
-    thread::sleep(SETTLE);
+    trial.progress.part("waiting for memory to rest");
+    let before_bytes = available_at_rest()?;
     let one_bytes = total_bytes(&origin.strata.stats(&origin.name)?);
     let origin_pid = origin.pid()?;
-    let before_bytes = process::available_bytes()?;
 
     let base = format!("{}-c", trial.name);
     let names: Vec<String> = (1..=CLONES).map(|index| format!("{base}-{index}")).collect();
@@ -58,8 +63,7 @@ pub(super) fn run(trial: &mut Trial<'_>) -> Result<()> {
     trial.put(Column::Resident, Measure::Clones, answered.as_secs_f64());
     trial.note("clone command, s", command.as_secs_f64());
 
-    thread::sleep(SETTLE);
-    let after_bytes = process::available_bytes()?;
+    let after_bytes = available_at_rest()?;
     let mut account_bytes =
         total_bytes(&origin.strata.stats(&origin.name)?).saturating_sub(one_bytes);
     for name in &names {
@@ -90,6 +94,24 @@ pub(super) fn run(trial: &mut Trial<'_>) -> Result<()> {
     }
     drop(stopping);
     Ok(())
+}
+
+/// What the kernel says is available once that has stopped changing.
+fn available_at_rest() -> Result<u64> {
+    let begin = Instant::now();
+    let mut last_bytes = process::available_bytes()?;
+    loop {
+        interrupt::check()?;
+        thread::sleep(STEADY);
+        let bytes = process::available_bytes()?;
+        if bytes.abs_diff(last_bytes) < STEADY_BYTES {
+            return Ok(bytes);
+        }
+        if begin.elapsed() >= REST_PATIENCE {
+            bail!("available memory still changes after {} s", REST_PATIENCE.as_secs());
+        }
+        last_bytes = bytes;
+    }
 }
 
 /// The clones' sockets, seen through their own mount namespaces: to themselves

@@ -55,6 +55,16 @@ fn hierarchy_in(mounts: &str) -> Option<Hierarchy> {
     v2
 }
 
+/// Whether the text of `/proc/PID/cgroup` names a tenant's directory. The path in it
+/// begins where the reader's cgroup namespace does.
+fn is_among(directory: &Path, groups: &str) -> bool {
+    let mut names = directory.iter().rev();
+    let (Some(tenant), Some(group)) = (names.next(), names.next()) else { return false };
+    let own = Path::new(group).join(tenant);
+    let paths = groups.lines().filter_map(|line| line.splitn(3, ':').nth(2));
+    paths.map(Path::new).any(|path| path.ends_with(&own))
+}
+
 impl Cgroups {
     pub(crate) fn find(supervisor_pid: u32) -> Self {
         let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
@@ -136,6 +146,13 @@ impl Cgroups {
         fs::write(directory.join("cgroup.procs"), pid.to_string())
     }
 
+    /// Whether a process is in a tenant's group. Asking is cheap, moving one there
+    /// is not: the kernel waits until no CPU forks or ends a process.
+    pub(crate) fn has(directory: &Path, pid: u32) -> bool {
+        let groups = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+        is_among(directory, &groups)
+    }
+
     /// Removes a tenant's cgroup, and the daemon's own with the last. A process
     /// that is just dying is waited for, for a moment; one that still has
     /// processes then stays, and the next removal finds it.
@@ -162,6 +179,25 @@ impl Cgroups {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_process_is_in_a_group_by_its_whole_name() {
+        let directory = Path::new("/sys/fs/cgroup/memory/strata-71/web");
+        let v1 = "9:memory:/strata-71/web\n5:cpu,cpuacct:/\n0::/\n";
+        assert!(is_among(directory, v1));
+        assert!(is_among(directory, "0::/user.slice/strata-71/web\n"));
+        for other in [
+            "",
+            "0::/\n",
+            "0::/strata-71/web-2\n",
+            "0::/xstrata-71/web\n",
+            "0::/strata-71/web/below\n",
+            "0::/web\n",
+            "broken",
+        ] {
+            assert!(!is_among(directory, other), "{other:?}");
+        }
+    }
 
     #[test]
     fn the_memory_controller_is_found() {

@@ -343,6 +343,12 @@ impl Restore {
         })
     }
 
+    /// What was started, the forefather of all that is restored.
+    #[must_use]
+    pub fn forefather(&self) -> Option<u32> {
+        self.criu.as_ref().map(Running::id)
+    }
+
     fn failed(&self) -> RestoreError {
         let (log, output) = log_paths(&self.work);
         RestoreError::Failed(reason_in(&log, &output))

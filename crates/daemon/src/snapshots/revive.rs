@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::thread::Builder;
 use std::time::{Duration, Instant};
 
 use strata_api::{Net, PortForward, Progress, SnapshotId, SnapshotRef, Tcp, Unit, clone_name};
@@ -310,6 +311,14 @@ impl Snapshots {
         let mut preparing = Preparing::begin(tenant, origin, known)?;
         let mut restore =
             Restore::begin(&criu, &images, work, options).map_err(|error| error.to_string())?;
+        if let (Some(directory), Some(pid)) = (&tenant.record().cgroup, restore.forefather()) {
+            // What it starts is there, too. That takes the kernel 10 ms and more, in
+            // which CRIU reads its images.
+            let directory = PathBuf::from(directory);
+            let adopting = move || Cgroups::adopt(&directory, pid);
+            // Without the thread each process is put there when it comes.
+            let _ = Builder::new().name("adopt".into()).stack_size(64 << 10).spawn(adopting);
+        }
         let agent_socket = self.work.join(AGENT_SOCKET_NAME);
         let mut spaces = Vec::new();
         while let Some(arrival) = restore.next_arrival().map_err(|error| error.to_string())? {
@@ -318,7 +327,9 @@ impl Snapshots {
             let process = process.ok_or("CRIU restores a process that is not known")?;
             alive.push(Pidfd::open(arrival.pid).map_err(|error| error.to_string())?);
             unfinished::note(work, arrival.pid).map_err(|error| error.to_string())?;
-            if let Some(directory) = &tenant.record().cgroup {
+            if let Some(directory) = &tenant.record().cgroup
+                && !Cgroups::has(directory.as_ref(), arrival.pid)
+            {
                 // Without it its memory is counted process by process.
                 let _ = Cgroups::adopt(directory.as_ref(), arrival.pid);
             }
@@ -349,7 +360,7 @@ impl Snapshots {
         let tree = restore.finish().map_err(|error| error.to_string())?;
         if let Some(mut keeper) = tree.keeper {
             // Somebody must collect it when the clone has ended.
-            let collected = std::thread::Builder::new()
+            let collected = Builder::new()
                 .name("clone".into())
                 .stack_size(64 << 10)
                 .spawn(move || keeper.wait());
@@ -373,7 +384,7 @@ impl Snapshots {
         let (id, this) = (id.clone(), Arc::downgrade(&self.known));
         let disk = self.disk.clone();
         // Without a thread nothing is remembered.
-        let _ = std::thread::Builder::new().name("touched".into()).spawn(move || {
+        let _ = Builder::new().name("touched".into()).spawn(move || {
             std::thread::sleep(FIRST_MOMENTS);
             let touched: Vec<_> =
                 spaces.iter().map(|(pid, space)| (*pid, Tenant::touched(space))).collect();

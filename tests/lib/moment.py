@@ -163,6 +163,7 @@ class Moment(Snapshots):
         self.meet(run, program, path)
         self.until(lambda: self.word(32), "it is ready")
         self.note_pids()
+        self.has_group = self.groups() != {machine.memory_cgroup(os.getpid())}
 
     def meet(self, run, program, board):
         Snapshots.__init__(self, run, program)
@@ -171,6 +172,7 @@ class Moment(Snapshots):
             self.board = mmap.mmap(file.fileno(), 4096)
         self.orders = 0
         self.moments = {}
+        self.has_group = False
 
     def word(self, offset):
         return struct.unpack_from("<I", self.board, offset)[0]
@@ -253,6 +255,10 @@ class Moment(Snapshots):
         self.put(0, self.epoch + 1)
         self.until(lambda: self.reports > reports, "it reports")
 
+    def groups(self):
+        """The memory cgroups of its processes."""
+        return {machine.memory_cgroup(pid) for pid in self.daemon.stats(self.name)["pids"]}
+
     def brought_back(self, snapshot, how):
         """Brings it back by `how`, which was given after the question; sees that
         it is back where it was at that snapshot, and that all is right."""
@@ -266,6 +272,9 @@ class Moment(Snapshots):
                           f"between {first} and {last}")
         self.goes_on()
         self.check()
+        if self.has_group and (len(groups := self.groups()) != 1 or
+                               machine.memory_cgroup(os.getpid()) in groups):
+            raise Failure(f"brought back, its processes are in the memory cgroups {groups}")
 
     def roll(self, snapshot):
         self.report()

@@ -303,6 +303,7 @@ impl Commands {
             budget_bytes,
             tier_limit: None,
             starter: Some(peer.pid),
+            of_rule: false,
         };
         match self.tenants.create(wish) {
             Ok((tenant, warnings)) => {

@@ -96,6 +96,7 @@ fn wish_of(info: &SnapshotInfo, name: &str) -> Wish {
         budget_bytes: info.budget_bytes,
         tier_limit: None,
         starter: None,
+        of_rule: false,
     }
 }
 

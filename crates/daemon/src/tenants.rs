@@ -22,6 +22,8 @@ pub(crate) struct Wish {
     pub(crate) tier_limit: Option<u64>,
     /// The process that will execute the program; none for a rule's tenant.
     pub(crate) starter: Option<u32>,
+    /// A rule's programs stay in the cgroup that their service put them into.
+    pub(crate) of_rule: bool,
 }
 
 /// Generations of processes that are looked at for a tenant's.
@@ -182,13 +184,12 @@ impl Tenants {
             None => free_name(&known.by_name, wish.command.first()),
         };
         let mut warnings = Vec::new();
-        // A rule's programs stay where their service put them.
-        let made = if wish.starter.is_some() || origin.is_some() {
+        let made = if wish.of_rule {
+            Err(std::io::Error::other("programs of a rule stay in their own cgroup"))
+        } else {
             // What is on the node counts there too, and not in the budget.
             let node_bytes = self.node.map_or(0, |node| node.limit_bytes);
             self.cgroups.make(&name, wish.starter, wish.budget_bytes.saturating_add(node_bytes))
-        } else {
-            Err(std::io::Error::other("programs of a rule stay in their own cgroup"))
         };
         let cgroup = match made {
             Ok(directory) => Some(directory.to_string_lossy().into_owned()),
@@ -248,6 +249,7 @@ impl Tenants {
             budget_bytes: rule.dram.0,
             tier_limit: rule.tier_limit.map(|limit| limit.0),
             starter: None,
+            of_rule: true,
         })
         .map(|(tenant, _)| tenant)
     }

@@ -54,7 +54,11 @@ fn qemu(path: &OsStr) -> Finding {
 }
 
 fn criu(files: &Files, path: &OsStr) -> Finding {
-    let mut finding = program_finding("CRIU", "criu", path);
+    let named = std::env::var_os("STRATA_CRIU").filter(|named| !named.is_empty());
+    let mut finding = match named.map(PathBuf::from) {
+        Some(named) => version_finding("CRIU", &named),
+        None => program_finding("CRIU", "criu", path),
+    };
     let kernel = files.read("/proc/sys/kernel/osrelease").as_deref().and_then(release);
     let version = finding.detail.split_once("Version: ").and_then(|(_, text)| release(text));
     if let (Some(kernel), Some(version)) = (kernel, version)
@@ -64,14 +68,32 @@ fn criu(files: &Files, path: &OsStr) -> Finding {
         finding.presence = Presence::Partly;
         finding.detail += ": too old for this kernel, 4.2 works";
     }
+    if finding.presence == Presence::Yes
+        && files.read("/proc/self/mounts").is_some_and(|mounts| !has_tmpfs(&mounts, "/run"))
+    {
+        // It keeps what it has found out about the kernel on nothing else.
+        finding.detail += "; /run is no tmpfs: every snapshot and restore takes it longer to start";
+    }
     finding.without("snapshots, rollback and clones of programs")
+}
+
+/// Whether the text of `/proc/mounts` has a tmpfs at `place`.
+pub(super) fn has_tmpfs(mounts: &str, place: &str) -> bool {
+    mounts.lines().any(|line| {
+        let mut fields = line.split_ascii_whitespace().skip(1);
+        fields.next() == Some(place) && fields.next() == Some("tmpfs")
+    })
 }
 
 fn program_finding(name: &'static str, file: &str, path: &OsStr) -> Finding {
     let Some(program) = in_path(file, path) else {
         return Finding::new(name, Presence::No, format!("no {file} in PATH"));
     };
-    match first_line(&program) {
+    version_finding(name, &program)
+}
+
+fn version_finding(name: &'static str, program: &Path) -> Finding {
+    match first_line(program) {
         Ok(line) => Finding::new(name, Presence::Yes, line),
         Err(why) => Finding::new(name, Presence::No, format!("{}: {why}", program.display())),
     }

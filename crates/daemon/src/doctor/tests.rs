@@ -108,6 +108,14 @@ fn a_poor_machine_says_what_is_lost() {
 }
 
 #[test]
+fn what_lies_on_run_is_told() {
+    let mounts = "/dev/vda / ext4 rw 0 0\ntmpfs /run/lock tmpfs rw 0 0\n";
+    assert!(!machine::has_tmpfs(mounts, "/run"));
+    assert!(!machine::has_tmpfs("none /run ext4 rw 0 0\n", "/run"));
+    assert!(machine::has_tmpfs(&format!("{mounts}tmpfs /run tmpfs rw,nosuid 0 0\n"), "/run"));
+}
+
+#[test]
 fn a_node_tier_says_who_else_moves_pages() {
     let tree = |name, capabilities, balancing, demotion| {
         Tree::new(

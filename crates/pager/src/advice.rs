@@ -59,6 +59,8 @@ pub(crate) struct Advisor {
     until: Mutex<Option<Instant>>,
     observed: Mutex<Option<Arc<Observed>>>,
     said: Mutex<Option<(Instant, Advice)>>,
+    /// What a page will take when it is packed, by a sample; 0: not known.
+    pub(crate) packed_bytes: AtomicU64,
 }
 
 /// Whether there is advice.

@@ -502,9 +502,26 @@ impl Keeper<'_> {
         }
     }
 
-    /// Has a dictionary trained, if one pays, by a thread of its own: it takes a
-    /// tenth of a second, and the budget does not wait that long.
+    /// Has a dictionary trained, if one pays.
     fn train_dictionary(&mut self) {
+        self.train(|tenant| {
+            let outcome = tenant.store.train_dictionary();
+            tenant.log(&outcome.to_string());
+        });
+    }
+
+    /// Has the advisor know what pages will take that are not packed yet.
+    fn foretell_packing(&mut self) {
+        self.train(|tenant| {
+            if let Some(bytes) = tenant.store.foretell_packed_bytes() {
+                tenant.advisor.packed_bytes.store(bytes, Ordering::Relaxed);
+            }
+        });
+    }
+
+    /// Does `work` in a thread of its own: it takes a tenth of a second, and the
+    /// budget does not wait that long.
+    fn train(&mut self, work: impl FnOnce(&Tenant) + Send + 'static) {
         if self.trainer.as_ref().is_some_and(|trainer| !trainer.is_finished()) {
             return;
         }
@@ -513,12 +530,11 @@ impl Keeper<'_> {
             std::thread::Builder::new().name(format!("trainer-{}", tenant.id)).spawn(move || {
                 strata_sys::set_thread_name(&format!("trainer-{}", tenant.id));
                 strata_sys::yield_to_others();
-                let outcome = tenant.store.train_dictionary();
+                work(&tenant);
                 // Training took megabytes that no budget counts.
                 strata_sys::trim_heap();
-                tenant.log(&outcome.to_string());
             });
-        // Without it pages are packed as they were; the store asks again.
+        // Without it pages are packed as they were; it is tried again.
         self.trainer = started.ok();
     }
 

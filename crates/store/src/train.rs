@@ -173,24 +173,9 @@ impl Store {
         if pages.len() < MIN_SAMPLE_PAGES {
             return refused(Training::TooFewPages { pages: pages.len() as u32 });
         }
-        let mut samples = Vec::with_capacity(pages.len() * PAGE_SIZE);
-        let mut judges = Vec::new();
-        for (index, page) in pages.iter().enumerate() {
-            if index % JUDGE_EVERY == 0 {
-                judges.push(page);
-            } else {
-                samples.extend_from_slice(page);
-            }
-        }
-        let sizes = vec![PAGE_SIZE; samples.len() / PAGE_SIZE];
-        let trained = zstd::dict::from_continuous(&samples, &sizes, MAX_CONTENT_BYTES);
-        let candidate = match trained {
-            Ok(content) => Candidate::prepare(content, id),
-            // Pages that have nothing in common make no dictionary.
-            Err(_) => None,
-        };
+        let (judges, trained_pages, candidate) = train(&pages, id);
         let Some(candidate) = candidate else {
-            return refused(Training::NothingInCommon { pages: sizes.len() as u32 });
+            return refused(Training::NothingInCommon { pages: trained_pages });
         };
         let verdict = judge(&judges, current.as_deref(), &candidate.encoder);
         let adopted = self.pays(&verdict, judges.len() as u64, &candidate);
@@ -206,12 +191,35 @@ impl Store {
             adopted,
             dictionary: id,
             dictionary_bytes,
-            trained_pages: sizes.len() as u32,
+            trained_pages,
             judged_pages: judged as u32,
             lz4_bytes: verdict.lz4_bytes,
             current_bytes: verdict.current_bytes,
             new_bytes: verdict.new_bytes,
         }
+    }
+
+    /// What a page of this store is going to take when it is packed, in bytes of its
+    /// slot, for a store that has packed few yet: a sample, staged pages included, is
+    /// packed and the result thrown away. None: too few pages. Takes as long as
+    /// [`Store::train_dictionary`], for a thread of its own likewise.
+    #[must_use]
+    pub fn foretell_packed_bytes(&self) -> Option<u64> {
+        let id = self.dictionaries.next_id()?;
+        let pages = self.sample();
+        if pages.len() < MIN_SAMPLE_PAGES {
+            return None;
+        }
+        let (judges, _, candidate) = train(&pages, id);
+        let current = self.dictionaries.current();
+        let current = current.as_deref();
+        let slots = |encoder| slots(&judges, encoder);
+        let lz4_bytes = slots(None);
+        let with_one = [current, candidate.as_ref().map(|candidate| &candidate.encoder)];
+        let with_one = with_one.into_iter().flatten().map(|encoder| slots(Some(encoder))).min();
+        // As it will be judged once there are enough.
+        let pays = |bytes: &u64| bytes * 100 <= lz4_bytes * (100 - LZ4_GAIN_PERCENT);
+        Some(with_one.filter(pays).unwrap_or(lz4_bytes) / judges.len() as u64)
     }
 
     fn pays(&self, verdict: &Verdict, judged: u64, candidate: &Candidate) -> bool {
@@ -276,20 +284,40 @@ impl Store {
     }
 }
 
+/// Trains from most of these pages: the others, to judge with; from how many; and
+/// what came of it. None: pages that have nothing in common.
+fn train(pages: &[Page], id: u32) -> (Vec<&Page>, u32, Option<Candidate>) {
+    let mut samples = Vec::with_capacity(pages.len() * PAGE_SIZE);
+    let mut judges = Vec::new();
+    for (index, page) in pages.iter().enumerate() {
+        if index % JUDGE_EVERY == 0 {
+            judges.push(page);
+        } else {
+            samples.extend_from_slice(page);
+        }
+    }
+    let sizes = vec![PAGE_SIZE; samples.len() / PAGE_SIZE];
+    let trained = zstd::dict::from_continuous(&samples, &sizes, MAX_CONTENT_BYTES);
+    let candidate = trained.ok().and_then(|content| Candidate::prepare(content, id));
+    (judges, sizes.len() as u32, candidate)
+}
+
+/// What these pages take, packed: bytes of slots.
+fn slots(pages: &[&Page], encoder: Option<&Encoder>) -> u64 {
+    with_scratch(|scratch| {
+        let cost = |page: &&Page| {
+            let packed = scratch.pack_fast(encoder, page);
+            SizeClass::of(packed.map_or(PAGE_SIZE, |(_, len)| len)).slot_bytes()
+        };
+        pages.iter().map(cost).sum()
+    })
+}
+
 fn judge(pages: &[&Page], current: Option<&Encoder>, new: &Encoder) -> Verdict {
-    let slots = |encoder: Option<&Encoder>| -> u64 {
-        with_scratch(|scratch| {
-            let cost = |page: &&Page| {
-                let packed = scratch.pack_fast(encoder, page);
-                SizeClass::of(packed.map_or(PAGE_SIZE, |(_, len)| len)).slot_bytes()
-            };
-            pages.iter().map(cost).sum()
-        })
-    };
     Verdict {
-        lz4_bytes: slots(None),
-        current_bytes: current.map(|current| slots(Some(current))),
-        new_bytes: slots(Some(new)),
+        lz4_bytes: slots(pages, None),
+        current_bytes: current.map(|current| slots(pages, Some(current))),
+        new_bytes: slots(pages, Some(new)),
     }
 }
 

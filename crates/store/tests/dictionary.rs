@@ -7,7 +7,9 @@ use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use common::{Page, Random, keep_house, page, sentences, store_with_file};
-use strata_store::{Descriptors, GetError, MemoryBacking, Put, Store, StoreStats, Training};
+use strata_store::{
+    Descriptors, GetError, MemoryBacking, Put, Store, StoreConfig, StoreStats, Training,
+};
 use strata_sys::SharedMemory;
 use strata_units::Handle;
 
@@ -369,4 +371,26 @@ fn training_goes_on_beside_everything_else() {
     assert_eq!((stats.stored_pages, stats.objects, stats.payload_bytes), (0, 0, 0));
     assert_eq!((stats.fast_original_bytes, stats.fast_payload_bytes), (0, 0));
     assert_eq!((stats.tier_errors, stats.corrupt_objects), (0, 0));
+}
+
+#[test]
+fn what_pages_will_take_is_foretold_from_staged_ones() {
+    let store = Store::create(StoreConfig::default()).expect("a store");
+    assert_eq!(store.foretell_packed_bytes(), None, "nothing to tell it from");
+    let pages = put_sentences(&store, 1, Put::Staged, 0..500);
+    let foretold = store.foretell_packed_bytes().expect("enough pages");
+    assert_eq!(store.stats().staged_bytes, 500 * 4096, "they are as they were");
+    check_all(&store, &pages);
+    // As many as it takes to adopt one, packed with it.
+    let packed = put_sentences(&store, 1, Put::Fast, 500..500 + ENOUGH);
+    adopts(&store);
+    let before = store.stats();
+    let more = put_sentences(&store, 1, Put::Fast, 10_000..11_000);
+    let each = (store.stats().payload_bytes - before.payload_bytes) / 1000;
+    assert!(
+        each * 3 / 4 <= foretold && foretold <= each * 2,
+        "foretold {foretold} bytes a page, they took {each}"
+    );
+    check_all(&store, &packed);
+    check_all(&store, &more);
 }

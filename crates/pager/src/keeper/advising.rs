@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use strata_policy::advice::Facts;
 use strata_policy::budget::Observation;
 use strata_policy::sampler::{EPOCH_RETURNS, Sampler};
+use strata_store::StoreStats;
 use strata_sys::process_time;
 use strata_units::{PAGES_PER_LEAF, PageId};
 
@@ -67,9 +68,14 @@ const LEAST_PROGRESS: f64 = 0.25;
 /// A miss is guessed to take this long until so many were seen.
 const GUESSED_MISS_SECONDS: f64 = 18e-6;
 const LEAST_WAITS: u64 = 256;
-/// A stored page is guessed to cost this until so many were stored.
+/// A stored page is guessed to cost this until there are samples, and is taken to
+/// cost what they would until so many were packed.
 const GUESSED_STORED_BYTES: f64 = 1600.0;
-const LEAST_STORED: u64 = 1024;
+const LEAST_PACKED: u64 = 1024;
+/// Pages out that are worth packing for a sample, and how often that is done: it
+/// takes a tenth of a second.
+const LEAST_TO_SAMPLE: u64 = 160;
+const PACK_EVERY: Duration = Duration::from_secs(60);
 
 /// The processor time of all processes of a tenant, that in which the kernel
 /// serves their faults left out: with more room they would not have it.
@@ -126,6 +132,8 @@ pub(super) struct Advising {
     /// Faults that waited, pages that came ahead of any, and nanoseconds waited, at
     /// the beginnings of the epochs.
     waits: [Waits; 2],
+    /// When pages were last packed for a sample.
+    packed: Option<Instant>,
 }
 
 /// What bringing pages back has taken so far.
@@ -176,6 +184,7 @@ impl Advising {
             published: now.0,
             sampled: None,
             waits: [Waits::read(tenant); 2],
+            packed: None,
         }
     }
 
@@ -280,12 +289,24 @@ fn is_somewhere(tenant: &Tenant, page: PageId) -> bool {
     )
 }
 
+fn is_worth_packing(store: &StoreStats) -> bool {
+    has_packed_few(store) && store.objects >= LEAST_TO_SAMPLE
+}
+
+/// What its stored pages cost says nothing yet.
+fn has_packed_few(store: &StoreStats) -> bool {
+    store.objects.saturating_sub(store.staged_bytes / PAGE) < LEAST_PACKED
+}
+
 fn facts(tenant: &Tenant, seen: &Observation, miss_seconds: f64) -> Facts {
     let store = tenant.store_stats();
     let away = tenant.away_pages() as f64;
     let registered = tenant.under_pressure.load(Ordering::Relaxed);
-    let stored_page_bytes = if store.objects < LEAST_STORED {
-        GUESSED_STORED_BYTES
+    let stored_page_bytes = if has_packed_few(&store) {
+        match tenant.advisor.packed_bytes.load(Ordering::Relaxed) {
+            0 => GUESSED_STORED_BYTES,
+            bytes => bytes as f64,
+        }
     } else {
         stored_page_cost(&store) as f64
     };
@@ -354,6 +375,12 @@ impl Keeper<'_> {
         tenant.advisor.set_limit(advising.sampler.limit());
         advising.turn_epoch(tenant, now);
         advising.publish(tenant, seen, now);
+        let is_due = advising.packed.is_none_or(|then| then.elapsed() > PACK_EVERY);
+        if is_due && is_worth_packing(&tenant.store_stats()) {
+            advising.packed = Some(now.0);
+            self.foretell_packing();
+        }
+        let Some(advising) = &mut self.advising else { return TICK };
         let worth = (now.1 - advising.looked.1) * PROBES_PER_SECOND;
         let least = elapsed.as_secs_f64() * LEAST_PROBES_PER_SECOND;
         advising.probes_saved = (advising.probes_saved + worth.max(least)).min(MOST_PROBES);

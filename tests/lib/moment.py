@@ -150,6 +150,8 @@ class Moment(Snapshots):
     """moment.c under Strata, or another program that knows the board (see
     there)."""
 
+    # Whether its processes had a memory cgroup of their own in their first life.
+    has_group = False
     COMMANDS = {"check": 1, "fork": 2, "exec": 3, "end": 4, "refill": 5, "write": 6}
 
     def __init__(self, run, mode, megabytes=64, budget="24MiB", name=None,
@@ -172,7 +174,6 @@ class Moment(Snapshots):
             self.board = mmap.mmap(file.fileno(), 4096)
         self.orders = 0
         self.moments = {}
-        self.has_group = False
 
     def word(self, offset):
         return struct.unpack_from("<I", self.board, offset)[0]

@@ -307,7 +307,7 @@ impl Space {
             // Discarded unseen (MADV_FREE), or another thread's fault on the
             // same page came first: then it is there, and this only wakes.
             Entry::Resident { .. } | Entry::Kept(_) | Entry::OnNode => {
-                self.zero_here(tenant, address)
+                self.zero_gone(tenant, address)
             }
             Entry::Leaving { slot, .. } => {
                 tenant.map.set(page, Entry::Leaving { slot, wanted: true });
@@ -441,6 +441,19 @@ impl Space {
             Fill::Done { .. } => Claim::Done,
             other => self.not_zeroed(tenant, address, other),
         }
+    }
+
+    /// The same for a page that was in place, for all that is known. If it is not,
+    /// the kernel has taken it by MADV_FREE, or it was lost: nobody else would ever
+    /// say so.
+    fn zero_gone(&self, tenant: &Tenant, address: u64) -> Claim {
+        let filled = self.uffd.zero(one_page(address));
+        if !matches!(filled, Fill::Done { .. }) {
+            return self.not_zeroed(tenant, address, filled);
+        }
+        let pid = self.pid().unwrap_or(0);
+        tenant.log(&format!("page {address:#x} of process {pid} was in place and is gone: zero"));
+        Claim::Done
     }
 
     /// Zero pages in `window`, whose first page is `first`. The caller holds the

@@ -105,10 +105,9 @@ def follow(run):
     written.kill()
     written.moments["written@4"] = (0, written.count)
     kept.kill()
-    listed = set(kept.list())
-    # Its schedule goes on from here, and may have taken one before all is checked.
+    listed = set(kept.list()), set(written.list())
     written.brought_back("written@4", lambda: written.restore("written@4"))
-    if set(kept.list()) != listed:
+    if (set(kept.list()), set(written.list())) != listed:
         raise Failure("the tenant's end changed what is there")
     for program in (kept, written):
         program.assert_clean()

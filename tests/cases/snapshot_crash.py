@@ -2,6 +2,7 @@
 directory. The tenant runs on or is cleanly gone, what was whole stays whole, and
 what is not is never listed."""
 
+import contextlib
 import os
 import random
 import signal
@@ -13,6 +14,20 @@ import machine
 from moment import Moment
 from strata import Failure, configured
 from suite import case
+
+
+# What is disturbed, in turn.
+KINDS = ("snapshot", "rollback", "restore")
+
+
+def prepared(program, kind, snapshot):
+    """The command of this kind; the program is what it wants: ended, or as it is."""
+    if kind == "restore":
+        program.kill()
+    program.note_pids()
+    return {"snapshot": ["snapshot", program.name],
+            "rollback": ["rollback", program.name, snapshot],
+            "restore": ["restore", snapshot]}[kind]
 
 
 def refused(done, *words, status=1):
@@ -160,15 +175,11 @@ def worker_killed(run):
     snapshots, kills, gone = {first}, 0, 0
     chance = random.Random(4)
     for number in range(run.times(10)):
-        kind = ("snapshot", "rollback", "restore")[number % 3]
+        kind = KINDS[number % 3]
         delay = chance.uniform(0, 0.15)
         where = f"worker killed {delay * 1000:.0f} ms into a {kind}"
         worker = worker_back(run, None)
-        if kind == "restore":
-            program.kill()
-        what = ["snapshot", program.name] if kind == "snapshot" else \
-            ["rollback", program.name, first] if kind == "rollback" else ["restore", first]
-        program.note_pids()
+        what = prepared(program, kind, first)
         with program.reaper_running():
             done, killed = disturb(run, program, what, lambda: worker, delay)
             worker_back(run, worker if killed else None)
@@ -243,14 +254,10 @@ def criu_killed(run):
     first = program.take()
     chance, kills, gone = random.Random(5), 0, 0
     for number in range(run.times(10)):
-        kind = ("snapshot", "rollback", "restore")[number % 3]
+        kind = KINDS[number % 3]
         delay = chance.uniform(0, 0.06)
         where = f"CRIU killed {delay * 1000:.0f} ms into a {kind}"
-        if kind == "restore":
-            program.kill()
-        what = ["snapshot", program.name] if kind == "snapshot" else \
-            ["rollback", program.name, first] if kind == "rollback" else ["restore", first]
-        program.note_pids()
+        what = prepared(program, kind, first)
         with program.reaper_running():
             done, killed = disturb(run, program, what, lambda: criu_of(run), delay)
         kills += killed
@@ -306,13 +313,7 @@ def tenant_killed(run):
 def no_space(run):
     """The directory of snapshots is full: refused with that reason, the tenant
     runs on, and older ones stay; with space again it works."""
-    full = os.path.join(run.directory, "small")
-    os.mkdir(full)
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,mode=0700", "strata-test",
-                              full], check=False, capture_output=True, text=True)
-    if mounted.returncode:
-        raise Failure("mounting a small tmpfs: " + mounted.stderr.strip())
-    try:
+    with small_disk(run, "1m") as full:
         text = f'snapshot_dir = "{full}"\n'
         log = os.path.join(run.log_directory, "stratad-small.log")
         with configured(run.daemon, text, run.directory, log):
@@ -341,8 +342,6 @@ def no_space(run):
             program.roll(second)
             program.assert_clean()
             program.kill()
-    finally:
-        unmount(full)
 
 
 def fill(path, spare):
@@ -357,6 +356,21 @@ def fill(path, spare):
             pass
         if spare:
             file.truncate(file.tell() - spare)
+
+
+@contextlib.contextmanager
+def small_disk(run, size):
+    """A file system of so much, in memory; where it is mounted."""
+    full = os.path.join(run.directory, "small")
+    os.mkdir(full)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700",
+                              "strata-test", full], check=False, capture_output=True, text=True)
+    if mounted.returncode:
+        raise Failure("mounting a small tmpfs: " + mounted.stderr.strip())
+    try:
+        yield full
+    finally:
+        unmount(full)
 
 
 def unmount(path):

@@ -5,10 +5,9 @@ import os
 import shutil
 import stat
 import struct
-import subprocess
 
 from moment import Moment, need_criu
-from snapshot_crash import fill, refused, unmount
+from snapshot_crash import fill, refused, small_disk
 from snapshot_programs import Rounds
 from snapshot_rights import assert_private
 from strata import Failure, configured
@@ -313,13 +312,7 @@ def flipped(data, at):
 def no_space(run):
     """No space to persist, export or import: refused with that reason, no half
     file anywhere, and what was whole brings the program back, later as well."""
-    full = os.path.join(run.directory, "small")
-    os.mkdir(full)
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m,mode=0700", "strata-test",
-                              full], check=False, capture_output=True, text=True)
-    if mounted.returncode:
-        raise Failure("mounting a small tmpfs: " + mounted.stderr.strip())
-    try:
+    with small_disk(run, "24m") as full:
         kept = os.path.join(full, "kept")
         machine = Machine(run, "here", kept)
         with machine.daemon():
@@ -370,8 +363,6 @@ def no_space(run):
             program.brought_back(second, lambda: program.restore(second))
             program.roll(first)
             program.kill()
-    finally:
-        unmount(full)
 
 
 @case("snapshot-file-rights", native=False, own_daemon=True)

@@ -63,11 +63,6 @@ class Sampler:
         return over
 
 
-def has_cgroup(run, program):
-    """True when the daemon could put the tenant into a memory cgroup of its own."""
-    return machine.memory_cgroup(program.pid) != machine.memory_cgroup(os.getpid())
-
-
 def judge(run, over, budget, backstop):
     if over > allowance(budget):
         text = f"{over / MIB:.1f} MiB over a budget of {budget / MIB:.0f} MiB, " \
@@ -83,7 +78,7 @@ def budget_rush(run):
     budget = 256 * MIB
     program = run.start("heap", "rush", "1024", budget="256MiB")
     program.gate("start")
-    backstop = not run.native and has_cgroup(run, program)
+    backstop = not run.native and machine.has_own_memory_cgroup(program.pid)
     sampler = None if run.native else Sampler(run, program, shared=False)
     program.answer()
     program.gate("filled")
@@ -103,7 +98,7 @@ def budget_fork(run):
     program = run.start("fork", "background-save", budget="64MiB")
     sampler = None if run.native else Sampler(run, program, shared=True)
     program.gate("saved")
-    backstop = not run.native and has_cgroup(run, program)
+    backstop = not run.native and machine.has_own_memory_cgroup(program.pid)
     program.answer()
     program.gate("done")
     program.assert_pressed()

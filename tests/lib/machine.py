@@ -101,6 +101,11 @@ def memory_cgroup(pid):
     return unified
 
 
+def has_own_memory_cgroup(pid):
+    """True when a process is in another memory cgroup than this one: a tenant's."""
+    return memory_cgroup(pid) != memory_cgroup(os.getpid())
+
+
 def autopsy(pid):
     """Where every thread of a process stands: for the log of a hung case."""
     lines = []

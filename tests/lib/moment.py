@@ -165,7 +165,7 @@ class Moment(Snapshots):
         self.meet(run, program, path)
         self.until(lambda: self.word(32), "it is ready")
         self.note_pids()
-        self.has_group = self.groups() != {machine.memory_cgroup(os.getpid())}
+        self.has_group = machine.has_own_memory_cgroup(program.pid)
 
     def meet(self, run, program, board):
         Snapshots.__init__(self, run, program)
@@ -256,10 +256,6 @@ class Moment(Snapshots):
         self.put(0, self.epoch + 1)
         self.until(lambda: self.reports > reports, "it reports")
 
-    def groups(self):
-        """The memory cgroups of its processes."""
-        return {machine.memory_cgroup(pid) for pid in self.daemon.stats(self.name)["pids"]}
-
     def brought_back(self, snapshot, how):
         """Brings it back by `how`, which was given after the question; sees that
         it is back where it was at that snapshot, and that all is right."""
@@ -273,8 +269,14 @@ class Moment(Snapshots):
                           f"between {first} and {last}")
         self.goes_on()
         self.check()
-        if self.has_group and (len(groups := self.groups()) != 1 or
-                               machine.memory_cgroup(os.getpid()) in groups):
+        if self.has_group:
+            self.assert_one_group()
+
+    def assert_one_group(self):
+        """Its processes are in one memory cgroup, and that is its own."""
+        pids = self.daemon.stats(self.name)["pids"]
+        groups = {machine.memory_cgroup(pid) for pid in pids}
+        if len(groups) != 1 or not machine.has_own_memory_cgroup(pids[0]):
             raise Failure(f"brought back, its processes are in the memory cgroups {groups}")
 
     def roll(self, snapshot):

@@ -97,6 +97,13 @@ static unsigned order(void)
 
 static void carried_out(void) { atomic_store(&board->done, atomic_load(&board->order)); }
 
+static void carried_out_or_end(unsigned what)
+{
+    carried_out();
+    if (what == END)
+        _exit(0);
+}
+
 static void ready(void) { atomic_store(&board->ready, 1); }
 
 /* A child of whom nothing may be wrong: its copy, what it writes, and the
@@ -383,9 +390,7 @@ static void threads(void)
         if (what == NOTHING)
             continue;
         check_threads();
-        carried_out();
-        if (what == END)
-            _exit(0);
+        carried_out_or_end(what);
     }
 }
 
@@ -514,9 +519,7 @@ static void family(bool connected)
         check_all();
         if (connected)
             wait_for_more(&shared[3], "the stream");
-        carried_out();
-        if (what == END)
-            _exit(0);
+        carried_out_or_end(what);
     }
 }
 
@@ -598,9 +601,7 @@ static void storm(void)
             continue;
         for (p = 0; p < used; p++)
             check_piece(p);
-        carried_out();
-        if (what == END)
-            _exit(0);
+        carried_out_or_end(what);
     }
 }
 
@@ -628,9 +629,7 @@ static void wipe(void)
         }
         t_wait_child(child);
         check_all();
-        carried_out();
-        if (what == END)
-            _exit(0);
+        carried_out_or_end(what);
     }
 }
 
@@ -659,9 +658,7 @@ static void quiet(void)
                 t_fill_page(memory + i * PAGE, 1 + ++version[i], i);
         }
         check_all();
-        carried_out();
-        if (what == END)
-            _exit(0);
+        carried_out_or_end(what);
     }
 }
 

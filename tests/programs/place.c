@@ -93,14 +93,20 @@ static void hints(void)
     t_check_zero(memory, MIB);
 }
 
-/* Pinned pages stay whatever presses; unpinned ones leave again. */
-static void pins(void)
+/* Fills everything, and pins `bytes` of it when it has left: all of them are back. */
+static void pin_what_left(size_t bytes)
 {
-    const size_t bytes = 12 * MIB;
     t_fill(memory, BYTES, 1);
     t_wait_absent(memory, BYTES, 30);
     MUST(advise(memory, bytes, STRATA_PIN), 0);
     UNTIL(memory, bytes, count[STRATA_DRAM] == bytes / PAGE);
+}
+
+/* Pinned pages stay whatever presses; unpinned ones leave again. */
+static void pins(void)
+{
+    const size_t bytes = 12 * MIB;
+    pin_what_left(bytes);
     t_gate("pinned");
     for (int turn = 0; turn < 8; turn++) {
         t_press_with(memory + bytes, BYTES - bytes);
@@ -152,10 +158,7 @@ static void pins(void)
 static void survive(void)
 {
     const size_t bytes = 12 * MIB;
-    t_fill(memory, BYTES, 1);
-    t_wait_absent(memory, BYTES, 30);
-    MUST(advise(memory, bytes, STRATA_PIN), 0);
-    UNTIL(memory, bytes, count[STRATA_DRAM] == bytes / PAGE);
+    pin_what_left(bytes);
     while (strcmp(t_gate("pinned"), "end") != 0) {
         for (int turn = 0; turn < 3; turn++)
             t_press_with(memory + bytes, BYTES - bytes);

@@ -171,17 +171,19 @@ pub(crate) fn obstacle() -> Option<String> {
 /// Examines this machine.
 pub(crate) fn examine() -> Report {
     let files = Files { root: Path::new("/").to_owned() };
+    // The system's daemon's. Where it is wrong, `config-check` says so.
+    let config = Machine::this().ok().and_then(|machine| Config::load(None, &machine).ok());
+    let criu = config.as_ref().and_then(|config| config.criu.as_deref());
     let mut findings = kernel::findings(&files);
-    findings.extend(machine::findings(&files));
-    findings.extend(file_tier());
+    findings.extend(machine::findings(&files, criu));
+    findings.extend(config.and_then(|config| file_tier(&config)));
     Report::new(findings)
 }
 
-/// What the file tier of the system's daemon lies on, if it has one.
-fn file_tier() -> Option<Finding> {
-    let config = Config::load(None, &Machine::this().ok()?).ok()?;
-    let directory = config.tier_path?;
-    Some(Finding::new("file tier", Presence::Yes, crate::tier::describe(&directory)))
+/// What the file tier lies on, if there is one.
+fn file_tier(config: &Config) -> Option<Finding> {
+    let directory = config.tier_path.as_deref()?;
+    Some(Finding::new("file tier", Presence::Yes, crate::tier::describe(directory)))
 }
 
 #[cfg(test)]

@@ -27,7 +27,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 use clap::{Parser, Subcommand};
 
-use crate::config::{Config, DEFAULT_FILE, Machine};
+use crate::config::{Config, Machine};
 
 /// Exit status when the command line was typed wrong.
 const USAGE: u8 = 2;
@@ -111,10 +111,7 @@ fn doctor(json: bool) -> anyhow::Result<ExitCode> {
 
 /// The file that was named, or the default one where there is one.
 fn configuration(named: Option<&std::path::Path>) -> anyhow::Result<Config> {
-    let machine = Machine::this()?;
-    let default = PathBuf::from(DEFAULT_FILE);
-    let file = named.or_else(|| default.exists().then_some(default.as_path()));
-    Config::load(file, &machine).map_err(|problems| anyhow::anyhow!("{problems}"))
+    Config::load(named, &Machine::this()?).map_err(|problems| anyhow::anyhow!("{problems}"))
 }
 
 fn config_check(file: Option<&std::path::Path>) -> anyhow::Result<ExitCode> {

@@ -87,6 +87,13 @@ fn remove_flat(directory: &Path) {
     let _ = std::fs::remove_dir(directory);
 }
 
+/// The CRIU that is used, where one is named: by the configuration, or by
+/// `STRATA_CRIU` in the environment.
+pub(crate) fn criu_named(set: Option<PathBuf>) -> Option<PathBuf> {
+    let of_environment = || std::env::var_os("STRATA_CRIU").filter(|named| !named.is_empty());
+    set.or_else(|| of_environment().map(PathBuf::from))
+}
+
 /// A tenant like the one that a snapshot was taken of, called `name`.
 fn wish_of(info: &SnapshotInfo, name: &str) -> Wish {
     Wish {
@@ -176,8 +183,8 @@ impl Snapshots {
         if let Some(criu) = &*found {
             return Ok(criu.clone());
         }
-        let named = self.criu.clone().or_else(|| std::env::var_os("STRATA_CRIU").map(Into::into));
-        let criu = Criu::find(named.as_deref()).map_err(|error| error.to_string())?;
+        let criu = Criu::find(criu_named(self.criu.clone()).as_deref())
+            .map_err(|error| error.to_string())?;
         Ok(found.insert(criu).clone())
     }
 

@@ -134,6 +134,20 @@ pub(crate) struct TouchResult {
     pub miss_p99_us: f64,
 }
 
+impl TouchResult {
+    fn since(started: Instant, pages_read: u64, misses: u64, latencies: &Histogram) -> Self {
+        let seconds = started.elapsed().as_secs_f64();
+        Self {
+            pages_read,
+            seconds,
+            pages_per_second: pages_read as f64 / seconds,
+            misses,
+            miss_p50_us: latencies.quantile_us(0.5),
+            miss_p99_us: latencies.quantile_us(0.99),
+        }
+    }
+}
+
 /// Fills memory with compressible pages and reads it in random order, checking
 /// each page by its stamp and the record behind it.
 pub(crate) fn touch(options: &TouchOptions) -> Result<()> {
@@ -180,15 +194,7 @@ pub(crate) fn touch(options: &TouchOptions) -> Result<()> {
             pages_read += 1;
         }
     }
-    let seconds = started.elapsed().as_secs_f64();
-    print(&TouchResult {
-        pages_read,
-        seconds,
-        pages_per_second: pages_read as f64 / seconds,
-        misses,
-        miss_p50_us: latencies.quantile_us(0.5),
-        miss_p99_us: latencies.quantile_us(0.99),
-    })
+    print(&TouchResult::since(started, pages_read, misses, &latencies))
 }
 
 /// What memory is filled with, 1 KiB at a time.
@@ -262,15 +268,7 @@ pub(crate) fn direct_read(options: &DirectOptions) -> Result<()> {
         }
         pages_read += 1;
     }
-    let seconds = started.elapsed().as_secs_f64();
-    print(&TouchResult {
-        pages_read,
-        seconds,
-        pages_per_second: pages_read as f64 / seconds,
-        misses: pages_read,
-        miss_p50_us: latencies.quantile_us(0.5),
-        miss_p99_us: latencies.quantile_us(0.99),
-    })
+    print(&TouchResult::since(started, pages_read, pages_read, &latencies))
 }
 
 const RECORDS_PER_PAGE: usize = PAGE_SIZE / RECORD_BYTES;

@@ -11,7 +11,7 @@ use core::ptr;
 use core::sync::atomic::Ordering;
 use core::time::Duration;
 
-use strata_units::{HintKind, PAGE_SIZE};
+use strata_units::{DECIMAL_DIGITS, HintKind, PAGE_SIZE, decimal};
 
 use crate::block::{self, Block};
 use crate::kernel::{self, Deadline, Fd, word};
@@ -277,19 +277,7 @@ impl RequestLine {
     }
 
     fn add_number(&mut self, number: u64) {
-        let mut digits = [0_u8; 20];
-        let mut at = digits.len();
-        let mut rest = number;
-        loop {
-            at -= 1;
-            digits[at] = b'0' + (rest % 10) as u8;
-            rest /= 10;
-            if rest == 0 {
-                break;
-            }
-        }
-        // Digits are characters.
-        self.add(core::str::from_utf8(&digits[at..]).unwrap_or(""));
+        self.add(decimal(number, &mut [0; DECIMAL_DIGITS]));
     }
 
     fn begin_place(&mut self, wish: &str) {

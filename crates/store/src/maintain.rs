@@ -90,15 +90,24 @@ impl Store {
         let mut batch = Batch::new(false);
         while batch.moved + batch.items.len() < max {
             let Some(id) = self.take_oldest(&self.table.demotable) else { break };
-            if self.add_to_batch(&mut batch, id).is_err() {
-                self.table.demotable.insert(id);
-                self.drop_reference(id);
+            if !self.takes_to_file(&mut batch, id) {
                 break;
             }
         }
         // A failure shows in the count and in the statistics.
         let _ = self.flush(&mut batch);
         batch.moved
+    }
+
+    /// Adds a referenced object to a batch for the tier file. False: nothing more
+    /// goes there now, and it stays demotable.
+    fn takes_to_file(&self, batch: &mut Batch, id: u32) -> bool {
+        let added = self.add_to_batch(batch, id).is_ok();
+        if !added {
+            self.table.demotable.insert(id);
+            self.drop_reference(id);
+        }
+        added
     }
 
     /// Moves these of the compressed objects to the tier file, whatever their age;
@@ -130,9 +139,7 @@ impl Store {
             }
             let handle = Handle(u64::from(id));
             assert!(self.try_reference(id), "{handle:?} names no referenced object");
-            if self.add_to_batch(&mut batch, id).is_err() {
-                self.table.demotable.insert(id);
-                self.drop_reference(id);
+            if !self.takes_to_file(&mut batch, id) {
                 break;
             }
         }

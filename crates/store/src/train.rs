@@ -218,12 +218,12 @@ impl Store {
         let with_one = [current, candidate.as_ref().map(|candidate| &candidate.encoder)];
         let with_one = with_one.into_iter().flatten().map(|encoder| slots(Some(encoder))).min();
         // As it will be judged once there are enough.
-        let pays = |bytes: &u64| bytes * 100 <= lz4_bytes * (100 - LZ4_GAIN_PERCENT);
+        let pays = |&bytes: &u64| is_smaller(bytes, lz4_bytes, LZ4_GAIN_PERCENT);
         Some(with_one.filter(pays).unwrap_or(lz4_bytes) / judges.len() as u64)
     }
 
     fn pays(&self, verdict: &Verdict, judged: u64, candidate: &Candidate) -> bool {
-        let smaller = |than: u64, percent| verdict.new_bytes * 100 <= than * (100 - percent);
+        let smaller = |than, percent| is_smaller(verdict.new_bytes, than, percent);
         let before = verdict.current_bytes.unwrap_or(verdict.lz4_bytes);
         let gain = before.saturating_sub(verdict.new_bytes) * self.counters.objects.load(Relaxed);
         smaller(verdict.lz4_bytes, LZ4_GAIN_PERCENT)
@@ -300,6 +300,11 @@ fn train(pages: &[Page], id: u32) -> (Vec<&Page>, u32, Option<Candidate>) {
     let trained = zstd::dict::from_continuous(&samples, &sizes, MAX_CONTENT_BYTES);
     let candidate = trained.ok().and_then(|content| Candidate::prepare(content, id));
     (judges, sizes.len() as u32, candidate)
+}
+
+/// Whether it is smaller by so much at least.
+fn is_smaller(bytes: u64, than: u64, percent: u64) -> bool {
+    bytes * 100 <= than * (100 - percent)
 }
 
 /// What these pages take, packed: bytes of slots.

@@ -4,6 +4,7 @@
 //! text, and is shared by the daemon and by the library inside the program.
 #![forbid(unsafe_code)]
 
+mod decimal;
 mod hints;
 mod ids;
 mod label;
@@ -11,6 +12,7 @@ mod page;
 mod size;
 pub mod wire;
 
+pub use decimal::{DECIMAL_DIGITS, decimal};
 pub use hints::{HINT_SLOTS, HintKind, HintSlot, Hints};
 pub use ids::{Handle, LeafIndex, PageId, SpaceId, TenantId};
 pub use label::{MAX_LABEL_BYTES, label_problem};

@@ -8,6 +8,8 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use super::kernel::release;
+use crate::snapshots::criu_named;
+
 use super::{Files, Finding, Presence, node};
 
 /// For a program to tell its version.
@@ -15,11 +17,11 @@ const VERSION_TIMEOUT: Duration = Duration::from_secs(5);
 /// More than any version text.
 const MAX_VERSION_BYTES: u64 = 4096;
 
-pub(super) fn findings(files: &Files) -> Vec<Finding> {
+pub(super) fn findings(files: &Files, criu_set: Option<&Path>) -> Vec<Finding> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let mut findings = vec![numa(files)];
     findings.extend(node::findings(files));
-    findings.extend([dax(files), kvm(files), qemu(&path), criu(files, &path)]);
+    findings.extend([dax(files), kvm(files), qemu(&path), criu(files, criu_set, &path)]);
     findings
 }
 
@@ -53,9 +55,9 @@ fn qemu(path: &OsStr) -> Finding {
     program_finding("QEMU", &name, path).without("virtual machines as tenants")
 }
 
-fn criu(files: &Files, path: &OsStr) -> Finding {
-    let named = std::env::var_os("STRATA_CRIU").filter(|named| !named.is_empty());
-    let mut finding = match named.map(PathBuf::from) {
+/// The one that is used: of the configuration, of the environment, or in `PATH`.
+fn criu(files: &Files, set: Option<&Path>, path: &OsStr) -> Finding {
+    let mut finding = match criu_named(set.map(PathBuf::from)) {
         Some(named) => version_finding("CRIU", &named),
         None => program_finding("CRIU", "criu", path),
     };

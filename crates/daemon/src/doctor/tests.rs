@@ -19,7 +19,7 @@ impl Tree {
 
     fn finding(&self, name: &str) -> Finding {
         let mut all = kernel::findings(&self.0);
-        all.extend(machine::findings(&self.0));
+        all.extend(machine::findings(&self.0, None));
         all.into_iter().find(|finding| finding.name == name).expect("a finding")
     }
 }

@@ -312,8 +312,8 @@ impl Snapshots {
         let mut restore =
             Restore::begin(&criu, &images, work, options).map_err(|error| error.to_string())?;
         if let (Some(directory), Some(pid)) = (&tenant.record().cgroup, restore.forefather()) {
-            // What it starts is there, too. That takes the kernel 10 ms and more, in
-            // which CRIU reads its images.
+            // What it starts is there, too. The kernel takes its time for that, in which
+            // CRIU reads its images.
             let directory = PathBuf::from(directory);
             let adopting = move || Cgroups::adopt(&directory, pid);
             // Without the thread each process is put there when it comes.

@@ -13,6 +13,7 @@ use std::{
     path::PathBuf,
     time::Duration,
 };
+use strata_units::{DECIMAL_DIGITS, decimal};
 
 /// Bytes asked of the socket at once: a pipeline of sixteen records fits.
 const READ_BYTES: usize = 64 * 1024;
@@ -151,18 +152,7 @@ pub(crate) fn encode(out: &mut Vec<u8>, arguments: &[&[u8]]) {
 
 fn put_count(out: &mut Vec<u8>, kind: u8, count: usize) {
     out.push(kind);
-    let mut digits = [0u8; 20];
-    let mut at = digits.len();
-    let mut rest = count;
-    loop {
-        at -= 1;
-        digits[at] = b'0' + (rest % 10) as u8;
-        rest /= 10;
-        if rest == 0 {
-            break;
-        }
-    }
-    out.extend_from_slice(&digits[at..]);
+    out.extend_from_slice(decimal(count as u64, &mut [0; DECIMAL_DIGITS]).as_bytes());
     out.extend_from_slice(b"\r\n");
 }
 

@@ -258,9 +258,10 @@ impl Advising {
         self.waits = [self.waits[1], Waits::read(tenant)];
     }
 
-    fn publish(&mut self, tenant: &Tenant, seen: &Observation, now: (Instant, f64)) {
+    /// Lets those who ask know what was seen, every now and then; whether it did.
+    fn publish(&mut self, tenant: &Tenant, seen: &Observation, now: (Instant, f64)) -> bool {
         if self.published.elapsed() < PUBLISH_EVERY {
-            return;
+            return false;
         }
         self.published = now.0;
         let (begun, processor) = self.epochs[0];
@@ -275,6 +276,20 @@ impl Advising {
                     && now.1 - processor >= LEAST_PROCESSOR_SECONDS,
             drift: self.drift,
         });
+        true
+    }
+
+    /// Whether a sample is to be packed now, to learn what stored pages will cost.
+    fn packs_sample(&mut self, tenant: &Tenant, now: Instant) -> bool {
+        if self.packed.is_some_and(|then| now.duration_since(then) <= PACK_EVERY) {
+            return false;
+        }
+        let store = tenant.store_stats();
+        let packs = has_packed_few(&store) && store.objects >= LEAST_TO_SAMPLE;
+        if packs {
+            self.packed = Some(now);
+        }
+        packs
     }
 }
 
@@ -287,10 +302,6 @@ fn is_somewhere(tenant: &Tenant, page: PageId) -> bool {
         tenant.map.get(page),
         Entry::Untouched | Entry::Discarded | Entry::Lost | Entry::Pending
     )
-}
-
-fn is_worth_packing(store: &StoreStats) -> bool {
-    has_packed_few(store) && store.objects >= LEAST_TO_SAMPLE
 }
 
 /// What its stored pages cost says nothing yet.
@@ -374,13 +385,7 @@ impl Keeper<'_> {
         advising.search(tenant, now.1);
         tenant.advisor.set_limit(advising.sampler.limit());
         advising.turn_epoch(tenant, now);
-        advising.publish(tenant, seen, now);
-        let is_due = advising.packed.is_none_or(|then| then.elapsed() > PACK_EVERY);
-        if is_due && is_worth_packing(&tenant.store_stats()) {
-            advising.packed = Some(now.0);
-            self.foretell_packing();
-        }
-        let Some(advising) = &mut self.advising else { return TICK };
+        let packs = advising.publish(tenant, seen, now) && advising.packs_sample(tenant, now.0);
         let worth = (now.1 - advising.looked.1) * PROBES_PER_SECOND;
         let least = elapsed.as_secs_f64() * LEAST_PROBES_PER_SECOND;
         advising.probes_saved = (advising.probes_saved + worth.max(least)).min(MOST_PROBES);
@@ -393,6 +398,9 @@ impl Keeper<'_> {
             let hurries = std::mem::replace(&mut self.evictor.in_a_hurry, false);
             self.evict_pages(probes, spaces);
             self.evictor.in_a_hurry = hurries;
+        }
+        if packs {
+            self.foretell_packing();
         }
         TICK
     }

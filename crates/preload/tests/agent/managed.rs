@@ -423,8 +423,9 @@ fn the_agent_comes_back_and_leaves_when_told() {
     drop(caller);
 
     let space = daemon.accept().resume(stored);
-    wait_until("records are there again", || space.threads() == threads);
-    assert_eq!(space.pinned(), pinned);
+    wait_until("records are there again", || {
+        (space.threads(), space.pinned()) == (threads.clone(), pinned.clone())
+    });
     assert_eq!(program.ask("verify"), "0");
     assert_eq!(program.ask("join"), "3");
     space.evict(&some(memory, 4), 64);

@@ -2,9 +2,11 @@
 //! however they share it, and (v2) memory that grows before it is managed is
 //! slowed down there. Without one, everything works and less is promised.
 
+use std::collections::HashMap;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use strata_units::ByteSize;
@@ -22,6 +24,9 @@ pub(crate) struct Cgroups {
     hierarchy: Option<Hierarchy>,
     /// Directory of all tenants of this daemon, below the hierarchy's root.
     group: String,
+    /// How many tenants have each: an ended one's may be its successor's already,
+    /// of the same name. Nobody removes what is in use, also while it is empty.
+    used: Mutex<HashMap<PathBuf, u32>>,
 }
 
 /// Room above the budget before the kernel slows a tenant down (v2): fills are
@@ -73,9 +78,19 @@ impl Cgroups {
             Hierarchy::V2(root) => fs::read_to_string(root.join("cgroup.controllers"))
                 .is_ok_and(|list| list.split_ascii_whitespace().any(|name| name == "memory")),
         });
-        let this = Self { hierarchy, group: format!("strata-{supervisor_pid}") };
+        let group = format!("strata-{supervisor_pid}");
+        let this = Self { hierarchy, group, used: Mutex::default() };
         this.remove_orphans();
         this
+    }
+
+    fn used(&self) -> MutexGuard<'_, HashMap<PathBuf, u32>> {
+        self.used.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts a tenant that has one already.
+    pub(crate) fn hold(&self, directory: &Path) {
+        *self.used().entry(directory.to_owned()).or_default() += 1;
     }
 
     /// Removes what daemons that are gone left behind.
@@ -89,7 +104,7 @@ impl Cgroups {
             if Path::new(&format!("/proc/{pid}")).exists() {
                 continue;
             }
-            self.remove(&entry.path().join("none"));
+            sweep(&entry.path(), &HashMap::new());
         }
     }
 
@@ -106,24 +121,36 @@ impl Cgroups {
         let (Hierarchy::V1(root) | Hierarchy::V2(root)) = hierarchy;
         let parent = root.join(&self.group);
         let directory = parent.join(name);
-        if matches!(hierarchy, Hierarchy::V2(_)) {
-            fs::write(root.join("cgroup.subtree_control"), "+memory")?;
-            fs::create_dir_all(&parent)?;
-            fs::write(parent.join("cgroup.subtree_control"), "+memory")?;
-        }
-        fs::create_dir_all(&directory)?;
-        let prepared = (|| {
-            if matches!(hierarchy, Hierarchy::V2(_)) {
-                let high = high_bytes(memory_bytes);
-                fs::write(directory.join("memory.high"), high.to_string())?;
-            }
-            process.map_or(Ok(()), |process| Self::adopt(&directory, process))
-        })();
-        if let Err(error) = prepared {
-            self.remove(&directory);
+        let prepared = {
+            let mut used = self.used();
+            *used.entry(directory.clone()).or_default() += 1;
+            Self::prepare(hierarchy, root, &directory, memory_bytes)
+        };
+        if let Err(error) = prepared
+            .and_then(|()| process.map_or(Ok(()), |process| Self::adopt(&directory, process)))
+        {
+            self.release(&directory);
             return Err(error);
         }
         Ok(directory)
+    }
+
+    fn prepare(
+        hierarchy: &Hierarchy,
+        root: &Path,
+        directory: &Path,
+        memory_bytes: u64,
+    ) -> io::Result<()> {
+        if matches!(hierarchy, Hierarchy::V1(_)) {
+            return fs::create_dir_all(directory);
+        }
+        fs::write(root.join("cgroup.subtree_control"), "+memory")?;
+        if let Some(parent) = directory.parent() {
+            fs::create_dir_all(parent)?;
+            fs::write(parent.join("cgroup.subtree_control"), "+memory")?;
+        }
+        fs::create_dir_all(directory)?;
+        fs::write(directory.join("memory.high"), high_bytes(memory_bytes).to_string())
     }
 
     /// Follows a changed budget.
@@ -153,32 +180,73 @@ impl Cgroups {
         is_among(directory, &groups)
     }
 
-    /// Removes a tenant's cgroup, and the daemon's own with the last. A process
-    /// that is just dying is waited for, for a moment; one that still has
-    /// processes then stays, and the next removal finds it.
-    pub(crate) fn remove(&self, directory: &Path) {
-        let until = Instant::now() + DYING;
-        while let Err(error) = fs::remove_dir(directory)
-            && error.kind() == io::ErrorKind::ResourceBusy
-            && Instant::now() < until
+    /// A tenant is gone: removes its cgroup, if that is no other's by now, and the
+    /// daemon's own with the last. A process that is just dying is waited for, for a
+    /// moment; one that still has processes then stays, and the next removal finds it.
+    pub(crate) fn release(&self, directory: &Path) {
         {
-            std::thread::sleep(DYING / 20);
-        }
-        if let Some(parent) = directory.parent() {
-            if let Ok(entries) = fs::read_dir(parent) {
-                for entry in entries.flatten().filter(|entry| entry.path().is_dir()) {
-                    // Refused (busy) for those in use.
-                    let _ = fs::remove_dir(entry.path());
+            let mut used = self.used();
+            if let Some(tenants) = used.get_mut(directory) {
+                *tenants -= 1;
+                if *tenants == 0 {
+                    used.remove(directory);
                 }
             }
-            let _ = fs::remove_dir(parent);
+        }
+        let until = Instant::now() + DYING;
+        loop {
+            let used = self.used();
+            let is_busy = !used.contains_key(directory)
+                && fs::remove_dir(directory)
+                    .is_err_and(|error| error.kind() == io::ErrorKind::ResourceBusy);
+            if !is_busy || Instant::now() >= until {
+                if let Some(parent) = directory.parent() {
+                    sweep(parent, &used);
+                }
+                return;
+            }
+            drop(used);
+            std::thread::sleep(DYING / 20);
         }
     }
+}
+
+/// Removes a daemon's cgroups that are not in use, and its own if none is left. One
+/// that has processes refuses.
+fn sweep(group: &Path, used: &HashMap<PathBuf, u32>) {
+    for entry in fs::read_dir(group).into_iter().flatten().flatten() {
+        let path = entry.path();
+        if path.is_dir() && !used.contains_key(&path) {
+            let _ = fs::remove_dir(path);
+        }
+    }
+    let _ = fs::remove_dir(group);
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_in_use_stays_also_while_it_is_empty() {
+        let root = std::env::temp_dir().join(format!("strata-cgroup-{}", std::process::id()));
+        let groups = Cgroups {
+            hierarchy: Some(Hierarchy::V1(root.clone())),
+            group: "strata-1".into(),
+            used: Mutex::default(),
+        };
+        let web = groups.make("web", None, 0).expect("a directory");
+        let other = groups.make("other", None, 0).expect("a directory");
+        // The first one's successor comes before it has been taken down.
+        assert_eq!(groups.make("web", None, 0).expect("the same"), web);
+        groups.release(&web);
+        assert!(web.is_dir() && other.is_dir());
+        groups.release(&web);
+        assert!(!web.is_dir() && other.is_dir());
+        groups.release(&other);
+        assert!(!root.join("strata-1").exists());
+        fs::remove_dir(root).expect("nothing is left in it");
+    }
 
     #[test]
     fn a_process_is_in_a_group_by_its_whole_name() {

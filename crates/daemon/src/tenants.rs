@@ -83,6 +83,9 @@ impl Tenants {
     pub(crate) fn adopt(&self, tenant: &Arc<Tenant>) {
         let starter = tenant.record().starter.and_then(|pid| Pidfd::open(pid).ok());
         let entry = Entry { tenant: Arc::clone(tenant), starter };
+        if let Some(directory) = &tenant.record().cgroup {
+            self.cgroups.hold(directory.as_ref());
+        }
         self.lock().by_name.insert(tenant.record().name.clone(), entry);
     }
 
@@ -153,7 +156,7 @@ impl Tenants {
     fn take_down(&self, tenant: &Arc<Tenant>) {
         tenant.end();
         if let Some(directory) = &tenant.record().cgroup {
-            self.cgroups.remove(directory.as_ref());
+            self.cgroups.release(directory.as_ref());
         }
     }
 
@@ -228,7 +231,7 @@ impl Tenants {
         };
         let tenant = made.map_err(|error| {
             if let Some(directory) = &cgroup {
-                self.cgroups.remove(directory.as_ref());
+                self.cgroups.release(directory.as_ref());
             }
             format!("cannot make tenant {name}: {}", chain(&error))
         })?;

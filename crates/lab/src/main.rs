@@ -17,6 +17,7 @@ mod janitor;
 mod keys;
 mod machine;
 mod memtierd;
+mod moves;
 mod optimum;
 mod picture;
 mod process;
@@ -85,6 +86,8 @@ enum Command {
     Simulate(simulate::SimulateArgs),
     /// Record which pages a program touches, for `simulate --trace`
     Trace(simulate::TraceArgs),
+    /// Count how often the kernel says that it did not move a page which it moved
+    Moves(moves::MovesOptions),
     /// Print the monotonic clock, in nanoseconds, and end
     Now,
     /// Puts the machine back as it was when the lab ends; started by the lab
@@ -121,6 +124,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
         Command::BareFault(options) => bare::run(options),
         Command::Contention(options) => contention::run(options),
         Command::Walk(walk) => walk::run(walk),
+        Command::Moves(options) => moves::run(options),
         Command::Now => {
             alloc::now();
             Ok(())

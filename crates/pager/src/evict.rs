@@ -13,6 +13,7 @@
 //! transfer range is emptied only after it. A page whose message says meanwhile
 //! that it was discarded has `slots[slot] = 0` and is dropped.
 
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -214,13 +215,18 @@ impl Evictor {
             space.has_strays.store(true, Ordering::Release);
             return Some(report);
         }
-        let results: Vec<Moved> = control.entries[..count]
+        let mut results: Vec<Moved> = control.entries[..count]
             .iter()
             .map(|entry| match entry.result.load(Ordering::Acquire) {
                 0 => Moved::Yes,
                 other => Moved::No(other),
             })
             .collect();
+        let all = results.iter().all(|result| *result == Moved::Yes);
+        if !all && look_what_moved(space, &agent, &mut results).is_err() {
+            space.has_strays.store(true, Ordering::Release);
+            return Some(report);
+        }
         self.fetch(space, tenant, &agent, &results, &mut report);
         if !space.has_strays.load(Ordering::Acquire) {
             empty_transfer(space, &agent);
@@ -237,28 +243,9 @@ impl Evictor {
         if !agent.wait_idle(space, PATIENCE) {
             return report;
         }
-        let transfer = agent.ranges.transfer;
         let mut results = vec![Moved::No(RESULT_CANCELLED); BATCH_PAGES];
-        let read = page_presence(agent.pid, transfer, |index, _| {
-            if let Some(result) = results.get_mut(index as usize) {
-                *result = Moved::Yes;
-            }
-        });
-        if read.is_err() {
+        if look_what_moved(space, &agent, &mut results).is_err() {
             return report;
-        }
-        // A worker that died while it put a page back left it in both places, and
-        // the program has gone on with the one that it sees.
-        let slots = lock(&space.gate).slots.clone();
-        for (result, address) in results.iter_mut().zip(slots) {
-            if *result != Moved::Yes || address == 0 {
-                continue;
-            }
-            match is_page_present(agent.pid, address) {
-                Ok(true) => *result = Moved::No(RESULT_CANCELLED),
-                Ok(false) => {}
-                Err(_) => return report,
-            }
         }
         space.has_strays.store(false, Ordering::Release);
         self.fetch(space, tenant, &agent, &results, &mut report);
@@ -350,6 +337,34 @@ impl Evictor {
         agent.command(Command::Populate, 0, addresses.len() as u32);
         agent.wait_idle(space, PATIENCE)
     }
+}
+
+/// Corrects what is said not to have been moved: the page tables have the last word.
+///
+/// `UFFDIO_MOVE` does not always tell the truth. When a page changes under it (a
+/// first write to a zero page, a protection taken off) it begins again, moves the
+/// page, forgets that it did, tries once more, and says `EEXIST`: Linux 6.18, see
+/// docs/soak.md.
+fn look_what_moved(space: &Space, agent: &Agent, results: &mut [Moved]) -> io::Result<()> {
+    let Range { start, .. } = agent.ranges.transfer;
+    let mut there = vec![false; results.len()];
+    page_presence(
+        agent.pid,
+        Range { start, end: start + results.len() as u64 * PAGE },
+        |index, _| there[index as usize] = true,
+    )?;
+    let slots = lock(&space.gate).slots.clone();
+    for ((result, there), address) in results.iter_mut().zip(there).zip(slots) {
+        if *result == Moved::Yes || !there {
+            continue;
+        }
+        // A worker that died while it put a page back left it in both places, and
+        // the program has gone on with the one that it sees.
+        if address == 0 || !is_page_present(agent.pid, address)? {
+            *result = Moved::Yes;
+        }
+    }
+    Ok(())
 }
 
 /// Empties the transfer range. The store has everything that was in it.

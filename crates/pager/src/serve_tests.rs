@@ -49,6 +49,10 @@ pub(crate) struct World {
     agent: Option<JoinHandle<()>>,
 }
 
+/// One in so many pages that were moved is said not to have been.
+const DENIED: usize = 3;
+const EEXIST: i32 = -17;
+
 /// Carries out commands as the agent in a program does.
 struct Agent {
     block: ControlBlock,
@@ -110,7 +114,11 @@ impl Agent {
         let now = control.epoch.load(Ordering::SeqCst);
         let result = if now == control.batch_epoch.load(Ordering::Relaxed) {
             let from = entry.address.load(Ordering::Relaxed);
-            self.transfer.move_in(&self.uffd, slot, self.memory, from)
+            match self.transfer.move_in(&self.uffd, slot, self.memory, from) {
+                // As Linux 6.18 does now and then.
+                0 if slot.is_multiple_of(DENIED) => EEXIST,
+                result => result,
+            }
         } else {
             RESULT_CANCELLED
         };

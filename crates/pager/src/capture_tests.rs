@@ -286,6 +286,33 @@ fn what_is_there_counts_whatever_its_entry_says() {
     world.end();
 }
 
+/// Whoever waits for a page can be stopped before it comes.
+#[test]
+fn pages_that_come_back_at_the_freeze_are_in_the_snapshot() {
+    let Some(mut world) = World::of(testing::tenant()) else { return };
+    fill(&world, 0..PAGES, |page| 1 + page as u8);
+    let all: Vec<usize> = (0..PAGES).collect();
+    for round in 0..150 {
+        world.evict_all(&all);
+        arm(&world);
+        for page in 0..PAGES {
+            world.ask_for(page);
+        }
+        // Later in each round than in the one before.
+        let began = Instant::now();
+        while began.elapsed() < Duration::from_micros(2 * round) {
+            std::hint::spin_loop();
+        }
+        let mut taken = Taken::at_freeze(&world);
+        taken.capture_all(&world);
+        for page in 0..PAGES {
+            taken.expect(&world, page, 1 + page as u8);
+        }
+        taken.remove(&world);
+    }
+    world.end();
+}
+
 #[test]
 fn a_second_snapshot_reads_only_what_was_written() {
     let Some(mut world) = World::of(testing::tenant()) else { return };

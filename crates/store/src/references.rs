@@ -35,6 +35,23 @@ impl Store {
         }
     }
 
+    /// Adds a reference to a page to which another thread holds one, and may be giving
+    /// it up. False: it has, or the store holds nothing of that name. True: there is
+    /// a page of that name; whether it is still the one that was meant, only the
+    /// caller can find out, who knows where the name stood.
+    #[must_use]
+    pub fn try_retain(&self, handle: Handle) -> bool {
+        let Target::Object(id) = Target::of(handle) else {
+            self.retain(handle);
+            return true;
+        };
+        let retained = self.try_reference(id);
+        if retained {
+            self.counters.references.fetch_add(1, Relaxed);
+        }
+        retained
+    }
+
     /// Gives a reference up; with the last one the page goes. Constant time and
     /// without a lock, as [`Store::retain`]: the memory is freed later, by
     /// [`Store::reap`] or on the way of a put.

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 
 use strata_store::Put;
 use strata_sys::{Fill, Mapping, ProcessPages, Range, Registration};
-use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber, SpaceId};
+use strata_units::{Handle, LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber, SpaceId};
 
 use super::{BLOCK_BYTES, Capture, RUN_PAGES};
 use crate::copied::Copied;
@@ -100,8 +100,6 @@ impl Space {
             if self.uffd.register_protectable(range) != Registration::Done {
                 return Err(failed("its memory cannot be write-protected"));
             }
-            // In this order: a page that the handler is just putting in place is
-            // the store's, or there and protected.
             capture.pages.present(range, |part| present.insert(part)).map_err(failed)?;
             capture.pages.unprotected(range, |part| unprotected.push(part)).map_err(failed)?;
         }
@@ -112,15 +110,15 @@ impl Space {
                 return Err(failed("its memory cannot be write-protected"));
             }
         }
-        for (&piece, &leaf) in &gate.directory {
-            let there = present.take(piece);
-            capture.copy_leaf(tenant, piece, Some(leaf), there)?;
-        }
-        for piece in present.pieces() {
-            capture.copy_leaf(tenant, piece, None, present.of(piece))?;
-        }
         // Protected pages are captured later; all others now.
         let mut now = Vec::new();
+        for (&piece, &leaf) in &gate.directory {
+            let there = present.take(piece);
+            capture.copy_leaf(tenant, piece, Some(leaf), there, &mut now)?;
+        }
+        for piece in present.pieces() {
+            capture.copy_leaf(tenant, piece, None, present.of(piece), &mut now)?;
+        }
         for mapping in maps.iter().filter(|mapping| mapping.private && mapping.fileless) {
             now.extend(gate.unregistered(mapping.range));
         }
@@ -166,12 +164,17 @@ impl Capture {
     /// page table has the last word: a page that is `there` is what the program
     /// sees, whatever the entry says (discarded and written again without a
     /// fault, or put in place a moment ago).
+    ///
+    /// Whoever waits for a page can be stopped before it comes, and the handler does
+    /// not wait: what comes after the page table was read is not `there` and not
+    /// protected. It is added to `late`.
     fn copy_leaf(
         &mut self,
         tenant: &Tenant,
         piece: Piece,
         leaf: Option<LeafIndex>,
         there: Bits,
+        late: &mut Vec<Range>,
     ) -> Result<(), SnapshotError> {
         let mut target = None;
         for index in 0..PAGES_PER_LEAF {
@@ -183,24 +186,31 @@ impl Capture {
                     return Err(failed("pages of it are on their way; try again"));
                 }
                 _ if is_there => Entry::Pending,
-                Entry::Stored(handle) | Entry::Arriving(handle) => Entry::Stored(handle),
+                Entry::Stored(handle) => {
+                    tenant.store.retain(handle);
+                    entry
+                }
+                Entry::Arriving(handle) if retains_arriving(tenant, from, handle) => {
+                    Entry::Stored(handle)
+                }
                 Entry::Lost | Entry::Pending | Entry::Copied => Entry::Lost,
-                Entry::Untouched
-                | Entry::Discarded
-                | Entry::Resident { .. }
-                | Entry::Kept(_)
-                | Entry::OnNode => continue,
+                Entry::Untouched | Entry::Discarded => continue,
+                Entry::Arriving(_) | Entry::Resident { .. } | Entry::Kept(_) | Entry::OnNode => {
+                    let start = address_of(piece, index);
+                    let end = start + PAGE_SIZE as u64;
+                    match late.last_mut() {
+                        Some(last) if last.end == start => last.end = end,
+                        _ => late.push(Range { start, end }),
+                    }
+                    continue;
+                }
             };
             let target = match target {
                 Some(target) => target,
                 None => *target.insert(self.page_or_new(tenant, address_of(piece, 0))?.leaf()),
             };
             let page = PageId::new(target, index);
-            match copy {
-                Entry::Stored(handle) => tenant.store.retain(handle),
-                Entry::Pending => self.pending += 1,
-                _ => {}
-            }
+            self.pending += u64::from(copy == Entry::Pending);
             if let Some(from) = from {
                 let age = tenant.map.age(from).load(Ordering::Relaxed);
                 tenant.map.age(page).store(age, Ordering::Relaxed);
@@ -248,6 +258,20 @@ impl Capture {
         }
         Ok(())
     }
+}
+
+/// Takes a reference to what the handler is just putting in place, which gives its
+/// own up when it has. False: it has done so. Nobody else changes the entry while the
+/// gate is held, so if it is what it was, it was this page's reference all the time.
+fn retains_arriving(tenant: &Tenant, page: Option<PageId>, handle: Handle) -> bool {
+    if !tenant.store.try_retain(handle) {
+        return false;
+    }
+    let is_it = page.is_some_and(|page| tenant.map.get(page) == Entry::Arriving(handle));
+    if !is_it {
+        tenant.store.release(handle);
+    }
+    is_it
 }
 
 impl Excluded {

@@ -167,7 +167,7 @@ def node_tier(run):
             raise Failure(f"{lost} pages lost")
         run.daemon.strata("set", program.name, "--dram", "256MiB")
         run.daemon.strata("release", program.name)
-        if (left := pages_on(program.pid, node)) > 512:
+        if (left := pages_on(program.pid, node)) > 64:
             raise Failure(f"released, and {left} pages are still on node {node}")
         check(program)
         program.answer("end")

@@ -26,6 +26,8 @@ use crate::tenant::Tenant;
 /// Pages of one call: the kernel prepares each call at length, and holds locks of
 /// the process while it moves.
 pub(crate) const MOVED_AT_ONCE: usize = 512;
+/// How often a page that the kernel is busy with is tried when all must come back.
+const EMPTYING_ROUNDS: usize = 3;
 /// A page that is found elsewhere so soon was moved by somebody who disagrees...
 const OPPOSED_WITHIN: Duration = Duration::from_secs(10);
 /// ...it is looked for a little earlier...
@@ -204,11 +206,6 @@ impl NodeTier {
         if self.refused.is_some() { 0 } else { (self.purse.bytes / PAGE) as usize }
     }
 
-    /// The next batches are moved whatever the bandwidth: somebody waits for that.
-    pub(crate) fn hurry(&mut self) {
-        self.purse.bytes = u64::MAX;
-    }
-
     /// Moves pages of `space` from DRAM to the node, as many as there is room for;
     /// returns those that stay where they are.
     pub(crate) fn demote(
@@ -253,6 +250,29 @@ impl NodeTier {
         }
         tenant.counters.add(Counter::NodePromotions, came as u64);
         came
+    }
+
+    /// Brings back what of `pages` is on the node: whatever the account says, whoever
+    /// has opposed it, and as fast as that goes. Nobody will do it later.
+    pub(crate) fn empty(
+        &mut self,
+        tenant: &Tenant,
+        space: &Arc<Space>,
+        pages: &[PageId],
+        now: Instant,
+    ) {
+        self.verify(tenant, space, pages, now);
+        self.alone.clear();
+        // The kernel is busy with some for a moment.
+        for _ in 0..EMPTYING_ROUNDS {
+            let is_there = |page: &PageId| tenant.map.get(*page) == Entry::OnNode;
+            let left: Vec<PageId> = pages.iter().copied().filter(is_there).collect();
+            if left.is_empty() {
+                break;
+            }
+            self.purse.bytes = u64::MAX;
+            self.promote(tenant, space, &left, now);
+        }
     }
 
     /// Moves pages that are not on `to`; returns those that are now, in order.

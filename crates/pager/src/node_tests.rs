@@ -254,6 +254,21 @@ fn what_others_move_back_soon_is_counted_and_left_alone() {
 }
 
 #[test]
+fn nothing_stays_on_the_node_of_a_tenant_that_is_released() {
+    let spec = NodeSpec { bytes_per_second: PAGE, ..SPEC };
+    let Some(mut world) = world(spec, 20) else { return };
+    world.demote(0..10);
+    // Opposed, and down again; moved by somebody of whom we know nothing.
+    lock(&world.machine.0).on_node.remove(&BASE);
+    world.verify();
+    assert_eq!(world.opposed(), 1);
+    lock(&world.machine.0).on_node.extend([BASE, BASE + 15 * PAGE]);
+    world.tier.empty(&world.tenant, &world.space, &world.pages, world.now);
+    assert_eq!(world.account(), (20, 0));
+    assert!(lock(&world.machine.0).on_node.is_empty());
+}
+
+#[test]
 fn what_changes_while_pages_move_is_not_believed_to_have_moved() {
     let Some(mut world) = world(SPEC, 10) else { return };
     let (tenant, space) = (Arc::clone(&world.tenant), Arc::clone(&world.space));

@@ -258,12 +258,8 @@ impl Keeper<'_> {
         for space in tenant.space_list() {
             let pieces = lock(&space.gate).pages_in(Range { start: 0, end: 1 << 52 });
             for (_, leaf, part) in pieces {
-                let pages: Vec<PageId> = ids_in(leaf, part)
-                    .map(|(_, page)| page)
-                    .filter(|&page| tenant.map.get(page) == Entry::OnNode)
-                    .collect();
-                node.tier.hurry();
-                node.tier.promote(tenant, &space, &pages, Instant::now());
+                let pages: Vec<PageId> = ids_in(leaf, part).map(|(_, page)| page).collect();
+                node.tier.empty(tenant, &space, &pages, Instant::now());
             }
         }
     }

@@ -46,8 +46,12 @@ pub(crate) enum Part {
     Matrix,
     /// Threads that fault at the same time
     Threads,
-    /// The advisor: foretold against missed, its cost, shares by its advice
+    /// The advisor: foretold against missed
     Advise,
+    /// What the advisor costs
+    AdviseCost,
+    /// Shares by its advice, against equal ones
+    AdviseShares,
     /// Freezes, restores, rollbacks and clones beside CRIU
     Snapshots,
     /// The file tier beside its device and beside kernel swap
@@ -119,7 +123,9 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             Part::Graph => programs::graph(&bench, &mut found),
             Part::Matrix => programs::matrix(&bench, &mut found),
             Part::Threads => programs::threads(&bench, &mut found),
-            Part::Advise => advise::advise(&bench, &mut found),
+            Part::Advise => advise::pinned(&bench, || advise::foretelling(&bench, &mut found)),
+            Part::AdviseCost => advise::pinned(&bench, || advise::cost(&bench, &mut found)),
+            Part::AdviseShares => advise::pinned(&bench, || advise::sharing(&bench, &mut found)),
             Part::Snapshots => snapshots::snapshots(&bench, &options.sizes, &mut found),
             Part::Tiers => tiers::tiers(&bench, &mut found),
         };
@@ -166,7 +172,9 @@ impl Part {
             Self::Tiers => {
                 "The file tier: faults beside reads of the device, sweeps beside kernel swap"
             }
-            Self::Advise => "The advisor: what it foretells, costs and wins",
+            Self::Advise => "The advisor: what it foretells",
+            Self::AdviseCost => "The advisor: what it costs",
+            Self::AdviseShares => "The advisor: shares by its advice",
             Self::Snapshots => "Snapshots: Strata, plain CRIU and Redis's own reload",
         }
     }

@@ -152,20 +152,19 @@ fn side(name: &str) -> Side {
     Side::new(name)
 }
 
-/// All of it.
-pub(super) fn advise(bench: &Bench, results: &mut PartResults) -> Result<()> {
+/// Does one of the parts beside the servers' core.
+pub(super) fn pinned(bench: &Bench, part: impl FnOnce() -> Result<()>) -> Result<()> {
     let cores = process::allowed_cores();
     if let Some(core) = bench.plan.client_core {
         process::pin_self(core)?;
     }
-    let outcome = foretelling(bench, results)
-        .and_then(|()| cost(bench, results))
-        .and_then(|()| sharing(bench, results));
+    let outcome = part();
     process::unpin_self(&cores)?;
     outcome
 }
 
-fn foretelling(bench: &Bench, results: &mut PartResults) -> Result<()> {
+/// What is foretold, and what is missed then.
+pub(super) fn foretelling(bench: &Bench, results: &mut PartResults) -> Result<()> {
     for pattern in [Pattern::Gaussian, Pattern::Zipf, Pattern::ScanHot, Pattern::Uniform] {
         let mut series: Vec<Series> = SHARES
             .iter()
@@ -242,7 +241,7 @@ fn foretell_once(
 
 /// Throughput with the advisor on and off, in turn on one server: near its budget,
 /// and far from it.
-fn cost(bench: &Bench, results: &mut PartResults) -> Result<()> {
+pub(super) fn cost(bench: &Bench, results: &mut PartResults) -> Result<()> {
     let (windows, window) =
         if bench.quick { (4, Duration::from_secs(2)) } else { (24, Duration::from_secs(4)) };
     let pause = Duration::from_secs(1);
@@ -299,7 +298,7 @@ fn cost(bench: &Bench, results: &mut PartResults) -> Result<()> {
 /// Four unlike tenants under one total: equal shares, then `advise --all --apply`.
 /// They are driven one after the other; the advisor's time stands still while a
 /// tenant has nothing to do.
-fn sharing(bench: &Bench, results: &mut PartResults) -> Result<()> {
+pub(super) fn sharing(bench: &Bench, results: &mut PartResults) -> Result<()> {
     let records = bench.plan.records;
     let tenants = [
         ("gaussian", Pattern::Gaussian, records / 2),

@@ -88,7 +88,7 @@ impl Cgroups {
         self.used.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts a tenant that has one already.
+    /// Counts one more tenant that has this one.
     pub(crate) fn hold(&self, directory: &Path) {
         *self.used().entry(directory.to_owned()).or_default() += 1;
     }
@@ -121,9 +121,10 @@ impl Cgroups {
         let (Hierarchy::V1(root) | Hierarchy::V2(root)) = hierarchy;
         let parent = root.join(&self.group);
         let directory = parent.join(name);
+        self.hold(&directory);
         let prepared = {
-            let mut used = self.used();
-            *used.entry(directory.clone()).or_default() += 1;
+            // Or the daemon's own could be swept away in the middle.
+            let _used = self.used();
             Self::prepare(hierarchy, root, &directory, memory_bytes)
         };
         if let Err(error) = prepared

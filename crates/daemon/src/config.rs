@@ -18,7 +18,7 @@ use strata_sys::MemoryNode;
 use strata_units::ByteSize;
 
 /// Where stratad looks when no file is named.
-pub(crate) const DEFAULT_FILE: &str = "/etc/strata/stratad.toml";
+const DEFAULT_FILE: &str = "/etc/strata/stratad.toml";
 /// Where the sockets are when the configuration does not say.
 pub(crate) const DEFAULT_SOCKET_DIR: &str = "/run/strata";
 /// What the file tier may hold when it is switched on without a limit.

@@ -89,9 +89,9 @@ fn remove_flat(directory: &Path) {
 
 /// The CRIU that is used, where one is named: by the configuration, or by
 /// `STRATA_CRIU` in the environment.
-pub(crate) fn criu_named(set: Option<PathBuf>) -> Option<PathBuf> {
+pub(crate) fn criu_named(set: Option<&Path>) -> Option<PathBuf> {
     let of_environment = || std::env::var_os("STRATA_CRIU").filter(|named| !named.is_empty());
-    set.or_else(|| of_environment().map(PathBuf::from))
+    set.map(PathBuf::from).or_else(|| of_environment().map(PathBuf::from))
 }
 
 /// A tenant like the one that a snapshot was taken of, called `name`.
@@ -183,7 +183,7 @@ impl Snapshots {
         if let Some(criu) = &*found {
             return Ok(criu.clone());
         }
-        let criu = Criu::find(criu_named(self.criu.clone()).as_deref())
+        let criu = Criu::find(criu_named(self.criu.as_deref()).as_deref())
             .map_err(|error| error.to_string())?;
         Ok(found.insert(criu).clone())
     }

@@ -31,8 +31,9 @@ use strata_units::{Handle, LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNum
 use crate::copied::Copied;
 use crate::entry::Entry;
 use crate::events::address_of;
+use crate::handler::one_page;
 use crate::page_map::{PageMap, Piece};
-use crate::space::{Gate, Space, ids_in, lock, piece_of};
+use crate::space::{Gate, Space, add_run, ids_in, lock, piece_of};
 use crate::tenant::Tenant;
 use crate::unwritten::Unwritten;
 
@@ -224,11 +225,7 @@ impl Capture {
             if tenant.map.get(page) != Entry::Pending {
                 continue;
             }
-            let end = address + PAGE;
-            match runs.last_mut() {
-                Some(last) if last.end == address => last.end = end,
-                _ => runs.push(Range { start: address, end }),
-            }
+            add_run(&mut runs, one_page(address));
         }
         runs
     }

@@ -18,7 +18,8 @@ use strata_units::{Handle, PAGE_SIZE, PageId, SpaceId};
 use crate::counters::Counter;
 use crate::entry::Entry;
 use crate::evict::{BatchReport, EBUSY, EINVAL, ENOENT, Evictor, Moved, PAGE, Stayed};
-use crate::space::{Agent, Gate, Space, lock};
+use crate::handler::one_page;
+use crate::space::{Agent, Gate, Space, add_run, lock};
 use crate::tenant::Tenant;
 
 /// Pages packed between two looks for threads that wait: about a tenth of a
@@ -65,11 +66,7 @@ impl Evictor {
             moved.enumerate().map(|(index, slot)| Fetched { slot, index }).collect();
         let mut runs: Vec<Range> = Vec::new();
         for &Fetched { slot, .. } in &rest {
-            let start = transfer + slot as u64 * PAGE;
-            match runs.last_mut() {
-                Some(run) if run.end == start => run.end += PAGE,
-                _ => runs.push(Range { start, end: start + PAGE }),
-            }
+            add_run(&mut runs, one_page(transfer + slot as u64 * PAGE));
         }
         let bytes = rest.len() * PAGE_SIZE;
         if read_process(agent.pid, &runs, &mut self.buffer[..bytes]) == ReadOutcome::Failed {

@@ -179,10 +179,7 @@ impl Gate {
         // Neighbours become one.
         let mut merged: Vec<Range> = Vec::with_capacity(self.registered.len());
         for range in self.registered.drain(..) {
-            match merged.last_mut() {
-                Some(last) if last.end == range.start => last.end = range.end,
-                _ => merged.push(range),
-            }
+            add_run(&mut merged, range);
         }
         self.registered = merged;
     }
@@ -233,6 +230,15 @@ impl Gate {
     pub(crate) fn registered_end(&self, address: u64) -> Option<u64> {
         let at = self.registered.partition_point(|known| known.end <= address);
         self.registered.get(at).filter(|known| known.contains(address)).map(|known| known.end)
+    }
+}
+
+/// Adds a range to others before it; where it begins at the end of the last, they
+/// become one.
+pub(crate) fn add_run(runs: &mut Vec<Range>, range: Range) {
+    match runs.last_mut() {
+        Some(last) if last.end == range.start => last.end = range.end,
+        _ => runs.push(range),
     }
 }
 

@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use super::kernel::release;
 use crate::snapshots::criu_named;
 
+use super::kernel::release;
 use super::{Files, Finding, Presence, node};
 
 /// For a program to tell its version.
@@ -57,7 +57,7 @@ fn qemu(path: &OsStr) -> Finding {
 
 /// The one that is used: of the configuration, of the environment, or in `PATH`.
 fn criu(files: &Files, set: Option<&Path>, path: &OsStr) -> Finding {
-    let mut finding = match criu_named(set.map(PathBuf::from)) {
+    let mut finding = match criu_named(set) {
         Some(named) => version_finding("CRIU", &named),
         None => program_finding("CRIU", "criu", path),
     };

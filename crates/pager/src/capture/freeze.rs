@@ -13,11 +13,12 @@ use super::{BLOCK_BYTES, Capture, RUN_PAGES};
 use crate::copied::Copied;
 use crate::entry::Entry;
 use crate::events::address_of;
+use crate::handler::one_page;
 use crate::page_map::Piece;
 use crate::page_set::{Bits, PageSet};
 use crate::scan::Excluded;
 use crate::snapshot::{SnapshotError, failed};
-use crate::space::{Space, lock, piece_of};
+use crate::space::{Space, add_run, lock, piece_of};
 use crate::tenant::Tenant;
 use crate::unwritten::Unwritten;
 
@@ -196,12 +197,7 @@ impl Capture {
                 Entry::Lost | Entry::Pending | Entry::Copied => Entry::Lost,
                 Entry::Untouched | Entry::Discarded => continue,
                 Entry::Arriving(_) | Entry::Resident { .. } | Entry::Kept(_) | Entry::OnNode => {
-                    let start = address_of(piece, index);
-                    let end = start + PAGE_SIZE as u64;
-                    match late.last_mut() {
-                        Some(last) if last.end == start => last.end = end,
-                        _ => late.push(Range { start, end }),
-                    }
+                    add_run(late, one_page(address_of(piece, index)));
                     continue;
                 }
             };

@@ -2,7 +2,6 @@
 directory for each, so that each clone has a board of its own (moment.py) where
 the original has its."""
 
-import mmap
 import os
 import re
 
@@ -34,9 +33,7 @@ class MomentClone(Clone, Moment):
 
     def __init__(self, original, name, directory):
         Clone.__init__(self, original, name)
-        self.board_path = os.path.join(directory, os.path.basename(original.board_path))
-        with open(self.board_path, "r+b") as file:
-            self.board = mmap.mmap(file.fileno(), 4096)
+        self.look_at(os.path.join(directory, os.path.basename(original.board_path)))
         self.orders, self.moments = original.orders, {}
 
 

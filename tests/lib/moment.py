@@ -9,7 +9,6 @@ import mmap
 import os
 import shutil
 import signal
-import struct
 import subprocess
 import threading
 import time
@@ -169,20 +168,26 @@ class Moment(Snapshots):
 
     def meet(self, run, program, board):
         Snapshots.__init__(self, run, program)
-        self.board_path = board
-        with open(board, "r+b") as file:
-            self.board = mmap.mmap(file.fileno(), 4096)
+        self.look_at(board)
         self.orders = 0
         self.moments = {}
 
+    def look_at(self, board):
+        """At whole words: `struct` writes zero first and then byte by byte, which
+        the program takes for an epoch of its own, or half an order."""
+        self.board_path = board
+        with open(board, "r+b") as file:
+            view = memoryview(mmap.mmap(file.fileno(), 4096))
+        self.words, self.longs = view.cast("I"), view.cast("Q")
+
     def word(self, offset):
-        return struct.unpack_from("<I", self.board, offset)[0]
+        return self.words[offset // 4]
 
     def long(self, offset):
-        return struct.unpack_from("<Q", self.board, offset)[0]
+        return self.longs[offset // 8]
 
     def put(self, offset, value):
-        struct.pack_into("<I", self.board, offset, value)
+        self.words[offset // 4] = value
 
     epoch = property(lambda self: self.word(0))
     reports = property(lambda self: self.word(4))

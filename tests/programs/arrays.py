@@ -11,7 +11,6 @@ stderr, status 1."""
 import mmap
 import os
 import random
-import struct
 import sys
 import threading
 import zlib
@@ -92,19 +91,20 @@ class Job:
 
 def main():
     with open(sys.argv[1], "r+b") as file:
-        board = mmap.mmap(file.fileno(), 4096)
-    get = lambda form, at: struct.unpack_from(form, board, at)[0]  # noqa: E731
+        board = memoryview(mmap.mmap(file.fileno(), 4096))
+    # Whole words, which `struct` would write byte by byte.
+    words, longs = board.cast("I"), board.cast("Q")
     job = Job(int(sys.argv[3]) // 2)
     epoch = last = 0
-    struct.pack_into("<I", board, 32, 1)
+    words[8] = 1
     while True:
-        if get("<I", 0) != epoch:
-            epoch = get("<I", 0)
-            struct.pack_into("<Q", board, 16, job.rounds)
-            struct.pack_into("<I", board, 4, get("<I", 4) + 1)
+        if words[0] != epoch:
+            epoch = words[0]
+            longs[2] = job.rounds
+            words[1] += 1
         job.round()
-        struct.pack_into("<Q", board, 8, job.rounds)
-        order = get("<I", 24)
+        longs[1] = job.rounds
+        order = words[6]
         if order & 255 == 0 or order == last:
             continue
         last = order
@@ -117,10 +117,10 @@ def main():
             if os.waitpid(child, 0)[1] != 0:
                 raise ValueError("the child found something wrong")
         if order & 255 == WRITE:
-            job.stride, job.began = get("<I", 48), job.rounds
+            job.stride, job.began = words[12], job.rounds
         if order & 255 == CHECK:
-            struct.pack_into("<QQQ", board, 56, job.advanced, job.began, job.rounds)
-        struct.pack_into("<I", board, 28, order)
+            longs[7], longs[8], longs[9] = job.advanced, job.began, job.rounds
+        words[7] = order
         if order & 255 == END:
             return
 

@@ -160,6 +160,23 @@ impl PageMap {
         Some(leaf)
     }
 
+    /// Has the memory of the next `count` leaves ready, so that whoever takes them
+    /// does not wait for it. Until they are taken nobody counts it.
+    pub(crate) fn prepare(&self, count: usize) -> io::Result<()> {
+        let (again, next) = {
+            let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+            let again: Vec<LeafIndex> = free.list.iter().rev().take(count).copied().collect();
+            (again, u64::from(free.next))
+        };
+        let new = ((count - again.len()) as u64).min(self.most_leaves() - next);
+        let again = again.into_iter().map(|leaf| (u64::from(leaf.0), 1));
+        for (leaf, count) in again.chain([(next, new)].into_iter().filter(|_| new > 0)) {
+            self.entries.populate(leaf * LEAF_ENTRIES_BYTES, count * LEAF_ENTRIES_BYTES)?;
+            self.ages.populate(leaf * LEAF_AGES_BYTES, count * LEAF_AGES_BYTES)?;
+        }
+        Ok(())
+    }
+
     /// Gives a leaf back. The caller has released what its entries held.
     pub(crate) fn give_back(&self, leaf: LeafIndex) {
         self.owner_word(leaf).store(0, Ordering::Release);

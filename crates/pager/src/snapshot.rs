@@ -251,7 +251,7 @@ fn take(
             return Err(failed("a process of it has no agent"));
         };
         bring_threads(tenant, space, pid)?;
-        space.arm(pid, &excluded(space))?;
+        space.arm(tenant, pid, &excluded(space))?;
     }
     for space in spaces {
         if !space.park() {

@@ -53,16 +53,20 @@ struct Region {
 /// # Errors
 /// When the process is gone, or may not be looked at.
 pub fn present_ranges(pid: u32, range: Range, each: impl FnMut(Range)) -> io::Result<()> {
-    scan(&File::open(format!("/proc/{pid}/pagemap"))?, range, 0, each)
+    present(&File::open(format!("/proc/{pid}/pagemap"))?, range, each)
+}
+
+fn present(pagemap: &File, range: Range, mut each: impl FnMut(Range)) -> io::Result<()> {
+    scan(pagemap, range, 0, |found, _| each(found))
 }
 
 /// Calls `each` for the parts of `range` that are there (or in the kernel's
-/// swap) and in which `required` holds too, in order.
+/// swap), in order, with what of `asked` holds for all of a part.
 fn scan(
     pagemap: &File,
     range: Range,
-    required: u64,
-    mut each: impl FnMut(Range),
+    asked: u64,
+    mut each: impl FnMut(Range, u64),
 ) -> io::Result<()> {
     let mut regions = [Region { start: 0, end: 0, categories: 0 }; REGIONS];
     let mut start = range.start;
@@ -77,9 +81,9 @@ fn scan(
             vec_len: REGIONS as u64,
             max_pages: 0,
             category_inverted: 0,
-            category_mask: required,
+            category_mask: 0,
             category_anyof_mask: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
-            return_mask: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
+            return_mask: PAGE_IS_PRESENT | PAGE_IS_SWAPPED | asked,
         };
         // SAFETY: `arg` is a pm_scan_arg of the size it names, and its vector has
         // room for as many regions as it says; both outlive the call.
@@ -92,7 +96,7 @@ fn scan(
             return Err(error);
         }
         for region in &regions[..found as usize] {
-            each(Range { start: region.start, end: region.end });
+            each(Range { start: region.start, end: region.end }, region.categories & asked);
         }
         if arg.walk_end <= start {
             break;
@@ -145,16 +149,16 @@ impl ProcessPages {
     /// # Errors
     /// When the address space is gone.
     pub fn present(&self, range: Range, each: impl FnMut(Range)) -> io::Result<()> {
-        scan(&self.pagemap, range, 0, each)
+        present(&self.pagemap, range, each)
     }
 
-    /// Calls `each` for the parts of `range` that are there and not
-    /// write-protected by a userfaultfd, in order.
+    /// Calls `each` for the parts of `range` that are there, in order, and with
+    /// whether they are write-protected by a userfaultfd.
     ///
     /// # Errors
     /// When the address space is gone.
-    pub fn unprotected(&self, range: Range, each: impl FnMut(Range)) -> io::Result<()> {
-        scan(&self.pagemap, range, PAGE_IS_WRITTEN, each)
+    pub fn protection(&self, range: Range, mut each: impl FnMut(Range, bool)) -> io::Result<()> {
+        scan(&self.pagemap, range, PAGE_IS_WRITTEN, |part, written| each(part, written == 0))
     }
 
     /// For each of the `count` pages from `address` on: whether it is there and

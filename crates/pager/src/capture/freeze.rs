@@ -1,7 +1,7 @@
 //! The moment of a snapshot: what is done before everything stands, and while it
 //! does.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -27,13 +27,19 @@ const ARMED_AT_ONCE: u64 = 64 << 20;
 
 impl Space {
     /// Registers everything eligible and write-protects it, while the program
-    /// runs: the freeze finds little left to protect.
-    pub(crate) fn arm(&self, pid: u32, excluded: &Excluded) -> Result<(), SnapshotError> {
+    /// runs: the freeze finds little left to protect, and memory for its copy of
+    /// the page map.
+    pub(crate) fn arm(
+        &self,
+        tenant: &Tenant,
+        pid: u32,
+        excluded: &Excluded,
+    ) -> Result<(), SnapshotError> {
         let pages = ProcessPages::open(pid).map_err(failed)?;
-        let registered = {
+        let (registered, mut pieces) = {
             let mut gate = lock(&self.gate);
             gate.unwritten = Unwritten { base: gate.base.take(), pages: PageSet::default() };
-            gate.registered.clone()
+            (gate.registered.clone(), gate.directory.keys().copied().collect())
         };
         for range in registered {
             match self.uffd.register_protectable(range) {
@@ -45,22 +51,32 @@ impl Space {
             for part in excluded.spared(range) {
                 for start in (part.start..part.end).step_by(ARMED_AT_ONCE as usize) {
                     let end = part.end.min(start + ARMED_AT_ONCE);
-                    self.arm_part(&pages, Range { start, end })?;
+                    self.arm_part(&pages, Range { start, end }, &mut pieces)?;
                 }
             }
         }
-        Ok(())
+        tenant.map.prepare(pieces.len()).map_err(failed)
     }
 
     /// Notes what of `part` is protected, and protects the rest. One hold of the
-    /// gate: who writes to a protected page waits for whoever gets it next.
-    fn arm_part(&self, pages: &ProcessPages, part: Range) -> Result<(), SnapshotError> {
+    /// gate: who writes to a protected page waits for whoever gets it next. Adds
+    /// where there are pages to `pieces`.
+    fn arm_part(
+        &self,
+        pages: &ProcessPages,
+        part: Range,
+        pieces: &mut BTreeSet<Piece>,
+    ) -> Result<(), SnapshotError> {
         let mut gate = lock(&self.gate);
         let unwritten = &mut gate.unwritten;
-        if unwritten.base.is_some() {
-            pages.present(part, |found| unwritten.pages.insert(found)).map_err(failed)?;
-            pages.unprotected(part, |found| unwritten.pages.remove(found)).map_err(failed)?;
-        }
+        let note = |found: Range, protected: bool| {
+            let [first, last] = [found.start, found.end - 1].map(PageNumber::containing);
+            pieces.extend(piece_of(first)..=piece_of(last));
+            if protected && unwritten.base.is_some() {
+                unwritten.pages.insert(found);
+            }
+        };
+        pages.protection(part, note).map_err(failed)?;
         // Whatever is not protected now is at the freeze.
         self.uffd.protect(part);
         Ok(())
@@ -101,8 +117,13 @@ impl Space {
             if self.uffd.register_protectable(range) != Registration::Done {
                 return Err(failed("its memory cannot be write-protected"));
             }
-            capture.pages.present(range, |part| present.insert(part)).map_err(failed)?;
-            capture.pages.unprotected(range, |part| unprotected.push(part)).map_err(failed)?;
+            let note = |part, protected: bool| {
+                present.insert(part);
+                if !protected {
+                    add_run(&mut unprotected, part);
+                }
+            };
+            capture.pages.protection(range, note).map_err(failed)?;
         }
         gate.written = PageSet::default();
         capture.unwritten = gate.take_unwritten(&unprotected);

@@ -2,7 +2,9 @@
 moment, and are managed on. Every value is checked (tests/programs/moment.c)."""
 
 import itertools
+import os
 
+import machine
 from moment import Moment
 from strata import Failure
 from suite import case
@@ -175,6 +177,22 @@ def exec_after(run):
     program.pressed()
     # And back to what it was before it became another.
     program.roll(snapshot)
+    program.assert_clean()
+
+
+@case("snapshot-memory-taken-down", native=False, own_daemon=True, seconds=120)
+def memory_taken_down(run):
+    """The memory of what is rolled back is taken down beside the restore, by a
+    thread that ends with it, and nothing of it is left."""
+    program = Moment(run, "processes", 96, "96MiB")
+    snapshot = program.take()
+    for _ in range(run.times(3)):
+        program.roll(snapshot)
+
+        tasks = f"/proc/{program.daemon.worker()}/task"
+        program.until(lambda: not any(
+            machine.read(f"{tasks}/{task}/comm").strip() == "take-down"
+            for task in os.listdir(tasks)), "the old memory is taken down")
     program.assert_clean()
 
 

@@ -297,7 +297,10 @@ impl Space {
             // What has not been moved there is elsewhere: whoever reads it, the
             // evictor too, is told so.
             if agent.ranges.transfer.contains(address) {
-                return Claim::Poison(address);
+                return match self.held.takes(fault.tid, address) {
+                    true => Claim::Wait,
+                    false => Claim::Poison(address),
+                };
             }
         }
         let Some(page) = gate.page_or_new(&tenant.map, self.id, address) else {

@@ -26,6 +26,7 @@ use strata_units::{ByteSize, LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, Space
 use advising::Advising;
 
 use crate::counters::Counter;
+use crate::ending::FORGOTTEN_PER_ROUND;
 use crate::entry::Entry;
 use crate::evict::{Evictor, level_of};
 use crate::keeper::advised::Advised;
@@ -220,6 +221,7 @@ pub(crate) fn run(tenant: &Arc<Tenant>) {
                     for space in tenant.space_list() {
                         tenant.bury(&space);
                     }
+                    tenant.forget_buried(usize::MAX);
                     tenant.ended.store(true, Ordering::Release);
                     return;
                 }
@@ -246,6 +248,7 @@ impl Keeper<'_> {
         self.take_arrivals();
         tenant.collect_ended();
         let spaces = self.living_spaces();
+        let forgets = tenant.forget_buried(FORGOTTEN_PER_ROUND);
         tenant.count_share();
         let own = self.replacement.memory_bytes()
             + self.evictor.copies.memory_bytes()
@@ -255,7 +258,7 @@ impl Keeper<'_> {
         *lock(&tenant.usage) = usage;
         if tenant.is_released() {
             tenant.may_exceed.store(true, Ordering::Relaxed);
-            return RESCAN_EVERY;
+            return if forgets { Duration::ZERO } else { RESCAN_EVERY };
         }
         let budget = tenant.budget_bytes();
         self.set_headroom(budget, usage);
@@ -298,7 +301,7 @@ impl Keeper<'_> {
         // Before the first scan nothing is known to be evictable.
         let exhausted = was_managed && self.is_stuck(&progress);
         self.say_exhausted(exhausted, &actions, usage, budget);
-        if progress.more {
+        if progress.more || forgets {
             return Duration::ZERO;
         }
         let next_look = Duration::from_micros(actions.next_look_us).min(node_rest);

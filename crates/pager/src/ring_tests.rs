@@ -560,6 +560,7 @@ fn a_forked_child_owns_its_own_references_whole_or_begun_again() {
         }
     }
     tenant.bury(&child);
+    assert!(!tenant.forget_buried(usize::MAX));
     assert_eq!(tenant.store.stats().stored_pages, handles);
     world.check();
     nothing_is_left(&tenant, &world.space);

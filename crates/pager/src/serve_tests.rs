@@ -232,6 +232,8 @@ impl World {
         self.stop.store(true, Ordering::Relaxed);
         self.agent.take().expect("once").join().expect("the agent is sound");
         self.tenant.bury(&self.space);
+        // Leaf by leaf.
+        while self.tenant.forget_buried(1) {}
         self.tenant.store.reap();
         let stats = self.tenant.store.stats();
         assert_eq!((stats.objects, stats.stored_pages), (0, 0), "{stats:?}");

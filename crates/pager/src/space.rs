@@ -16,6 +16,7 @@ use strata_units::wire::TRANSFER_PAGES;
 use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber, SpaceId};
 
 use crate::capture::Capture;
+use crate::hold::Held;
 use crate::page_map::{PageMap, Piece};
 use crate::page_set::PageSet;
 use crate::registry::{Registry, SpaceAddress, SpaceField};
@@ -100,6 +101,8 @@ pub struct Space {
     pub(crate) hot: Mutex<Vec<Range>>,
     /// What a reader in order has left behind, for the keeper.
     pub(crate) read: Mutex<Vec<Range>>,
+    /// Whether its memory is to outlive its process.
+    pub(crate) held: Held,
 }
 
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -268,6 +271,7 @@ impl Space {
             touched: Mutex::default(),
             hot: Mutex::default(),
             read: Mutex::default(),
+            held: Held::default(),
         }
     }
 

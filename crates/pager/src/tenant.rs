@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, RwLock, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -17,14 +17,14 @@ use strata_units::{PAGE_SIZE, PageId, SpaceId, TenantId};
 
 use crate::advice::Advisor;
 use crate::counters::Counters;
-use crate::entry::Entry;
+use crate::ending::Grave;
 use crate::node::NodeSpec;
 use crate::page_map::PageMap;
 use crate::place::Placement;
 use crate::registry::{Registry, SpaceField, TenantRecord};
 use crate::share::Share;
 use crate::snapshot::{Memory, SnapshotOrder};
-use crate::space::{Agent, AgentRanges, Space, ids_in, lock};
+use crate::space::{Agent, AgentRanges, Space, lock};
 pub use crate::usage::Usage;
 use crate::{handler, keeper, release};
 
@@ -130,6 +130,8 @@ pub struct Tenant {
     pub(crate) headroom_pages: AtomicI64,
     /// Nothing can be evicted any more: faults are served beyond the budget.
     pub(crate) may_exceed: AtomicBool,
+    /// Address spaces that outlive their processes.
+    pub(crate) memory_held: AtomicUsize,
     /// Its processes are being stopped, since then.
     pub(crate) freeze_began: Mutex<Option<Instant>>,
     /// Registered: near its budget at some time.
@@ -155,6 +157,8 @@ pub struct Tenant {
     /// Agents of processes that are ending: one that was restored is this
     /// daemon's child, and has to be collected.
     pub(crate) ending_agents: Mutex<Vec<Arc<Agent>>>,
+    /// What is left of them in the page map.
+    pub(crate) graves: Mutex<Vec<Grave>>,
     /// What its programs have set for their memory, in sum.
     pub(crate) placement: Placement,
     /// Agents whose spaces were released.
@@ -229,6 +233,7 @@ impl Tenant {
             node_pages: AtomicI64::new(0),
             headroom_pages: AtomicI64::new(0),
             may_exceed: AtomicBool::new(false),
+            memory_held: AtomicUsize::new(0),
             freeze_began: Mutex::default(),
             under_pressure: AtomicBool::new(false),
             ended: AtomicBool::new(false),
@@ -244,6 +249,7 @@ impl Tenant {
             heirs: Mutex::default(),
             snapshots: Mutex::default(),
             ending_agents: Mutex::default(),
+            graves: Mutex::default(),
             released_agents: Mutex::default(),
             placement: Placement::default(),
         })
@@ -608,53 +614,6 @@ impl Tenant {
         }
         self.had_space.store(true, Ordering::Relaxed);
         self.spaces.write().unwrap_or_else(PoisonError::into_inner).insert(space.id, space);
-    }
-
-    /// A space's process is gone: releases all that it held.
-    pub(crate) fn bury(&self, space: &Space) {
-        space.set_gone();
-        let handler = lock(&space.handler).take();
-        if let Some(handler) = handler {
-            let _ = handler.join();
-        }
-        lock(&self.ending_agents).extend(space.agent());
-        self.forget_settings(space);
-        for heir in self.take_heirs(space.id) {
-            // From its own transfer range, then.
-            heir.is_heir.store(false, Ordering::Release);
-        }
-        self.forget_leaves(space.id);
-        self.spaces.write().unwrap_or_else(PoisonError::into_inner).remove(&space.id);
-        self.registry.remove_space(space.id);
-    }
-
-    /// Collects processes that have ended.
-    pub(crate) fn collect_ended(&self) {
-        lock(&self.ending_agents).retain(|agent| {
-            let ended = agent.pidfd.has_exited();
-            if ended {
-                agent.pidfd.collect();
-            }
-            !ended
-        });
-    }
-
-    /// Releases every page of a space.
-    pub(crate) fn forget_leaves(&self, space: SpaceId) {
-        for (leaf, owner, _) in self.map.leaves() {
-            if owner != space {
-                continue;
-            }
-            let whole = Range { start: 0, end: (strata_units::PAGES_PER_LEAF * PAGE_SIZE) as u64 };
-            for (_, page) in ids_in(leaf, whole) {
-                let entry = self.map.get(page);
-                if entry != Entry::Untouched {
-                    self.map.set(page, Entry::Untouched);
-                    self.uncharge(entry);
-                }
-            }
-            self.map.give_back(leaf);
-        }
     }
 }
 

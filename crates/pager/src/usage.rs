@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::Path;
+use std::sync::atomic::Ordering;
 
 use strata_sys::anonymous_rss;
 use strata_units::PAGE_SIZE;
@@ -65,7 +66,13 @@ pub(crate) fn measure(tenant: &Tenant, policy_bytes: u64) -> Usage {
     let anonymous_bytes = match (pids.as_slice(), &tenant.record.cgroup) {
         ([], _) => 0,
         ([pid], _) if spaces.len() == 1 => anonymous_rss(*pid).unwrap_or(0),
-        (_, Some(directory)) if let Some(bytes) = cgroup_anonymous(directory) => bytes,
+        // What is being taken down is charged there, too.
+        (_, Some(directory))
+            if tenant.memory_held.load(Ordering::Relaxed) == 0
+                && let Some(bytes) = cgroup_anonymous(directory) =>
+        {
+            bytes
+        }
         (pids, _) => pids.iter().filter_map(|&pid| proportional_anonymous(pid)).sum(),
     };
     let node_bytes = (tenant.node_pages() * PAGE_SIZE as u64).min(anonymous_bytes);

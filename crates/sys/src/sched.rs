@@ -70,6 +70,13 @@ pub fn yield_to_others() {
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 10) };
 }
 
+/// The number of this thread.
+#[must_use]
+pub fn thread_id() -> u32 {
+    // SAFETY: gettid takes nothing and cannot fail.
+    unsafe { libc::gettid() as u32 }
+}
+
 /// Names this thread for `ps` and `perf` (15 bytes count).
 pub fn set_thread_name(name: &str) {
     let mut bytes = [0u8; 16];

@@ -88,17 +88,26 @@ impl Snapshots {
         // Before anything is ended.
         self.criu()?;
         let pids = tenant.pids();
+        let held = tenant.hold_memory();
         tenant.kill();
         let deadline = Instant::now() + KILL_PATIENCE;
         // Not only dead: a zombie holds its number.
         let there = |pid: &u32| Path::new(&format!("/proc/{pid}")).exists();
-        while pids.iter().any(there) || tenant.attachment().1 {
-            pids.iter().for_each(|&pid| collect_child(pid));
-            if Instant::now() > deadline {
-                return Err("its processes were killed and are not gone yet".into());
+        let wait_while = |is_so: &dyn Fn() -> bool| {
+            while is_so() {
+                pids.iter().for_each(|&pid| collect_child(pid));
+                if Instant::now() > deadline {
+                    return Err("its processes were killed and are not gone yet");
+                }
+                std::thread::sleep(LOOK_EVERY);
             }
-            std::thread::sleep(LOOK_EVERY);
-        }
+            Ok(())
+        };
+        wait_while(&|| pids.iter().any(there))?;
+        // Their memory is taken down beside what follows.
+        drop(held);
+        tenant.look_for_ended();
+        wait_while(&|| tenant.attachment().1)?;
         let pid = self.revive(tenant, &origin, &known, true)?;
         self.descends(tenant, &known.info.id);
         Ok(pid)

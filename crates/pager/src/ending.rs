@@ -1,0 +1,102 @@
+//! What is left of processes that have ended.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
+
+use strata_sys::Range;
+use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, SpaceId};
+
+use crate::entry::Entry;
+use crate::space::{Space, ids_in, lock};
+use crate::tenant::Tenant;
+
+/// Leaves of a dead space that are forgotten in one round of the keeper: with a
+/// big one all at once nobody would be evicted for some tenths of a second.
+pub(crate) const FORGOTTEN_PER_ROUND: usize = 16;
+
+/// A space without a process. It keeps its slot of the registry, and its
+/// descriptors, which are named there, until its leaves are forgotten: a worker
+/// that finds it half forgotten buries it anew.
+#[derive(Debug)]
+pub(crate) struct Grave {
+    space: Arc<Space>,
+    leaves: Vec<LeafIndex>,
+}
+
+impl Tenant {
+    /// A space's process is gone: the tenant has it no more.
+    /// [`Self::forget_buried`] releases what it held.
+    pub(crate) fn bury(&self, space: &Arc<Space>) {
+        space.set_gone();
+        let handler = lock(&space.handler).take();
+        if let Some(handler) = handler {
+            let _ = handler.join();
+        }
+        lock(&self.ending_agents).extend(space.agent());
+        self.forget_settings(space);
+        for heir in self.take_heirs(space.id) {
+            // From its own transfer range, then.
+            heir.is_heir.store(false, Ordering::Release);
+        }
+        let leaves = self.leaves_of(space.id);
+        lock(&self.graves).push(Grave { space: Arc::clone(space), leaves });
+        self.spaces.write().unwrap_or_else(PoisonError::into_inner).remove(&space.id);
+    }
+
+    /// Forgets at most so many leaves of buried spaces. Returns whether there are
+    /// more.
+    pub(crate) fn forget_buried(&self, most_leaves: usize) -> bool {
+        let mut graves = lock(&self.graves);
+        let mut left = most_leaves;
+        while let Some(mut grave) = graves.pop() {
+            let kept = grave.leaves.len().saturating_sub(left);
+            left -= grave.leaves.len() - kept;
+            grave.leaves.drain(kept..).for_each(|leaf| self.forget_leaf(leaf));
+            if kept > 0 {
+                graves.push(grave);
+                return true;
+            }
+            self.registry.remove_space(grave.space.id);
+        }
+        false
+    }
+
+    /// Has the keeper look for processes that have ended, and bury their spaces, at
+    /// once instead of at its next round.
+    pub fn look_for_ended(&self) {
+        self.wake_keeper();
+    }
+
+    /// Collects processes that have ended.
+    pub(crate) fn collect_ended(&self) {
+        lock(&self.ending_agents).retain(|agent| {
+            let ended = agent.pidfd.has_exited();
+            if ended {
+                agent.pidfd.collect();
+            }
+            !ended
+        });
+    }
+
+    /// Releases every page of a space.
+    pub(crate) fn forget_leaves(&self, space: SpaceId) {
+        self.leaves_of(space).into_iter().for_each(|leaf| self.forget_leaf(leaf));
+    }
+
+    fn leaves_of(&self, space: SpaceId) -> Vec<LeafIndex> {
+        let own = |(leaf, owner, _)| (owner == space).then_some(leaf);
+        self.map.leaves().into_iter().filter_map(own).collect()
+    }
+
+    fn forget_leaf(&self, leaf: LeafIndex) {
+        let whole = Range { start: 0, end: (PAGES_PER_LEAF * PAGE_SIZE) as u64 };
+        for (_, page) in ids_in(leaf, whole) {
+            let entry = self.map.get(page);
+            if entry != Entry::Untouched {
+                self.map.set(page, Entry::Untouched);
+                self.uncharge(entry);
+            }
+        }
+        self.map.give_back(leaf);
+    }
+}

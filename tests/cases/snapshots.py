@@ -180,6 +180,25 @@ def exec_after(run):
     program.assert_clean()
 
 
+@case("snapshot-gives-back", native=False, own_daemon=True)
+def gives_back(run):
+    """What a program unmaps before it is captured tears the snapshot. The next
+    attempt reads only what the torn one has not; it need not stop the program for
+    all of its memory."""
+    program = Moment(run, "gives-back", 96, "160MiB")
+    snapshot = program.take()
+    torn = machine.read(program.daemon.log_path).count("taken again")
+    copied = program.list()[snapshot]["copied_pages"]
+    if torn and copied > 96 * 256 // 2:
+        raise Failure(f"torn {torn} times, and then {copied} pages were read")
+    for again in (snapshot, program.take()):
+        program.roll(again)
+        program.check()
+    program.crash(snapshot)
+    program.assert_clean()
+    run.note(f"torn {torn} times, {copied} pages read by the last attempt")
+
+
 @case("snapshot-memory-taken-down", native=False, own_daemon=True, seconds=120)
 def memory_taken_down(run):
     """The memory of what is rolled back is taken down beside the restore, by a

@@ -633,6 +633,40 @@ static void wipe(void)
     }
 }
 
+/* --- gives-back: blocks of memory are unmapped all the time, and new ones come,
+ * beside memory that is only read: what is unmapped before it was captured tears
+ * the snapshot */
+
+static void give_back(void)
+{
+    enum { BLOCKS = 64, BLOCK_PAGES = 128, REST_US = 10000 };
+    char *block[BLOCKS];
+    uint64_t random = 11;
+    fill_all();
+    for (size_t i = 0; i < BLOCKS; i++) {
+        block[i] = t_map(BLOCK_PAGES * PAGE);
+        t_fill(block[i], BLOCK_PAGES * PAGE, i);
+    }
+    ready();
+    for (size_t n = BLOCKS;; n++) {
+        char **oldest = &block[n % BLOCKS];
+        tick();
+        check_page(t_next(&random) % pages);
+        for (size_t p = 0; p < BLOCK_PAGES; p++)
+            t_check_page(*oldest + p * PAGE, n - BLOCKS, p);
+        T_SYS(munmap(*oldest, BLOCK_PAGES * PAGE));
+        *oldest = t_map(BLOCK_PAGES * PAGE);
+        t_fill(*oldest, BLOCK_PAGES * PAGE, n);
+        /* Slow enough to be registered by the next time round. */
+        usleep(REST_US);
+        unsigned what = order();
+        if (what == NOTHING)
+            continue;
+        check_all();
+        carried_out_or_end(what);
+    }
+}
+
 /* --- quiet: only reads, until it is told to write. REFILL: memory is offered to
  * the kernel (MADV_FREE), and written again without a fault, because it had not
  * taken the pages yet */
@@ -682,6 +716,7 @@ static const struct {
     {"connections", connections},
     {"storm", storm},
     {"wipe", wipe},
+    {"gives-back", give_back},
     {"quiet", quiet},
     {"reserved", reserved},
 };

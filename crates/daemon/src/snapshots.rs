@@ -122,7 +122,8 @@ impl Snapshots {
             };
             if !snapshot.processes.iter().all(has) {
                 if snapshot.info.state != SnapshotState::Persisted {
-                    disk.remove(&snapshot.info.id);
+                    // Its memory is gone: it is not known, whatever is left of it.
+                    let _ = disk.remove(&snapshot.info.id);
                     continue;
                 }
                 snapshot.processes.iter_mut().for_each(|process| process.memory = None);
@@ -352,13 +353,19 @@ impl Snapshots {
         Ok(SnapshotId { tenant: tenant.to_owned(), number })
     }
 
-    fn forget(&self, known: &Known) {
+    /// Nobody finds it any more; what nothing else refers to is freed. An error: its
+    /// files are there still, which the next worker finds, and the pager's number of
+    /// its memory in them: that must be nobody else's by then, so it is kept. Whoever
+    /// undoes what failed has a better error.
+    fn forget(&self, known: &Known) -> Result<(), String> {
         lock(&self.known).remove(&known.info.id);
-        self.disk.remove(&known.info.id);
-        let Some(holder) = self.tenants.get(&known.info.tenant) else { return };
-        for memory in known.processes.iter().filter_map(|process| process.memory) {
-            holder.remove_snapshot_memory(SpaceId(memory));
+        self.disk.remove(&known.info.id)?;
+        if let Some(holder) = self.tenants.get(&known.info.tenant) {
+            for memory in known.processes.iter().filter_map(|process| process.memory) {
+                holder.remove_snapshot_memory(SpaceId(memory));
+            }
         }
+        Ok(())
     }
 
     /// A snapshot whose memory the pager has, and the tenant that has it.
@@ -394,7 +401,6 @@ impl Snapshots {
     pub(crate) fn remove(&self, uid: u32, named: &SnapshotRef) -> Result<(), String> {
         let _turn = self.turn_of(uid, named)?;
         let known = self.find(uid, named)?;
-        self.forget(&known);
-        Ok(())
+        self.forget(&known)
     }
 }

@@ -112,8 +112,7 @@ impl Gate {
         let Some(capture) = self.capture.as_mut() else { return };
         let Some(page) = capture.pending_at(&tenant.map, address) else { return };
         if !self.of_freeze[slot] {
-            capture.torn = true;
-            return;
+            return capture.tear(&tenant.map, page);
         }
         let entry = handle.map_or(Entry::Untouched, |handle| {
             tenant.store.retain(handle);
@@ -125,10 +124,9 @@ impl Gate {
     /// A page was put back to `address`, where nothing protects it: too late, if it
     /// is pending.
     pub(crate) fn put_back_unprotected(&mut self, tenant: &Tenant, address: u64) {
-        if self.is_pending(&tenant.map, address)
-            && let Some(capture) = &mut self.capture
-        {
-            capture.torn = true;
+        let Some(capture) = &mut self.capture else { return };
+        if let Some(page) = capture.pending_at(&tenant.map, address) {
+            capture.tear(&tenant.map, page);
         }
     }
 
@@ -136,7 +134,7 @@ impl Gate {
     /// be captured any more.
     pub(crate) fn tear_capture(&mut self, tenant: &Tenant, range: Range) {
         let Some(capture) = &mut self.capture else { return };
-        if capture.pending == 0 || capture.torn {
+        if capture.pending == 0 {
             return;
         }
         let first = piece_of(PageNumber::containing(range.start));
@@ -145,10 +143,14 @@ impl Gate {
             capture.directory.range(first..=last).map(|(&piece, &leaf)| (piece, leaf)).collect();
         for (piece, leaf) in leaves {
             capture.take_from_base(tenant, piece, leaf);
-            capture.torn |= (0..PAGES_PER_LEAF).any(|index| {
-                range.contains(address_of(piece, index))
-                    && tenant.map.get(PageId::new(leaf, index)) == Entry::Pending
-            });
+            for index in 0..PAGES_PER_LEAF {
+                let page = PageId::new(leaf, index);
+                if range.contains(address_of(piece, index))
+                    && tenant.map.get(page) == Entry::Pending
+                {
+                    capture.tear(&tenant.map, page);
+                }
+            }
         }
     }
 }
@@ -232,6 +234,12 @@ impl Capture {
 
     pub(crate) fn into_directory(self) -> BTreeMap<Piece, LeafIndex> {
         self.directory
+    }
+
+    /// A pending page cannot be captured any more.
+    fn tear(&mut self, map: &PageMap, page: PageId) {
+        self.settle(map, page, Entry::Untouched);
+        self.torn = true;
     }
 
     /// A pending page is captured: it is `entry`.

@@ -73,7 +73,13 @@ impl Taken {
             }
             assert!(Instant::now() < hangs, "{pending} pages stay pending");
         }
-        let capture = lock(&world.space.gate).end_capture().expect("captured");
+        self.end(world)
+    }
+
+    /// Nothing is pending; how many pages the snapshot before had.
+    fn end(&mut self, world: &World) -> u64 {
+        let capture =
+            lock(&world.space.gate).end_capture(&world.tenant.registry).expect("captured");
         let from_base = capture.from_base;
         world.tenant.know_snapshot(self.id, capture.into_directory());
         from_base
@@ -226,10 +232,19 @@ fn what_is_discarded_while_it_is_pending_tears_the_snapshot() {
     world.memory.discard(5, 1).expect("madvise");
     world.expect(5, 0);
     assert!(taken.go_on(&world).1, "page 5 was pending");
-    lock(&world.space.gate).capture = None;
-    world.tenant.forget_leaves(taken.id);
+    assert_eq!(world.space.capture_state(), Some((0, true)), "all others are captured");
+    // What it has the next one need not read; nor has anybody written to it.
+    assert_eq!(taken.end(&world), 0);
+    fill(&world, 6..8, |page| 100 + page as u8);
+    let mut again = Taken::of(&world);
+    assert_eq!(again.capture_all(&world), 5, "0..5; 5 is new, and 6 and 7 were written");
+    taken.remove(&world);
+    for page in 0..8 {
+        again.expect(&world, page, [1, 2, 3, 4, 5, 0, 106, 107][page]);
+    }
     // Whoever writes takes the protection off.
     fill(&world, 0..8, |page| 100 + page as u8);
+    again.remove(&world);
     world.end();
 }
 
@@ -400,7 +415,7 @@ fn snapshots_of_a_busy_program_are_of_one_moment() {
     let model = std::sync::Mutex::new([0u8; PAGES]);
     let memory = world.memory;
     let mut before: Option<Taken> = None;
-    let mut from_base = 0;
+    let (mut from_base, mut torn) = (0, 0);
     std::thread::scope(|scope| {
         scope.spawn(|| {
             let mut state = 0x2545_f491_4f6c_dd1du64;
@@ -439,17 +454,27 @@ fn snapshots_of_a_busy_program_are_of_one_moment() {
             let frozen = lock(&model);
             let then = *frozen;
             let mut taken = Taken::at_freeze(evictor);
-            may_discard.store(false, Ordering::Relaxed);
+            may_discard.store(round % 4 < 2, Ordering::Relaxed);
             drop(frozen);
             let hangs = Instant::now() + HANGS;
+            let seen = steps.load(Ordering::Relaxed);
+            while round % 4 < 2 && steps.load(Ordering::Relaxed) < seen + 60 {
+                std::thread::yield_now();
+            }
             while taken.go_on(evictor).0 > 0 {
                 evictor.evict_once(0..PAGES / 2);
                 assert!(Instant::now() < hangs, "pages stay pending");
             }
-            from_base += taken.capture_all(evictor);
             may_discard.store(true, Ordering::Relaxed);
-            for (page, &seed) in then.iter().enumerate() {
-                taken.expect(evictor, page, seed);
+            let is_torn = evictor.space.capture_state().expect("it is captured").1;
+            from_base += taken.end(evictor);
+            if is_torn {
+                // The next one is captured with what it has.
+                torn += 1;
+            } else {
+                for (page, &seed) in then.iter().enumerate() {
+                    taken.expect(evictor, page, seed);
+                }
             }
             if let Some(before) = before.replace(taken) {
                 before.remove(evictor);
@@ -457,7 +482,33 @@ fn snapshots_of_a_busy_program_are_of_one_moment() {
         }
     });
     assert!(from_base > 0, "no snapshot took anything from the one before");
+    assert!((1..ROUNDS / 2 + 1).contains(&torn), "{torn} were torn");
     before.expect("many").remove(&world);
+    world.end();
+}
+
+/// Its slot is another's by the time it is looked for.
+#[test]
+fn a_base_that_was_removed_is_not_another_snapshot() {
+    let Some(world) = World::of(testing::tenant()) else { return };
+    fill(&world, 0..8, |page| 1 + page as u8);
+    let mut taken = Taken::of(&world);
+    taken.capture_all(&world);
+    let slot = taken.id;
+    taken.remove(&world);
+    let mut strangers = (0..8).map(|page| world.memory.address(page));
+    let stranger = world.tenant.import_memory(|buffer| {
+        buffer.0.copy_from_slice(&testing::page(200).0);
+        Ok(strangers.next())
+    });
+    assert_eq!(stranger.expect("room"), slot, "else this tests nothing");
+    let mut again = Taken::of(&world);
+    assert_eq!(again.capture_all(&world), 0, "it has no base");
+    for page in 0..8 {
+        again.expect(&world, page, 1 + page as u8);
+    }
+    again.remove(&world);
+    world.tenant.remove_snapshot_memory(slot);
     world.end();
 }
 

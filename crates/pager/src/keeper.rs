@@ -33,7 +33,7 @@ use crate::keeper::advised::Advised;
 use crate::pace::{Machine, Pace};
 use crate::release;
 use crate::scan::{Excluded, register_new, settle_shared};
-use crate::snapshot::{Capturing, SnapshotError};
+use crate::snapshot::{Capturing, SnapshotError, Torn};
 use crate::space::{Space, lock};
 use crate::tenant::{Order, Tenant};
 use crate::usage::{Usage, measure};
@@ -143,6 +143,7 @@ struct Keeper<'a> {
     /// Trains a dictionary for the store.
     trainer: Option<JoinHandle<()>>,
     capturing: Option<Capturing>,
+    torn: Option<Torn>,
     advised: Advised,
     machine: Machine,
     /// Of packing that nothing asks for.
@@ -190,6 +191,7 @@ pub(crate) fn run(tenant: &Arc<Tenant>) {
         over: None,
         trainer: None,
         capturing: None,
+        torn: None,
         advised: Advised::default(),
         machine: Machine::new(),
         packing: Pace::default(),
@@ -289,7 +291,7 @@ impl Keeper<'_> {
             }
         }
         let spare = self.machine.has_spare();
-        self.capturing = self.capturing.take().and_then(|capturing| capturing.go_on(tenant, spare));
+        self.capture_on(spare);
         self.stand_down_if_due(&spaces);
         self.evictor.in_a_hurry = self.evicting;
         self.evictor.horizon = self.exchange.horizon(tenant);

@@ -42,9 +42,12 @@ const _: () = assert!(T_BUCKETS + 8 * ALL_BUCKETS as u64 <= T_RECORD);
 
 /// In the header: descriptor of the settings' memory file + 1.
 const H_SETTINGS: u64 = 8;
+/// In the header: how many spaces there have been.
+const H_SERIAL: u64 = 16;
 
 // Within a space's slot.
 const S_SETTINGS: u64 = 64;
+const S_SERIAL: u64 = 248;
 const S_RING: u64 = 256;
 const _: () = assert!(S_RING + Userfaultfd::ring_bytes(RING_MESSAGES) as u64 <= SPACE_BYTES);
 
@@ -233,12 +236,20 @@ impl Registry {
         })?;
         let at = Self::space_at(id);
         self.memory.write(at + 4, &vec![0; SPACE_BYTES as usize - 4]);
+        let serial = self.memory.atomic_u64(H_SERIAL).fetch_add(1, Ordering::Relaxed) + 1;
+        self.memory.atomic_u64(at + S_SERIAL).store(serial, Ordering::Relaxed);
         self.set_space_fd(id, SpaceField::Pidfd, None);
         self.set_space_fd(id, SpaceField::Control, None);
         self.set_space_fd(id, SpaceField::Socket, None);
         self.space_field(id, SpaceField::Tenant).store(tenant.0, Ordering::Relaxed);
         self.set_space_fd(id, SpaceField::Uffd, uffd);
         Some(id)
+    }
+
+    /// Tells the space or snapshot in a slot from those that had the slot before it
+    /// and will have it after.
+    pub(crate) fn serial_of(&self, id: SpaceId) -> u64 {
+        self.memory.atomic_u64(Self::space_at(id) + S_SERIAL).load(Ordering::Relaxed)
     }
 
     pub(crate) fn space_goes_live(&self, id: SpaceId) {

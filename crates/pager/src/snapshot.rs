@@ -24,6 +24,9 @@ use crate::tenant::{Order, Tenant};
 /// Without any page captured for so long, the snapshot is given up.
 const PATIENCE: Duration = Duration::from_secs(10);
 
+/// A torn one is given up when none was captured for so long.
+const TORN_PATIENCE: Duration = Duration::from_secs(1);
+
 /// At the end of a thread's stack: its control block, and what belongs to it.
 const THREAD_BYTES: u64 = 8 * PAGE_SIZE as u64;
 /// How often whoever waits for a snapshot hears how far it is.
@@ -121,8 +124,35 @@ struct Progress {
     total: AtomicU64,
 }
 
+/// What a torn snapshot has captured, which the next attempt need not read again if
+/// it is not written until then: it is its base (`unwritten`). Dropped, it is freed.
+pub(crate) struct Torn {
+    tenant: Arc<Tenant>,
+    memories: Vec<SpaceId>,
+    pub(crate) since: Instant,
+}
+
+impl Drop for Torn {
+    fn drop(&mut self) {
+        for &memory in &self.memories {
+            self.tenant.remove_snapshot_memory(memory);
+        }
+    }
+}
+
+/// What came of some more capturing.
+pub(crate) enum Went {
+    On(Capturing),
+    /// Whoever asked has got an answer.
+    Over,
+    /// The same: to try again.
+    Torn(Torn),
+}
+
 /// A snapshot after the thaw, in the keeper's hands.
 pub(crate) struct Capturing {
+    /// Of the attempt before; read until this one is over.
+    _torn: Option<Torn>,
     spaces: Vec<(Arc<Space>, SpaceId)>,
     freeze: Freeze,
     pending_pages: u64,
@@ -202,12 +232,14 @@ impl SnapshotOrder {
     }
 
     /// Carries the order out up to the thaw. `excluded` tells what of a space is
-    /// never protected. None: it failed, and whoever asked knows.
+    /// never protected, `torn` is of the attempt before. None: it failed, and
+    /// whoever asked knows.
     pub(crate) fn begin(
         self,
         tenant: &Arc<Tenant>,
         spaces: &[Arc<Space>],
         excluded: &dyn Fn(&Space) -> Excluded,
+        torn: Option<Torn>,
     ) -> Option<Capturing> {
         let Self { request, answer, progress } = self;
         let mut buffer = vec![0; RUN_PAGES * PAGE_SIZE];
@@ -217,6 +249,7 @@ impl SnapshotOrder {
                 progress.pending.store(pending_pages, Ordering::Relaxed);
                 let now = Instant::now();
                 Some(Capturing {
+                    _torn: torn,
                     spaces,
                     freeze,
                     pending_pages,
@@ -396,31 +429,35 @@ fn undo(tenant: &Tenant, spaces: &[(Arc<Space>, SpaceId)]) {
 }
 
 impl Capturing {
-    /// Captures some more. Returns what is left of the work: none, when whoever
-    /// asked has got an answer.
-    /// `hurries`: without the rests that leave the CPU to the tenant.
-    pub(crate) fn go_on(mut self, tenant: &Tenant, hurries: bool) -> Option<Self> {
+    /// Captures some more. `hurries`: without the rests that leave the CPU to the
+    /// tenant.
+    pub(crate) fn go_on(mut self, tenant: &Arc<Tenant>, hurries: bool) -> Went {
         let mut pending = 0;
-        let mut torn = false;
+        let (mut torn, mut gone) = (false, false);
         for (space, _) in &self.spaces {
             match space.capture_state() {
                 Some((left, is_torn)) => {
                     pending += left;
-                    torn |= is_torn || (left > 0 && !space.uffd.is_alive());
+                    torn |= is_torn;
+                    gone |= left > 0 && !space.uffd.is_alive();
                 }
-                None => torn = true,
+                None => gone = true,
             }
         }
         self.progress.pending.store(pending, Ordering::Relaxed);
-        if torn {
-            return self.give_up(tenant, SnapshotError::Torn);
+        if gone {
+            self.give_up(tenant, SnapshotError::Torn);
+            return Went::Over;
+        }
+        if torn && (pending == 0 || self.progressed.elapsed() > TORN_PATIENCE) {
+            return Went::Torn(self.keep_for_another(tenant));
         }
         if pending == 0 {
             self.finish(tenant);
-            return None;
+            return Went::Over;
         }
         if !self.pace.is_due() {
-            return Some(self);
+            return Went::On(self);
         }
         let began = thread_time();
         // Raw as long as there is room: a page that is packed later keeps nobody
@@ -436,9 +473,10 @@ impl Capturing {
         if captured > 0 {
             self.progressed = Instant::now();
         } else if self.progressed.elapsed() > PATIENCE {
-            return self.give_up(tenant, failed("some of its pages cannot be captured"));
+            self.give_up(tenant, failed("some of its pages cannot be captured"));
+            return Went::Over;
         }
-        Some(self)
+        Went::On(self)
     }
 
     /// How long there is nothing to do for it.
@@ -446,17 +484,31 @@ impl Capturing {
         self.pace.rest()
     }
 
-    pub(crate) fn give_up(self, tenant: &Tenant, why: SnapshotError) -> Option<Self> {
+    pub(crate) fn give_up(self, tenant: &Tenant, why: SnapshotError) {
         undo(tenant, &self.spaces);
         // Whoever asked may have gone.
         let _ = self.answer.send(Err(why));
-        None
+    }
+
+    /// It is torn, and what could be captured of it is.
+    fn keep_for_another(self, tenant: &Arc<Tenant>) -> Torn {
+        let mut memories = Vec::new();
+        for (space, snapshot) in &self.spaces {
+            if let Some(capture) = lock(&space.gate).end_capture(&tenant.registry) {
+                tenant.know_snapshot(*snapshot, capture.into_directory());
+                memories.push(*snapshot);
+            }
+        }
+        tenant.log("it gave back memory before that was captured: its snapshot is taken again");
+        // Whoever asked may have gone.
+        let _ = self.answer.send(Err(SnapshotError::Torn));
+        Torn { tenant: Arc::clone(tenant), memories, since: Instant::now() }
     }
 
     fn finish(mut self, tenant: &Tenant) {
         self.freeze.copied_pages = self.pending_pages;
         for (space, snapshot) in &self.spaces {
-            let capture = lock(&space.gate).end_capture();
+            let capture = lock(&space.gate).end_capture(&tenant.registry);
             if let Some(capture) = &capture {
                 self.freeze.copied_pages -= capture.from_base;
             }

@@ -21,7 +21,7 @@ use crate::page_map::{PageMap, Piece};
 use crate::page_set::PageSet;
 use crate::registry::{Registry, SpaceAddress, SpaceField};
 use crate::settings::Settings;
-use crate::unwritten::Unwritten;
+use crate::unwritten::{Base, Unwritten};
 
 /// First byte of the transfer range and of the agent's own memory.
 #[derive(Clone, Copy, Debug)]
@@ -57,7 +57,7 @@ pub(crate) struct Gate {
     /// The snapshot that is being taken of it.
     pub(crate) capture: Option<Capture>,
     /// The snapshot for which what is write-protected here was captured last.
-    pub(crate) base: Option<SpaceId>,
+    pub(crate) base: Option<Base>,
     /// What was still protected when the next one was armed.
     pub(crate) unwritten: Unwritten,
     /// Pages that lost their protection by a write since the last freeze.

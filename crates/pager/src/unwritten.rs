@@ -7,7 +7,8 @@
 //!
 //! ```text
 //! freeze      base gone                    everything is protected from here on
-//! whole       base = this snapshot
+//! whole, or   base = this snapshot; a torn one has what could be captured
+//! torn
 //! arm         base → unwritten             what is protected is noted, and the
 //!                                          rest protected, the gate held: no
 //!                                          thread's write is let through between
@@ -25,24 +26,34 @@ use crate::capture::Capture;
 use crate::entry::Entry;
 use crate::page_map::Piece;
 use crate::page_set::{Bits, PageSet};
+use crate::registry::Registry;
 use crate::space::{Gate, lock};
 use crate::tenant::Tenant;
 
 /// More places to which memory was moved are taken for everywhere.
 const MOST_MOVED: usize = 1024;
 
+/// A snapshot that the next one can build on. It may be gone by then, and its slot
+/// another's.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Base {
+    snapshot: SpaceId,
+    serial: u64,
+}
+
 /// Pages that have not been written since a snapshot. Empty: no base.
 #[derive(Debug, Default)]
 pub(crate) struct Unwritten {
-    pub(crate) base: Option<SpaceId>,
+    pub(crate) base: Option<Base>,
     pub(crate) pages: PageSet,
 }
 
 impl Gate {
     /// The snapshot is whole: the next one can build on it.
-    pub(crate) fn end_capture(&mut self) -> Option<Capture> {
+    pub(crate) fn end_capture(&mut self, registry: &Registry) -> Option<Capture> {
         let capture = self.capture.take()?;
-        self.base = Some(capture.snapshot);
+        let snapshot = capture.snapshot;
+        self.base = Some(Base { snapshot, serial: registry.serial_of(snapshot) });
         Some(capture)
     }
 
@@ -79,8 +90,11 @@ impl Capture {
         let Some(base) = self.unwritten.base.filter(|_| bits != Bits::default()) else { return 0 };
         // Held: nobody removes the base before its pages are this snapshot's too.
         let snapshots = lock(&tenant.snapshots);
-        let base = snapshots.get(&base).and_then(|memory| memory.directory.get(&piece));
-        let Some(&base) = base else { return 0 };
+        if tenant.registry.serial_of(base.snapshot) != base.serial {
+            return 0;
+        }
+        let memory = snapshots.get(&base.snapshot);
+        let Some(&base) = memory.and_then(|memory| memory.directory.get(&piece)) else { return 0 };
         let mut taken = 0;
         for index in bits.each() {
             let page = PageId::new(leaf, index);

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
@@ -124,7 +124,7 @@ impl Disk {
     /// Makes the empty directory of a snapshot, readable by nobody else; where
     /// its images go, which is not made.
     pub(super) fn make(&self, id: &SnapshotId) -> Result<PathBuf, String> {
-        self.remove(id);
+        self.remove(id)?;
         let directory = self.of(id);
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&directory).map_err(|error| {
             format!("cannot make {}: {error} (snapshot_dir)", directory.display())
@@ -153,12 +153,20 @@ impl Disk {
         write_json(&self.of(&known.info.id).join(META), known)
     }
 
-    pub(super) fn remove(&self, id: &SnapshotId) {
+    /// Removes a snapshot's files. An error: it is one still.
+    pub(super) fn remove(&self, id: &SnapshotId) -> Result<(), String> {
         // First what makes it one: removed in part, it is none.
         let directory = self.of(id);
-        let _ = fs::remove_file(directory.join(META));
+        let meta = directory.join(META);
+        match fs::remove_file(&meta) {
+            Err(error) if error.kind() != ErrorKind::NotFound => {
+                return Err(format!("cannot remove {}: {error}", meta.display()));
+            }
+            _ => {}
+        }
         remove_flat(&self.images(id));
         remove_flat(&directory);
+        Ok(())
     }
 
     /// Every whole snapshot. What is none is removed.
@@ -171,7 +179,8 @@ impl Disk {
             };
             match read_json::<Known>(&entry.path().join(META)) {
                 Some(known) if known.info.id == id => found.push(known),
-                _ => self.remove(&id),
+                // If it cannot be, it is not known either.
+                _ => drop(self.remove(&id)),
             }
         }
         found

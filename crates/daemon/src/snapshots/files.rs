@@ -198,7 +198,7 @@ impl Snapshots {
             self.import_into(&reader, &mut known, holder, tell)
         });
         if let Err(why) = outcome {
-            self.forget(&known);
+            let _ = self.forget(&known);
             return Err(why);
         }
         lock(&self.known).insert(id, known.clone());

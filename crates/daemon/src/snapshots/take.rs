@@ -122,7 +122,7 @@ impl Snapshots {
                     })
                     .collect();
                 if let Err(why) = self.disk.write(&known) {
-                    self.forget(&known);
+                    let _ = self.forget(&known);
                     return Err(why);
                 }
                 lock(&self.known).insert(id.clone(), known.clone());
@@ -130,7 +130,7 @@ impl Snapshots {
                 Ok(known.info)
             }
             Err(why) => {
-                self.forget(&known);
+                let _ = self.forget(&known);
                 Err(why)
             }
         }

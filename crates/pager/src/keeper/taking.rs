@@ -6,12 +6,15 @@ use std::time::{Duration, Instant};
 
 use crate::keeper::Keeper;
 use crate::scan::{Excluded, register_new, stand_down};
-use crate::snapshot::SnapshotOrder;
+use crate::snapshot::{SnapshotOrder, Went};
 use crate::space::{Space, lock};
 
 /// So long after its last snapshot a tenant far below its budget is left to the
 /// kernel: until then another snapshot reads only what was written since.
 const STAND_DOWN_AFTER: Duration = Duration::from_secs(600);
+
+/// Whoever takes a torn snapshot again does so at once.
+const TORN_KEPT_FOR: Duration = Duration::from_secs(10);
 
 /// How long a snapshot waits for an agent that is late with a batch, before it is
 /// refused: on a busy machine it sleeps for longer than a batch takes.
@@ -52,7 +55,20 @@ impl Keeper<'_> {
             Some(agent) => Excluded::read(agent.control.control()),
             None => Excluded::default(),
         };
-        self.capturing = order.begin(tenant, &spaces, &excluded);
+        let torn = self.torn.take();
+        self.capturing = order.begin(tenant, &spaces, &excluded, torn);
+    }
+
+    /// Captures some of what a snapshot waits for.
+    pub(super) fn capture_on(&mut self, hurries: bool) {
+        match self.capturing.take().map(|capturing| capturing.go_on(self.tenant, hurries)) {
+            Some(Went::On(capturing)) => self.capturing = Some(capturing),
+            Some(Went::Torn(torn)) => self.torn = Some(torn),
+            Some(Went::Over) | None => {}
+        }
+        if self.torn.as_ref().is_some_and(|torn| torn.since.elapsed() > TORN_KEPT_FOR) {
+            self.torn = None;
+        }
     }
 
     /// Ends what was begun for snapshots: far from its budget a program runs as if

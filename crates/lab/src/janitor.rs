@@ -4,7 +4,8 @@
 //! guards cover the ways out that unwind; they do not cover a panic that
 //! aborts, or `kill -9`. So whatever the lab changes it first registers with
 //! a small process of its own, which undoes a change when told to, and all of
-//! them, newest first, when its standard input closes for whatever reason.
+//! them, newest first, when its standard input closes for whatever reason. What
+//! is left where both were killed the next lab undoes ([`crate::journal`]).
 
 use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, Signal, kill_process};
@@ -26,6 +27,7 @@ use std::{
 };
 use strata_api::{ENV_CONTROL_SOCKET, Stats, TenantState};
 
+use crate::journal::{self, Journal};
 use crate::process;
 
 /// How long an undo is tried again: a killed process needs a moment to go, and
@@ -86,6 +88,13 @@ pub(crate) struct Registered {
 impl Janitor {
     /// Starts the second process.
     pub(crate) fn start() -> Result<Self> {
+        // Who cannot read it has nothing there.
+        if let Ok(directory) = journal::directory() {
+            let undone = journal::take_over(&directory)?;
+            if undone > 0 {
+                eprintln!("strata-lab: {undone} changes of a killed one were taken back");
+            }
+        }
         let program = std::env::current_exe().context("find this program")?;
         let mut child = Command::new(program)
             .arg("janitor")
@@ -165,6 +174,8 @@ pub(crate) fn serve() -> Result<()> {
         flag::register(signal, Arc::default()).context("ignore a signal")?;
     }
     let mut registered: BTreeMap<u64, Undo> = BTreeMap::new();
+    // The second line of defence: without it the first one holds.
+    let mut journal = journal::directory().and_then(Journal::open).ok();
     let mut out = std::io::stdout();
     for line in std::io::stdin().lines() {
         let Ok(line) = line else { break };
@@ -180,6 +191,11 @@ pub(crate) fn serve() -> Result<()> {
             },
             Err(error) => format!("bad order: {error}"),
         };
+        if let Some(journal) = &mut journal
+            && let Err(error) = journal.write(registered.values())
+        {
+            eprintln!("strata-lab: what is to be undone is not on file: {error:#}");
+        }
         if writeln!(out, "{reply}").and_then(|()| out.flush()).is_err() {
             break;
         }
@@ -189,11 +205,11 @@ pub(crate) fn serve() -> Result<()> {
             eprintln!("strata-lab: clean up: {error:#}");
         }
     }
-    Ok(())
+    journal.map_or(Ok(()), |mut journal| journal.write([].iter()))
 }
 
 impl Undo {
-    fn perform(&self) -> Result<()> {
+    pub(crate) fn perform(&self) -> Result<()> {
         let until = Instant::now() + PATIENCE;
         loop {
             match self.attempt() {
@@ -217,8 +233,11 @@ impl Undo {
                 Ok(())
             }
             Self::ZramReset { sysfs, algorithm } => {
-                write(&sysfs.join("reset"), "1")?;
-                write(&sysfs.join("comp_algorithm"), algorithm)
+                if sysfs.exists() {
+                    write(&sysfs.join("reset"), "1")?;
+                    write(&sysfs.join("comp_algorithm"), algorithm)?;
+                }
+                Ok(())
             }
             Self::ZramRemove { number } => {
                 if Path::new(&format!("/sys/block/zram{number}")).exists() {

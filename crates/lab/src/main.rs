@@ -14,6 +14,7 @@ mod drawing;
 mod histogram;
 mod interrupt;
 mod janitor;
+mod journal;
 mod keys;
 mod machine;
 mod memtierd;

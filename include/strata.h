@@ -84,8 +84,7 @@ int strata_snapshot(const char *label);
 enum strata_tier {
     STRATA_NOT_MANAGED = 0, /* with the kernel: in DRAM, if it is anywhere */
     STRATA_DRAM = 1,
-    STRATA_NODE = 2,        /* in place, in slower memory of this machine (cannot be
-                             * asked for: -ENODEV) */
+    STRATA_NODE = 2,        /* in place, in slower memory of this machine */
     STRATA_COMPRESSED = 3,  /* compressed in DRAM, or of one value throughout */
     STRATA_FILE = 4,        /* in the file tier */
     STRATA_STAGED = 5,      /* out of place, raw in DRAM */
@@ -131,16 +130,17 @@ int strata_advise_ranges(const struct strata_range *ranges, size_t count, int ad
 int strata_where(const void *start, size_t bytes, unsigned char *tiers);
 
 /* New zeroed memory whose pages are to be in a tier: STRATA_DRAM (it is pinned),
- * STRATA_COMPRESSED or STRATA_FILE (its pages come when they are touched and leave
- * again about a second later). *memory is NULL when the call fails. Worth it from
+ * STRATA_NODE (its pages move there about a second after they are first touched, and
+ * stay while there is room), STRATA_COMPRESSED or STRATA_FILE (its pages come when
+ * they are touched and leave again about a second later). *memory is NULL when the call fails. Worth it from
  * 128 KiB on. */
 int strata_alloc(void **memory, size_t bytes, int tier);
 /* Gives it back; `bytes` as for strata_alloc(). NULL is nothing. */
 int strata_free(void *memory, size_t bytes);
 
-/* What a forked child inherits: the memory, wherever it is, and no settings. In
- * what comes back from a snapshot nothing is set either. mremap takes settings
- * along, munmap ends them. */
+/* What a forked child inherits: the memory, wherever it is, and no settings. What
+ * comes back from a snapshot has those of the snapshot, as far as budget and tiers
+ * allow. mremap takes settings along, munmap ends them. */
 
 /* Why the calling thread's last call of one of these returned a negative number:
  * one line without a line feed, "" when it did not. Never NULL. To be used or

@@ -136,7 +136,7 @@ class Memory:
 
 
 def allocate(length, tier, or_plain=False):
-    """Memory whose pages are to be in `tier`: DRAM (pinned), COMPRESSED or FILE. With
+    """Memory whose pages are to be in `tier`: DRAM (pinned), NODE, COMPRESSED or FILE. With
     `or_plain`, any memory where that cannot be."""
     if length <= 0:
         raise ValueError("memory has at least one byte")

@@ -1,11 +1,14 @@
 """The node tier: cold pages lie on a node without processors, in place, and hot
 ones come back. A guest has such a node (cases/kernels.py boots one for it)."""
 
+import ctypes
 import json
+import mmap
 import os
 import re
 import signal
 import subprocess
+import time
 
 import machine
 from elsewhere import doctor, not_here
@@ -174,8 +177,89 @@ def node_tier(run):
         program.finish()
 
 
+@case("node-alloc", native=False, own_daemon=True, seconds=120)
+def node_alloc(run):
+    """Memory that a program asks for on the node."""
+    node = node_without_cpus()
+    if node is None:
+        not_here("this machine has no node without processors", "guest-node")
+    balance(False)
+    text = f'node = "auto"\nnode_limit = "{LIMIT_MIB}MiB"\n'
+    log = os.path.join(run.log_directory, "stratad-node.log")
+    with configured(run.daemon, text, run.directory, log):
+        program = run.start("place", "node", budget="64MiB")
+        program.gate("there")
+        there, told = pages_on(program.pid, node), program.stats()["node_bytes"] // 4096
+        if min(there, told) < 8 * MIB // 4096 * 9 // 10:
+            raise Failure(f"8 MiB were asked for: the kernel finds {there} pages there, "
+                          f"Strata {told}")
+        program.answer("go")
+        program.finish(pressed=False)
+        run.note(f"{there} pages on node {node}")
+
+
+def bare_moves(pages, node):
+    """Seconds of CPU that a bare loop of move_pages takes for a page, in batches of
+    512 as Strata's, to `node` from memory that was just written."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    memory = mmap.mmap(-1, pages * 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for page in range(pages):
+        memory[page * 4096] = 1
+    batches = []
+    for first in range(0, pages, 512):
+        count = min(512, pages - first)
+        addresses = (ctypes.c_void_p * count)(*(start + (first + page) * 4096
+                                                for page in range(count)))
+        batches.append((count, addresses, (ctypes.c_int * count)(*[node] * count),
+                        (ctypes.c_int * count)()))
+    began = time.thread_time()
+    for count, addresses, nodes, status in batches:
+        if libc.syscall(279, 0, ctypes.c_ulong(count), addresses, nodes, status, 2) < 0:
+            raise Failure(f"move_pages: {os.strerror(ctypes.get_errno())}")
+    spent = time.thread_time() - began
+    if (moved := sum(list(status).count(node) for _, _, _, status in batches)) < pages * 99 // 100:
+        raise Failure(f"a bare loop moved {moved} of {pages} pages")
+    return spent / pages
+
+
+def keeper_seconds(worker):
+    """CPU time of a worker's keepers so far."""
+    tasks = f"/proc/{worker}/task"
+    return sum(int(machine.read(f"{tasks}/{task}/schedstat").split()[0]) / 1e9
+               for task in os.listdir(tasks)
+               if machine.read(f"{tasks}/{task}/comm").startswith("keeper"))
+
+
+@case("node-cost", native=False, own_daemon=True, seconds=120)
+def node_cost(run):
+    """What a move to the node costs, all of the keeper's work for it, beside a bare
+    loop of the kernel's call; said, not judged."""
+    node = node_without_cpus()
+    if node is None:
+        not_here("this machine has no node without processors", "guest-node")
+    balance(False)
+    text = 'node = "auto"\nnode_limit = "128MiB"\nnode_bandwidth = "100GiB"\n'
+    log = os.path.join(run.log_directory, "stratad-node.log")
+    with configured(run.daemon, text, run.directory, log) as daemon:
+        worker = next(child for child in machine.children(daemon) if machine.alive(child))
+        program = run.start("place", "node-much", budget="256MiB")
+        program.gate("begin")
+        before = keeper_seconds(worker)
+        program.answer("go")
+        program.gate("there")
+        spent, moved = keeper_seconds(worker) - before, program.stats()["node_bytes"] // 4096
+        bare = [bare_moves(8192, node) for _ in range(3)]
+        program.answer("go")
+        program.finish(pressed=False)
+    bare = sorted(bare)[1]
+    run.note(f"{moved} pages, {spent / moved * 1e6:.2f} us of the keeper for each, "
+             f"{bare * 1e6:.2f} us by a bare loop: {bare * moved / spent:.2f} of its rate")
+
+
 @case("guest-node", native=False, seconds=900)
 def guest_node(run):
-    names = ["node-tier"]
-    expect(in_guest(run, lambda version: version >= MANAGES, ["--only", names[0]],
-                    hardware=HARDWARE), names)
+    # One after the other: one of them has the kernel move pages, too.
+    for name in ("node-tier", "node-alloc", "node-cost"):
+        expect(in_guest(run, lambda version: version >= MANAGES, ["--only", name],
+                        hardware=HARDWARE), [name])

@@ -232,6 +232,44 @@ static void read_some(void)
             t_check_page(memory + i * PAGE, 1, i);
 }
 
+/* Memory for the node lies there, in use or not, until something else is said. */
+static void node(void)
+{
+    const size_t bytes = 8 * MIB, most = bytes / PAGE * 9 / 10;
+    void *room = NULL;
+    MUST(allocate(&room, bytes, STRATA_NODE), 0);
+    for (unsigned seed = 1; seed < 4; seed++) {
+        t_fill(room, bytes, seed);
+        UNTIL(room, bytes, count[STRATA_NODE] >= most);
+        t_check(room, bytes, seed);
+    }
+    t_gate("there");
+    for (unsigned turn = 0; turn < 60; turn++) {
+        t_check(room, bytes, 3);
+        usleep(100000);
+    }
+    look(room, bytes);
+    T_ASSERT(count[STRATA_NODE] >= most, "%zu left on the node", count[STRATA_NODE]);
+    MUST(advise(room, bytes, STRATA_PIN), 0);
+    UNTIL(room, bytes, count[STRATA_DRAM] == bytes / PAGE);
+    t_check(room, bytes, 3);
+    MUST(release(room, bytes), 0);
+}
+
+/* Much of it, moved there once: what that costs is measured outside. */
+static void node_much(void)
+{
+    const size_t bytes = 96 * MIB;
+    void *room = NULL;
+    t_gate("begin");
+    MUST(allocate(&room, bytes, STRATA_NODE), 0);
+    t_fill(room, bytes, 1);
+    UNTIL(room, bytes, count[STRATA_NODE] >= bytes / PAGE * 99 / 100);
+    t_gate("there");
+    t_check(room, bytes, 1);
+    MUST(release(room, bytes), 0);
+}
+
 static void sequential(void)
 {
     t_fill(memory, BYTES, 1);
@@ -422,6 +460,8 @@ int main(int argc, char **argv)
         void (*body)(void);
     } modes[] = {
         {"hints", hints}, {"pins", pins},   {"survive", survive}, {"tiers", tiers},
+    {"node", node},
+    {"node-much", node_much},
         {"storm", storm}, {"alone", alone}, {"hostile", hostile}, {"sequential", sequential},
         {"restored", restored},
     };

@@ -21,6 +21,8 @@ pub enum PlaceWish {
     Sequential,
     /// To leave DRAM early, compressed.
     Compressed,
+    /// To lie on the node, in place.
+    Node,
     /// To leave DRAM early, to the file tier.
     File,
 }

@@ -110,7 +110,21 @@ pub(crate) fn table(tenants: &[Stats]) -> String {
             command(stats),
         ]);
     }
+    if tenants.iter().any(has_node) {
+        // Beside DRAM, which it is no part of.
+        let cell = |stats: &Stats| match has_node(stats) {
+            true => ByteSize(stats.node_bytes).to_string(),
+            false => "-".to_owned(),
+        };
+        let cells = std::iter::once("NODE".to_owned()).chain(tenants.iter().map(cell));
+        rows.iter_mut().zip(cells).for_each(|(row, cell)| row.insert(5, cell));
+    }
     columns(&rows, 2)
+}
+
+/// Whether a tenant has a node tier.
+pub(crate) fn has_node(stats: &Stats) -> bool {
+    stats.tiers.iter().any(|tier| tier.tier == "node")
 }
 
 /// Longest command line in a table.
@@ -227,6 +241,18 @@ mod tests {
         assert!(lines[1].starts_with("db    managed"), "{text}");
         assert!(lines[2].starts_with("odd?") && lines[2].ends_with('…'), "{text}");
         assert_eq!(table(&[]).lines().count(), 1);
+    }
+
+    #[test]
+    fn the_node_has_a_column_where_there_is_one() {
+        let mut with = stats("db");
+        with.tiers[1].tier = "node".into();
+        with.node_bytes = 3 << 20;
+        let text = table(&[with, stats("cache")]);
+        let lines: Vec<&str> = text.lines().collect();
+        assert!(lines[0].contains("DRAM     NODE     STORED"), "{text}");
+        assert!(lines[1].contains("  3.0 MiB  ") && lines[2].contains("  -  "), "{text}");
+        assert!(!table(&[stats("cache")]).contains("NODE"));
     }
 
     #[test]

@@ -32,8 +32,7 @@ use strata_sys::{MappedMemory, PlacementError, advise_memory, memory_tiers, plac
 pub enum Tier {
     /// In DRAM: it is pinned.
     Dram = 1,
-    /// In place, in slower memory of this machine (cannot be asked for:
-    /// [`Error::NoTier`]).
+    /// In place, in slower memory of this machine.
     Node = 2,
     /// Compressed in DRAM.
     Compressed = 3,

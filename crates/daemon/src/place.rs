@@ -20,6 +20,7 @@ pub(crate) fn place(
         PlaceWish::Pin => Wish::Set(Setting::Pinned),
         PlaceWish::Sequential => Wish::Set(Setting::Sequential),
         PlaceWish::Compressed => Wish::Set(Setting::Compressed),
+        PlaceWish::Node => Wish::Set(Setting::Node),
         PlaceWish::File => Wish::Set(Setting::File),
     };
     let outcome = if ranges.len() > MAX_PLACE_RANGES {

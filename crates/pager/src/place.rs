@@ -15,6 +15,7 @@ use strata_sys::Range;
 use strata_units::{PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
 
 use crate::entry::Entry;
+use crate::events::address_of;
 use crate::scan::register_within;
 use crate::settings::{Setting, Settings};
 use crate::space::{Gate, Space, ids_in, lock};
@@ -183,19 +184,26 @@ impl Tenant {
             with.set(range, setting);
             let pinned = elsewhere.saturating_add(with.bytes_of(Setting::Pinned));
             let has_room = setting != Setting::Pinned || pinned <= most_bytes;
-            let has_tier = setting != Setting::File || self.record.tier.is_some();
-            if has_room && has_tier && with.fits() {
+            if has_room && self.has_tier_for(setting) && with.fits() {
                 settings = with;
             }
         }
         let text = (settings.ranges() != had).then(|| {
-            "memory that was pinned or placed in a tier at the snapshot is so no longer: the budget or the file tier does not allow all of it".to_owned()
+            "memory that was pinned or placed in a tier at the snapshot is so no longer: the budget or the tiers do not allow all of it".to_owned()
         });
         self.note("restored placement", text);
         self.adopt_settings(space.id, &mut gate, settings)?;
         drop(gate);
         drop(alone);
         Ok(())
+    }
+
+    fn has_tier_for(&self, setting: Setting) -> bool {
+        match setting {
+            Setting::File => self.record.tier.is_some(),
+            Setting::Node => self.record.node.is_some(),
+            Setting::Pinned | Setting::Sequential | Setting::Compressed => true,
+        }
     }
 
     /// Whether the page at `address` must stay.
@@ -207,12 +215,18 @@ impl Tenant {
 
     /// The same for whoever knows the page by its number alone.
     pub(crate) fn is_pinned(&self, page: PageId) -> bool {
-        if self.pinned_bytes() == 0 {
-            return false;
-        }
+        self.pinned_bytes() > 0 && self.asks(page, |gate, address| self.holds_pinned(gate, address))
+    }
+
+    /// Whether the program wants the page on the node.
+    pub(crate) fn is_for_node(&self, page: PageId) -> bool {
+        self.asks(page, |gate, address| gate.settings.at(address) == Some(Setting::Node))
+    }
+
+    fn asks(&self, page: PageId, what: impl FnOnce(&Gate, u64) -> bool) -> bool {
         let Some((space, piece)) = self.map.owner(page.leaf()) else { return false };
-        let address = crate::events::address_of(piece, page.index());
-        self.space(space).is_some_and(|space| self.holds_pinned(&lock(&space.gate), address))
+        let address = address_of(piece, page.index());
+        self.space(space).is_some_and(|space| what(&lock(&space.gate), address))
     }
 
     /// Does what the program of `space` wants for `ranges`, for all or for none.
@@ -228,7 +242,9 @@ impl Tenant {
         if !ranges.iter().all(|&range| is_sane(range)) {
             return Err(Refused::Range);
         }
-        if wish == Wish::Set(Setting::File) && self.record.tier.is_none() {
+        if let Wish::Set(setting) = wish
+            && !self.has_tier_for(setting)
+        {
             return Err(Refused::NoTier);
         }
         // What is unmapped is known only of memory that is registered: a setting

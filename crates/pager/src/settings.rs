@@ -36,6 +36,8 @@ pub enum Setting {
     Compressed = 3,
     /// Evicted early, to the file tier.
     File = 4,
+    /// Moved to the node early, and not back.
+    Node = 5,
 }
 
 impl Setting {
@@ -47,13 +49,14 @@ impl Setting {
             2 => Some(Self::Sequential),
             3 => Some(Self::Compressed),
             4 => Some(Self::File),
+            5 => Some(Self::Node),
             _ => None,
         }
     }
 
     /// Whether its pages leave without anybody needing their DRAM.
     pub(crate) const fn leaves_early(self) -> bool {
-        matches!(self, Self::Compressed | Self::File)
+        matches!(self, Self::Compressed | Self::File | Self::Node)
     }
 }
 

@@ -92,7 +92,6 @@ enum Failure {
     Lost,
     Protocol,
     Placed(Outcome),
-    NoNode,
     NoMemory,
 }
 
@@ -109,7 +108,7 @@ impl Failure {
             Self::Protocol => -libc::EPROTO,
             Self::Placed(Outcome::Budget) | Self::NoMemory => -libc::ENOMEM,
             Self::Placed(Outcome::TooMany) => -libc::ENOBUFS,
-            Self::Placed(Outcome::NoTier) | Self::NoNode => -libc::ENODEV,
+            Self::Placed(Outcome::NoTier) => -libc::ENODEV,
         }
     }
 
@@ -125,7 +124,6 @@ impl Failure {
             }
             Self::Lost => Some("the daemon went away before it answered"),
             Self::Protocol => Some("the daemon speaks another protocol (versions differ?)"),
-            Self::NoNode => Some("this machine has no memory node below DRAM that Strata uses"),
             Self::NoMemory => Some("there is no memory"),
             Self::Refused | Self::Placed(_) => None,
         }
@@ -439,7 +437,7 @@ pub(crate) unsafe extern "C" fn strata_alloc(
 fn allocate(bytes: usize, tier: c_int) -> Result<u64, Failure> {
     let wish = match tier {
         1 => "pin",
-        2 => "",
+        2 => "node",
         3 => "compressed",
         4 => "file",
         _ => return Err(Failure::Invalid),
@@ -447,9 +445,6 @@ fn allocate(bytes: usize, tier: c_int) -> Result<u64, Failure> {
     let length = bytes.checked_next_multiple_of(PAGE_SIZE).filter(|bytes| *bytes > 0);
     let length = length.filter(|bytes| *bytes as u64 <= HIGHEST).ok_or(Failure::Invalid)?;
     let block = managed()?;
-    if wish.is_empty() {
-        return Err(Failure::NoNode);
-    }
     let protection = libc::PROT_READ | libc::PROT_WRITE;
     let start = kernel::map_anonymous(0, length, protection).ok_or(Failure::NoMemory)?;
     let mut request = RequestLine::new();

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use strata_api::{AdviceState, Stats, TenantState};
 
-use crate::show::{columns, short_count, short_latency, short_size, state_name};
+use crate::show::{columns, has_node, short_count, short_latency, short_size, state_name};
 
 /// One look at all tenants.
 pub(crate) struct Sample {
@@ -23,6 +23,8 @@ pub(crate) enum Column {
     Use,
     Budget,
     Resident,
+    /// Only where a tenant has a node tier.
+    Node,
     Compressed,
     Stored,
     Faults,
@@ -35,11 +37,12 @@ pub(crate) enum Column {
 
 impl Column {
     /// From left to right.
-    pub(crate) const ALL: [Self; 12] = [
+    const ALL: [Self; 13] = [
         Self::Name,
         Self::Use,
         Self::Budget,
         Self::Resident,
+        Self::Node,
         Self::Compressed,
         Self::Stored,
         Self::Faults,
@@ -57,6 +60,7 @@ impl Column {
             Self::Use => "USE",
             Self::Budget => "BUDGET",
             Self::Resident => "RES",
+            Self::Node => "NODE",
             Self::Compressed => "COMPR",
             Self::Stored => "STORED",
             Self::Faults => "FLT/s",
@@ -79,6 +83,8 @@ pub(crate) struct Row {
     pub(crate) budget_bytes: u64,
     /// In DRAM as it is, managed or not.
     pub(crate) resident_bytes: u64,
+    /// In place on the node; none: it has none.
+    pub(crate) node_bytes: Option<u64>,
     pub(crate) compressed_bytes: u64,
     pub(crate) stored_bytes: u64,
     /// None until there were two looks at it.
@@ -109,6 +115,7 @@ impl Row {
             budget_use: now.dram_bytes() as f64 / now.budget_bytes.max(1) as f64,
             budget_bytes: now.budget_bytes,
             resident_bytes: now.resident_bytes.saturating_add(now.unmanaged_bytes),
+            node_bytes: has_node(now).then_some(now.node_bytes),
             compressed_bytes: now.compressed_bytes,
             stored_bytes: now.stored_bytes,
             faults_per_s: rate(|stats| stats.faults_total),
@@ -129,6 +136,7 @@ impl Row {
             Column::Use => format!("{:.0}%", self.budget_use * 100.0),
             Column::Budget => short_size(self.budget_bytes),
             Column::Resident => short_size(self.resident_bytes),
+            Column::Node => self.node_bytes.map_or("-".into(), short_size),
             Column::Compressed => short_size(self.compressed_bytes),
             Column::Stored => short_size(self.stored_bytes),
             Column::Faults => rate(self.faults_per_s),
@@ -146,6 +154,7 @@ impl Row {
             Column::Use => row.budget_use,
             Column::Budget => row.budget_bytes as f64,
             Column::Resident => row.resident_bytes as f64,
+            Column::Node => row.node_bytes.map_or(-1.0, |bytes| bytes as f64),
             Column::Compressed => row.compressed_bytes as f64,
             Column::Stored => row.stored_bytes as f64,
             Column::Faults => row.faults_per_s.unwrap_or(-1.0),
@@ -164,7 +173,7 @@ impl Row {
 pub(crate) struct Model {
     last: Option<Sample>,
     rows: Vec<Row>,
-    sort: usize,
+    sort: Column,
     reversed: bool,
     /// By name, so that it stays on its tenant when the order changes.
     selected: Option<String>,
@@ -174,8 +183,14 @@ pub(crate) struct Model {
 impl Default for Model {
     /// Busiest first.
     fn default() -> Self {
-        let sort = Column::ALL.iter().position(|column| *column == Column::Faults).unwrap_or(0);
-        Self { last: None, rows: Vec::new(), sort, reversed: false, selected: None, problem: None }
+        Self {
+            last: None,
+            rows: Vec::new(),
+            sort: Column::Faults,
+            reversed: false,
+            selected: None,
+            problem: None,
+        }
     }
 }
 
@@ -211,9 +226,15 @@ impl Model {
         &self.rows
     }
 
+    /// Those that there is something to show in.
+    pub(crate) fn columns(&self) -> Vec<Column> {
+        let has_node = self.rows.iter().any(|row| row.node_bytes.is_some());
+        Column::ALL.into_iter().filter(|column| has_node || *column != Column::Node).collect()
+    }
+
     /// The column that the rows are in order of, and whether the order is turned.
     pub(crate) fn order(&self) -> (Column, bool) {
-        (Column::ALL[self.sort], self.reversed)
+        (self.sort, self.reversed)
     }
 
     /// Place of the selected tenant in [`Model::rows`].
@@ -235,12 +256,17 @@ impl Model {
     }
 
     pub(crate) fn sort_by_next_column(&mut self) {
-        self.sort = (self.sort + 1) % Column::ALL.len();
-        self.sort_rows();
+        self.sort_by(|at, count| (at + 1) % count);
     }
 
     pub(crate) fn sort_by_previous_column(&mut self) {
-        self.sort = (self.sort + Column::ALL.len() - 1) % Column::ALL.len();
+        self.sort_by(|at, count| (at + count - 1) % count);
+    }
+
+    fn sort_by(&mut self, step: impl Fn(usize, usize) -> usize) {
+        let columns = self.columns();
+        let at = columns.iter().position(|column| *column == self.sort).unwrap_or(0);
+        self.sort = columns[step(at, columns.len())];
         self.sort_rows();
     }
 
@@ -275,11 +301,12 @@ impl Model {
     /// One frame for scripts: a heading, then a line a tenant.
     pub(crate) fn as_text(&self) -> String {
         let mut head = vec!["NAME".to_owned(), "STATE".to_owned()];
-        head.extend(Column::ALL[1..].iter().map(|column| column.title().to_owned()));
+        let shown = self.columns();
+        head.extend(shown[1..].iter().map(|column| column.title().to_owned()));
         let mut table = vec![head];
         for row in &self.rows {
             let mut cells = vec![row.name.clone(), state_name(row.state).to_owned()];
-            cells.extend(Column::ALL[1..].iter().map(|column| row.cell(*column)));
+            cells.extend(shown[1..].iter().map(|column| row.cell(*column)));
             table.push(cells);
         }
         columns(&table, 2)
@@ -353,7 +380,7 @@ mod tests {
         model.reverse();
         model.sort_by_next_column();
         assert_eq!(names(&model), "abc");
-        for _ in 0..Column::ALL.len() - 1 {
+        for _ in 0..model.columns().len() - 1 {
             model.sort_by_next_column();
         }
         assert_eq!(model.order().0, Column::Faults);

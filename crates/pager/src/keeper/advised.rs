@@ -324,10 +324,15 @@ impl Keeper<'_> {
             let was_there = |address: u64| {
                 early.before.count(Range { start: address, end: address + PAGE }) > 0
             };
-            self.evictor.densely = true;
             // What cannot leave now is met again at the next walk.
-            self.evict_range(space, piece, spaces, was_there);
-            self.evictor.densely = false;
+            if setting == Setting::Node {
+                let pages = self.resident_in(space, piece, was_there);
+                self.send_to_node(space, &pages);
+            } else {
+                self.evictor.densely = true;
+                self.evict_range(space, piece, spaces, was_there);
+                self.evictor.densely = false;
+            }
             self.note_resident(space, piece, &mut early.now);
             if setting == Setting::File {
                 self.send_to_file(space, piece);

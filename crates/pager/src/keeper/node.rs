@@ -140,6 +140,15 @@ impl Keeper<'_> {
         (went, others)
     }
 
+    /// Moves what a program wants there to the node; what finds no room stays.
+    pub(super) fn send_to_node(&mut self, space: &Arc<Space>, pages: &[PageId]) {
+        if self.capturing.is_none()
+            && let Some(node) = &mut self.node
+        {
+            node.tier.demote(self.tenant, space, pages, Instant::now());
+        }
+    }
+
     /// Makes room on a crowded node: its pages go on to the store, one part of the
     /// page map after the other.
     pub(super) fn relieve_node(&mut self, spaces: &[Arc<Space>]) -> usize {
@@ -193,7 +202,8 @@ impl Keeper<'_> {
         }
         node.probes.retain(|_, out| now.duration_since(*out) < WARM);
         let asked = std::mem::take(&mut node.asked);
-        let warm = std::mem::take(&mut node.warm);
+        let mut warm = std::mem::take(&mut node.warm);
+        warm.retain(|&page| !tenant.is_for_node(page));
         let most = (tenant.headroom_pages() / 2).max(0) as usize;
         let later = self.bring_back(asked.into(), most, spaces);
         if let Some(node) = &mut self.node {
@@ -240,7 +250,9 @@ impl Keeper<'_> {
             if !there.is_empty() && probes.len() < MOST_PROBES {
                 // Any of them, another one each time.
                 let stride = node.looks.wrapping_mul(0x9e37_79b9) >> 7;
-                probes.push(there[stride % there.len()]);
+                let page = there[stride % there.len()];
+                // What is wanted there need not be looked for.
+                probes.extend(Some(page).filter(|&page| !tenant.is_for_node(page)));
             }
         }
         self.evict_from_node(probes.clone(), spaces);

@@ -33,6 +33,7 @@ use crate::entry::Entry;
 use crate::events::address_of;
 use crate::handler::one_page;
 use crate::page_map::{PageMap, Piece};
+use crate::page_set::Bits;
 use crate::space::{Gate, Space, add_run, ids_in, lock, piece_of};
 use crate::tenant::Tenant;
 use crate::unwritten::Unwritten;
@@ -59,6 +60,14 @@ pub(crate) enum Leaves {
     WithSnapshot,
 }
 
+/// Of what is pending.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum What {
+    Everything,
+    /// What the snapshot before does not have.
+    Unknown,
+}
+
 /// What is still to be captured of a space. Behind its gate.
 #[derive(Debug)]
 pub(crate) struct Capture {
@@ -66,6 +75,8 @@ pub(crate) struct Capture {
     directory: BTreeMap<Piece, LeafIndex>,
     pages: Arc<ProcessPages>,
     pending: u64,
+    /// How much of it the snapshot before did not have, at the freeze.
+    unknown: u64,
     torn: bool,
     /// Of what is pending: what the snapshot before it has.
     pub(crate) unwritten: Unwritten,
@@ -232,6 +243,28 @@ impl Capture {
         runs
     }
 
+    /// The next leaf in which `what` is pending.
+    fn next_leaf(&mut self, map: &PageMap, what: What) -> Option<(Piece, LeafIndex)> {
+        if self.pending == 0 {
+            return None;
+        }
+        let waits = |piece: Piece, leaf: LeafIndex| {
+            let known = match what {
+                What::Everything => Bits::default(),
+                What::Unknown => self.unwritten.pages.of(piece),
+            };
+            (0..PAGES_PER_LEAF).any(|index| {
+                !known.has(index) && map.get(PageId::new(leaf, index)) == Entry::Pending
+            })
+        };
+        let (before, after) =
+            (self.directory.range(..self.next), self.directory.range(self.next..));
+        let found = after.chain(before).find(|&(&piece, &leaf)| waits(piece, leaf));
+        let (piece, leaf) = found.map(|(&piece, &leaf)| (piece, leaf))?;
+        self.next = piece + 1;
+        Some((piece, leaf))
+    }
+
     pub(crate) fn into_directory(self) -> BTreeMap<Piece, LeafIndex> {
         self.directory
     }
@@ -368,12 +401,27 @@ impl Space {
 
     /// Captures some of what is pending. Returns how many pages that was.
     pub(crate) fn capture_some(&self, tenant: &Tenant, how: Put, buffer: &mut [u8]) -> usize {
-        let (mut known, mut captured) = (0, self.store_copied(tenant, how, buffer));
+        let stored = self.store_copied(tenant, how, buffer);
+        stored + self.capture_leaves(tenant, how, What::Everything, buffer)
+    }
+
+    /// Captures some of what the snapshot before does not have: nothing else can be
+    /// lost. Nobody runs. Returns whether there is none left.
+    pub(crate) fn capture_unknown(&self, tenant: &Tenant, how: Put, buffer: &mut [u8]) -> bool {
+        self.capture_leaves(tenant, how, What::Unknown, buffer);
+        lock(&self.gate)
+            .capture
+            .as_mut()
+            .is_none_or(|capture| capture.next_leaf(&tenant.map, What::Unknown).is_none())
+    }
+
+    fn capture_leaves(&self, tenant: &Tenant, how: Put, what: What, buffer: &mut [u8]) -> usize {
+        let (mut known, mut captured) = (0, 0);
         for _ in 0..LEAVES_PER_ROUND {
             if captured >= READ_PER_ROUND {
                 break;
             }
-            let Some((piece, leaf, of_leaf)) = self.next_to_capture(tenant) else { break };
+            let Some((piece, leaf, of_leaf)) = self.next_to_capture(tenant, what) else { break };
             known += of_leaf;
             let mut index = 0;
             while index < PAGES_PER_LEAF {
@@ -394,18 +442,10 @@ impl Space {
 
     /// The next leaf of the snapshot in which something was pending, and how many
     /// pages of it the snapshot before had.
-    fn next_to_capture(&self, tenant: &Tenant) -> Option<(Piece, LeafIndex, usize)> {
+    fn next_to_capture(&self, tenant: &Tenant, what: What) -> Option<(Piece, LeafIndex, usize)> {
         let mut gate = lock(&self.gate);
-        let capture = gate.capture.as_mut().filter(|capture| capture.pending > 0)?;
-        let has_pending = |leaf: LeafIndex| {
-            (0..PAGES_PER_LEAF)
-                .any(|index| tenant.map.get(PageId::new(leaf, index)) == Entry::Pending)
-        };
-        let from = capture.next;
-        let (before, after) = (capture.directory.range(..from), capture.directory.range(from..));
-        let found = after.chain(before).find(|&(_, &leaf)| has_pending(leaf));
-        let (piece, leaf) = found.map(|(&piece, &leaf)| (piece, leaf))?;
-        capture.next = piece + 1;
+        let capture = gate.capture.as_mut()?;
+        let (piece, leaf) = capture.next_leaf(&tenant.map, what)?;
         Some((piece, leaf, capture.take_from_base(tenant, piece, leaf)))
     }
 
@@ -475,5 +515,10 @@ impl Space {
     /// any more.
     pub(crate) fn capture_state(&self) -> Option<(u64, bool)> {
         lock(&self.gate).capture.as_ref().map(|capture| (capture.pending, capture.torn))
+    }
+
+    /// How many of its pages have to be read for the snapshot, as of the freeze.
+    pub(crate) fn unknown_pages(&self) -> u64 {
+        lock(&self.gate).capture.as_ref().map_or(0, |capture| capture.unknown)
     }
 }

@@ -1,4 +1,4 @@
-//! What is left of processes that have ended.
+//! What is left of processes that have ended, and of torn snapshots.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
@@ -14,12 +14,13 @@ use crate::tenant::Tenant;
 /// big one all at once nobody would be evicted for some tenths of a second.
 pub(crate) const FORGOTTEN_PER_ROUND: usize = 16;
 
-/// A space without a process. It keeps its slot of the registry, and its
-/// descriptors, which are named there, until its leaves are forgotten: a worker
-/// that finds it half forgotten buries it anew.
+/// A page map that nobody needs. It keeps its slot of the registry until its leaves
+/// are forgotten: a worker that finds it half forgotten buries it anew.
 #[derive(Debug)]
 pub(crate) struct Grave {
-    space: Arc<Space>,
+    slot: SpaceId,
+    /// Whose descriptors are named there.
+    _space: Option<Arc<Space>>,
     leaves: Vec<LeafIndex>,
 }
 
@@ -38,9 +39,19 @@ impl Tenant {
             // From its own transfer range, then.
             heir.is_heir.store(false, Ordering::Release);
         }
-        let leaves = self.leaves_of(space.id);
-        lock(&self.graves).push(Grave { space: Arc::clone(space), leaves });
+        self.bury_leaves(space.id, Some(Arc::clone(space)));
         self.spaces.write().unwrap_or_else(PoisonError::into_inner).remove(&space.id);
+    }
+
+    /// The same for a snapshot that nobody was ever offered, and nobody reads.
+    pub(crate) fn bury_snapshot(&self, id: SpaceId) {
+        lock(&self.snapshots).remove(&id);
+        self.bury_leaves(id, None);
+    }
+
+    fn bury_leaves(&self, slot: SpaceId, space: Option<Arc<Space>>) {
+        let leaves = self.leaves_of(slot);
+        lock(&self.graves).push(Grave { slot, _space: space, leaves });
     }
 
     /// Forgets at most so many leaves of buried spaces. Returns whether there are
@@ -56,7 +67,7 @@ impl Tenant {
                 graves.push(grave);
                 return true;
             }
-            self.registry.remove_space(grave.space.id);
+            self.registry.remove_space(grave.slot);
         }
         false
     }

@@ -143,7 +143,8 @@ fn read_until_let_go(space: &Space, agent: &Agent) {
     // Slots are filled from the first one on.
     let slots = (end - start) / PAGE_SIZE as u64;
     for address in (0..slots).rev().map(|slot| start + slot * PAGE_SIZE as u64) {
-        if !space.held.is_wanted() {
+        // Its number may be another's by then.
+        if !space.held.is_wanted() || agent.pidfd.has_exited() {
             break;
         }
         read_process(agent.pid, &[one_page(address)], &mut page);

@@ -220,6 +220,7 @@ pub(crate) fn run(tenant: &Arc<Tenant>) {
                     if let Some(capturing) = keeper.capturing.take() {
                         capturing.give_up(tenant, SnapshotError::Failed("it has ended".into()));
                     }
+                    keeper.torn = None;
                     for space in tenant.space_list() {
                         tenant.bury(&space);
                     }

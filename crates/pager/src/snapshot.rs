@@ -38,8 +38,9 @@ pub struct SnapshotRequest {
     pub freeze: Box<dyn FnOnce() -> Result<Standing, String> + Send>,
     /// Lets them run on.
     pub thaw: Box<dyn FnOnce() -> Result<(), String> + Send>,
-    /// Capture everything before `thaw`: slow, and nothing can tear it.
-    pub while_frozen: bool,
+    /// Pages that may be captured before `thaw`, if that is all: slow, but nothing
+    /// can tear it.
+    pub most_frozen_pages: u64,
 }
 
 /// Processes that stand still.
@@ -55,7 +56,7 @@ pub struct Standing {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum SnapshotError {
     /// The program discarded memory before it was captured. Another attempt, or
-    /// one `while_frozen`, succeeds.
+    /// one with many `most_frozen_pages`, succeeds.
     Torn,
     /// Anything else; one line for the user.
     Failed(String),
@@ -125,7 +126,7 @@ struct Progress {
 }
 
 /// What a torn snapshot has captured, which the next attempt need not read again if
-/// it is not written until then: it is its base (`unwritten`). Dropped, it is freed.
+/// it is not written until then: it is its base (`unwritten`). Dropped, it is buried.
 pub(crate) struct Torn {
     tenant: Arc<Tenant>,
     memories: Vec<SpaceId>,
@@ -135,7 +136,7 @@ pub(crate) struct Torn {
 impl Drop for Torn {
     fn drop(&mut self) {
         for &memory in &self.memories {
-            self.tenant.remove_snapshot_memory(memory);
+            self.tenant.bury_snapshot(memory);
         }
     }
 }
@@ -306,8 +307,9 @@ fn take(
     let mut outcome = taken.freeze_all(spaces, &pids, excluded, buffer);
     let pending_pages = taken.spaces.iter().filter_map(|(s, _)| s.capture_state()).map(|s| s.0);
     let pending_pages = pending_pages.sum();
-    if outcome.is_ok() && request.while_frozen {
-        outcome = taken.capture_all(buffer);
+    let unknown: u64 = taken.spaces.iter().map(|(space, _)| space.unknown_pages()).sum();
+    if outcome.is_ok() && unknown > 0 && unknown <= request.most_frozen_pages {
+        outcome = taken.capture_unknown(buffer);
     }
     let thawed = (request.thaw)();
     let whole_freeze = began.elapsed();
@@ -390,20 +392,20 @@ impl Taken<'_> {
         Ok(())
     }
 
-    /// Captures everything while the processes stand still.
-    fn capture_all(&self, buffer: &mut [u8]) -> Result<(), SnapshotError> {
+    /// Captures while the processes stand still what the snapshot before does not
+    /// have: the rest cannot be torn.
+    fn capture_unknown(&self, buffer: &mut [u8]) -> Result<(), SnapshotError> {
         for (space, _) in &self.spaces {
-            let mut since = Instant::now();
-            while let Some((pending, torn)) = space.capture_state() {
-                if torn || since.elapsed() > PATIENCE {
+            let since = Instant::now();
+            let mut before = None;
+            while !space.capture_unknown(self.tenant, Put::Fast, buffer) {
+                let state = space.capture_state();
+                let is_torn = state.is_some_and(|(_, torn)| torn);
+                let is_stuck = state == before && since.elapsed() > PATIENCE;
+                if is_torn || is_stuck {
                     return Err(failed("its memory cannot be captured"));
                 }
-                if pending == 0 {
-                    break;
-                }
-                if space.capture_some(self.tenant, Put::Fast, buffer) > 0 {
-                    since = Instant::now();
-                }
+                before = state;
             }
         }
         Ok(())

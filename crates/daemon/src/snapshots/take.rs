@@ -20,6 +20,9 @@ pub(super) fn now() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
 }
 
+/// Read in some tens of milliseconds, while the program stands still.
+const FEW_PAGES: u64 = 8192;
+
 /// Processes' numbers in their own pid namespace, by their numbers here.
 type Numbers = BTreeMap<u32, u32>;
 
@@ -144,10 +147,11 @@ impl Snapshots {
     ) -> Result<(Freeze, Numbers), String> {
         let criu = self.criu()?;
         // What a program discards between the freeze and the capture cannot be
-        // captured any more. It seldom does twice; and then it stands still.
-        for while_frozen in [false, false, true] {
+        // captured any more. Each attempt has less to read than the one before; if it
+        // is little, or at last, the program stands still for it.
+        for most_frozen_pages in [0, FEW_PAGES, FEW_PAGES, FEW_PAGES, u64::MAX] {
             let images = self.disk.make(id)?;
-            match take_once(tenant, &criu, &images, while_frozen, tell) {
+            match take_once(tenant, &criu, &images, most_frozen_pages, tell) {
                 Ok(taken) => return Ok(taken),
                 Err(SnapshotError::Torn) => {}
                 Err(SnapshotError::Failed(why)) => return Err(why),
@@ -174,7 +178,7 @@ fn take_once(
     tenant: &Arc<Tenant>,
     criu: &Criu,
     images: &Path,
-    while_frozen: bool,
+    most_frozen_pages: u64,
     tell: Tell<'_>,
 ) -> Result<(Freeze, Numbers), SnapshotError> {
     let root = root_of(&tenant.pids()).map_err(SnapshotError::Failed)?;
@@ -203,7 +207,7 @@ fn take_once(
                 process.thaw().map(|_| ()).map_err(|error| error.to_string())
             })
         }),
-        while_frozen,
+        most_frozen_pages,
     };
     tenant
         .snapshot(request, |done, total| {

@@ -104,6 +104,7 @@ impl Space {
             directory: BTreeMap::new(),
             pages,
             pending: 0,
+            unknown: 0,
             torn: false,
             unwritten: Unwritten::default(),
             from_base: 0,
@@ -199,6 +200,7 @@ impl Capture {
         late: &mut Vec<Range>,
     ) -> Result<(), SnapshotError> {
         let mut target = None;
+        let known = self.unwritten.pages.of(piece);
         for index in 0..PAGES_PER_LEAF {
             let from = leaf.map(|leaf| PageId::new(leaf, index));
             let entry = from.map_or(Entry::Untouched, |from| tenant.map.get(from));
@@ -227,7 +229,10 @@ impl Capture {
                 None => *target.insert(self.page_or_new(tenant, address_of(piece, 0))?.leaf()),
             };
             let page = PageId::new(target, index);
-            self.pending += u64::from(copy == Entry::Pending);
+            if copy == Entry::Pending {
+                self.pending += 1;
+                self.unknown += u64::from(!known.has(index));
+            }
             if let Some(from) = from {
                 let age = tenant.map.age(from).load(Ordering::Relaxed);
                 tenant.map.age(page).store(age, Ordering::Relaxed);

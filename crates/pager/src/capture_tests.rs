@@ -119,7 +119,7 @@ fn pending(world: &World) -> Vec<usize> {
 }
 
 fn arm(world: &World) {
-    world.space.arm(&world.tenant, std::process::id(), &Excluded::default()).expect("registered");
+    world.space.arm(std::process::id(), &Excluded::default()).expect("registered");
 }
 
 fn fill(world: &World, pages: std::ops::Range<usize>, seed: impl Fn(usize) -> u8) {

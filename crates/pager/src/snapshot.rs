@@ -280,13 +280,16 @@ fn take(
     request: SnapshotRequest,
     buffer: &mut [u8],
 ) -> Result<Begun, SnapshotError> {
+    let mut leaves = 0;
     for space in spaces {
         let Some(pid) = space.pid() else {
             return Err(failed("a process of it has no agent"));
         };
         bring_threads(tenant, space, pid)?;
-        space.arm(tenant, pid, &excluded(space))?;
+        leaves += space.arm(pid, &excluded(space))?;
     }
+    // For all of them at once: until the freeze none is taken.
+    tenant.map.prepare(leaves).map_err(failed)?;
     for space in spaces {
         if !space.park() {
             unpark(spaces);

@@ -27,16 +27,11 @@ const ARMED_AT_ONCE: u64 = 64 << 20;
 
 impl Space {
     /// Registers everything eligible and write-protects it, while the program
-    /// runs: the freeze finds little left to protect, and memory for its copy of
-    /// the page map.
-    pub(crate) fn arm(
-        &self,
-        tenant: &Tenant,
-        pid: u32,
-        excluded: &Excluded,
-    ) -> Result<(), SnapshotError> {
+    /// runs: the freeze finds little left to protect. Returns for how many leaves
+    /// its copy of the page map needs memory.
+    pub(crate) fn arm(&self, pid: u32, excluded: &Excluded) -> Result<usize, SnapshotError> {
         let pages = ProcessPages::open(pid).map_err(failed)?;
-        let (registered, mut pieces) = {
+        let (registered, mut pieces): (_, BTreeSet<Piece>) = {
             let mut gate = lock(&self.gate);
             gate.unwritten = Unwritten { base: gate.base.take(), pages: PageSet::default() };
             (gate.registered.clone(), gate.directory.keys().copied().collect())
@@ -55,7 +50,7 @@ impl Space {
                 }
             }
         }
-        tenant.map.prepare(pieces.len()).map_err(failed)
+        Ok(pieces.len())
     }
 
     /// Notes what of `part` is protected, and protects the rest. One hold of the

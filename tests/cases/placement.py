@@ -157,10 +157,7 @@ def storm_killed(run):
     program.finish()
     run.daemon.wait_until(lambda: not run.daemon.tenants(), "strata ps lists it no more")
     # The settings' memory file stays.
-    kinds, size = run.daemon.footprint()
-    if kinds.total() > before[0].total() + 1 or size > before[1] + (4 << 20):
-        raise Failure(f"{before[0].total()} descriptors and {before[1]} bytes before, "
-                      f"{kinds.total()} and {size} after")
+    run.daemon.settled(before, "the daemon gives back what the tenant cost", stays=1)
 
 
 @case("place-hostile", native=False, own_daemon=True, seconds=180)

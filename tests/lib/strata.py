@@ -158,12 +158,12 @@ class Daemon:
                 raise Failure(f"not within {seconds} s: {what}")
             time.sleep(0.02)
 
-    def settled(self, before, what):
-        """Waits until the daemon costs no more than before. Memory files may
-        keep a little (an index that grew), descriptors may not."""
+    def settled(self, before, what, stays=0):
+        """Waits until the daemon costs no more than before. Memory files may keep
+        a little (an index that grew), descriptors may not but for so many."""
         def back():
             kinds, size = self.footprint()
-            return kinds.total() <= before[0].total() and size <= before[1] + (4 << 20)
+            return kinds.total() <= before[0].total() + stays and size <= before[1] + (4 << 20)
         try:
             self.wait_until(back, what)
         except Failure:

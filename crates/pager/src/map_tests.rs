@@ -186,6 +186,19 @@ fn tenants_are_found_again_and_their_slots_reused() {
 }
 
 #[test]
+fn looking_for_slots_in_use_costs_no_memory_of_the_others() {
+    let registry = Registry::create().expect("a registry");
+    let id = registry.add_tenant(&record("one"), 0).expect("room");
+    registry.add_space(id, None).expect("room");
+    assert_eq!(registry.tenants().len(), 1);
+    assert_eq!(registry.spaces_of(id).len(), 1);
+    registry.claimed_fds();
+    let (memory, _) = registry.ring(SpaceId(0));
+    let allocated_bytes = memory.allocated_bytes().expect("the kernel tells");
+    assert!(allocated_bytes <= 128 << 10, "{allocated_bytes} bytes");
+}
+
+#[test]
 fn a_long_command_line_is_cut_and_everything_else_kept() {
     let registry = Registry::create().expect("a registry");
     for command in [

@@ -3,7 +3,8 @@
 //! fixed places, every field that changes an atomic.
 //!
 //! A slot is filled while its `live` word says so to nobody, and goes live by
-//! one store; so a worker killed at any instant leaves whole slots only.
+//! one store; so a worker killed at any instant leaves whole slots only. The live
+//! words lie together: looking for slots in use touches no memory of the others.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
@@ -27,13 +28,14 @@ pub(crate) const RING_MESSAGES: usize = 16;
 const HEADER_BYTES: u64 = 4096;
 const TENANT_BYTES: u64 = 16384;
 const SPACE_BYTES: u64 = 1024;
-const TENANTS_AT: u64 = HEADER_BYTES;
+const TENANTS_LIVE_AT: u64 = HEADER_BYTES;
+const SPACES_LIVE_AT: u64 = TENANTS_LIVE_AT + 4 * TENANTS as u64;
+const TENANTS_AT: u64 = SPACES_LIVE_AT + 4 * SPACES as u64;
 const SPACES_AT: u64 = TENANTS_AT + TENANTS as u64 * TENANT_BYTES;
 const REGISTRY_BYTES: u64 = SPACES_AT + SPACES as u64 * SPACE_BYTES;
 
 // Within a tenant's slot.
-const T_LIVE: u64 = 0;
-const T_RELEASED: u64 = 4;
+const T_RELEASED: u64 = 0;
 const T_BUDGET: u64 = 8;
 const T_COUNTERS: u64 = 64;
 const T_BUCKETS: u64 = T_COUNTERS + 8 * COUNTERS as u64;
@@ -93,15 +95,14 @@ pub struct TenantRecord {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u64)]
 pub(crate) enum SpaceField {
-    Live = 0,
-    Tenant = 4,
-    Pid = 8,
-    Uffd = 12,
-    Pidfd = 16,
-    Control = 20,
-    Socket = 24,
+    Tenant = 0,
+    Pid = 4,
+    Uffd = 8,
+    Pidfd = 12,
+    Control = 16,
+    Socket = 20,
     /// The parent's space + 1, or 0.
-    Parent = 28,
+    Parent = 24,
 }
 
 /// The fields of a space's slot that are addresses.
@@ -146,6 +147,16 @@ impl Registry {
         TENANTS_AT + u64::from(id.0) * TENANT_BYTES
     }
 
+    fn tenant_live(&self, id: TenantId) -> &AtomicU32 {
+        assert!(id.0 < TENANTS, "tenant ids come from this registry");
+        self.memory.atomic_u32(TENANTS_LIVE_AT + 4 * u64::from(id.0))
+    }
+
+    fn space_live(&self, id: SpaceId) -> &AtomicU32 {
+        assert!(id.0 < SPACES, "space ids come from this registry");
+        self.memory.atomic_u32(SPACES_LIVE_AT + 4 * u64::from(id.0))
+    }
+
     fn space_at(id: SpaceId) -> u64 {
         assert!(id.0 < SPACES, "space ids come from this registry");
         SPACES_AT + u64::from(id.0) * SPACE_BYTES
@@ -156,9 +167,7 @@ impl Registry {
     pub fn tenants(&self) -> Vec<(TenantId, TenantRecord)> {
         (0..TENANTS)
             .map(TenantId)
-            .filter(|&id| {
-                self.memory.atomic_u32(Self::tenant_at(id) + T_LIVE).load(Ordering::Acquire) == LIVE
-            })
+            .filter(|&id| self.tenant_live(id).load(Ordering::Acquire) == LIVE)
             .filter_map(|id| Some((id, self.tenant_record(id)?)))
             .collect()
     }
@@ -175,15 +184,15 @@ impl Registry {
     /// than a slot.
     pub(crate) fn add_tenant(&self, record: &TenantRecord, budget_bytes: u64) -> Option<TenantId> {
         let bytes = Self::record_bytes(record)?;
-        let id = (0..TENANTS).map(TenantId).find(|&id| {
-            self.memory.atomic_u32(Self::tenant_at(id) + T_LIVE).load(Ordering::Acquire) == FREE
-        })?;
+        let id = (0..TENANTS)
+            .map(TenantId)
+            .find(|&id| self.tenant_live(id).load(Ordering::Acquire) == FREE)?;
         let at = Self::tenant_at(id);
         self.memory.write(at, &vec![0; TENANT_BYTES as usize]);
         self.memory.atomic_u64(at + T_BUDGET).store(budget_bytes, Ordering::Relaxed);
         self.memory.write(at + T_RECORD + 4, &bytes);
         self.memory.atomic_u32(at + T_RECORD).store(bytes.len() as u32, Ordering::Release);
-        self.memory.atomic_u32(at + T_LIVE).store(LIVE, Ordering::Release);
+        self.tenant_live(id).store(LIVE, Ordering::Release);
         Some(id)
     }
 
@@ -205,7 +214,7 @@ impl Registry {
     }
 
     pub(crate) fn remove_tenant(&self, id: TenantId) {
-        self.memory.atomic_u32(Self::tenant_at(id) + T_LIVE).store(FREE, Ordering::Release);
+        self.tenant_live(id).store(FREE, Ordering::Release);
     }
 
     pub(crate) fn budget(&self, id: TenantId) -> &AtomicU64 {
@@ -230,12 +239,12 @@ impl Registry {
     /// taken.
     pub(crate) fn add_space(&self, tenant: TenantId, uffd: Option<RawFd>) -> Option<SpaceId> {
         let id = (0..SPACES).map(SpaceId).find(|&id| {
-            self.space_field(id, SpaceField::Live)
+            self.space_live(id)
                 .compare_exchange(FREE, BUILDING, Ordering::AcqRel, Ordering::Relaxed)
                 .is_ok()
         })?;
         let at = Self::space_at(id);
-        self.memory.write(at + 4, &vec![0; SPACE_BYTES as usize - 4]);
+        self.memory.write(at, &vec![0; SPACE_BYTES as usize]);
         let serial = self.memory.atomic_u64(H_SERIAL).fetch_add(1, Ordering::Relaxed) + 1;
         self.memory.atomic_u64(at + S_SERIAL).store(serial, Ordering::Relaxed);
         self.set_space_fd(id, SpaceField::Pidfd, None);
@@ -253,7 +262,7 @@ impl Registry {
     }
 
     pub(crate) fn space_goes_live(&self, id: SpaceId) {
-        self.space_field(id, SpaceField::Live).store(LIVE, Ordering::Release);
+        self.space_live(id).store(LIVE, Ordering::Release);
     }
 
     /// Whose space or snapshot it is.
@@ -262,20 +271,20 @@ impl Registry {
     }
 
     pub(crate) fn space_is_live(&self, id: SpaceId) -> bool {
-        self.space_field(id, SpaceField::Live).load(Ordering::Acquire) == LIVE
+        self.space_live(id).load(Ordering::Acquire) == LIVE
     }
 
     /// The slot is a whole snapshot's from now on.
     pub(crate) fn snapshot_is_whole(&self, id: SpaceId) {
-        self.space_field(id, SpaceField::Live).store(SNAPSHOT, Ordering::Release);
+        self.space_live(id).store(SNAPSHOT, Ordering::Release);
     }
 
     pub(crate) fn is_snapshot(&self, id: SpaceId) -> bool {
-        self.space_field(id, SpaceField::Live).load(Ordering::Acquire) == SNAPSHOT
+        self.space_live(id).load(Ordering::Acquire) == SNAPSHOT
     }
 
     pub(crate) fn remove_space(&self, id: SpaceId) {
-        self.space_field(id, SpaceField::Live).store(FREE, Ordering::Release);
+        self.space_live(id).store(FREE, Ordering::Release);
     }
 
     /// Slots in use by `tenant`, complete or not.
@@ -283,7 +292,7 @@ impl Registry {
         (0..SPACES)
             .map(SpaceId)
             .filter(|&id| {
-                self.space_field(id, SpaceField::Live).load(Ordering::Acquire) != FREE
+                self.space_live(id).load(Ordering::Acquire) != FREE
                     && self.space_field(id, SpaceField::Tenant).load(Ordering::Relaxed) == tenant.0
             })
             .collect()

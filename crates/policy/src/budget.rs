@@ -23,6 +23,11 @@ const LOW_PART: u64 = 256;
 const LOW_MIN_BYTES: u64 = MIB;
 const LOW_MAX_BYTES: u64 = 64 * MIB;
 
+/// Who evicts evicts at least so many pages, or as many as the low mark has: a few
+/// at a time cost as many commands, messages and moments in which no fault can be
+/// served as a full batch, and beside faults that keep coming the rest is always few.
+const LEAST_EVICTION_PAGES: u64 = 256;
+
 /// What may stay staged when nothing presses: this part of the budget. Staged
 /// pages spare a decompression when they were warm and cost a whole page.
 const STAGED_PART: u64 = 64;
@@ -214,7 +219,11 @@ pub fn decide(seen: &Observation) -> Actions {
     let to_node =
         need.div_ceil(PAGE_BYTES).min(seen.node_room_bytes / PAGE_BYTES).min(evictable_pages);
     need = need.saturating_sub(to_node * PAGE_BYTES);
-    let to_store = pages_for(need, settle_gain).unwrap_or(0).min(evictable_pages - to_node);
+    let to_store = match pages_for(need, settle_gain) {
+        Some(pages) if pages > 0 => pages.max(LEAST_EVICTION_PAGES.min(low / PAGE_BYTES)),
+        _ => 0,
+    };
+    let to_store = to_store.min(evictable_pages - to_node);
     actions.evict_pages = to_node + to_store;
     need = need.saturating_sub(to_store * settle_gain);
 

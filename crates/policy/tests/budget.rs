@@ -292,6 +292,26 @@ fn a_node_takes_first_what_there_is_room_for() {
     assert!((24..28).contains(&freed) && much.cannot_by_bytes == 0, "{much:?}");
 }
 
+/// Beside faults the last few pages would be evicted a few at a time, for ever.
+#[test]
+fn whoever_evicts_evicts_a_batch() {
+    let seen = |budget_mib: u64, free_pages: u64, evictable_pages| Observation {
+        budget_bytes: budget_mib * MIB,
+        resident_bytes: budget_mib * MIB - free_pages * PAGE,
+        evictable_bytes: evictable_pages * PAGE,
+        evicting: true,
+        ..Observation::default()
+    };
+    // 4 MiB are the high mark: three pages are short.
+    let evict_pages =
+        |free_pages, evictable_pages| decide(&seen(512, free_pages, evictable_pages)).evict_pages;
+    assert_eq!(evict_pages(4 * MIB / PAGE - 3, 5000), 256);
+    assert_eq!(evict_pages(4 * MIB / PAGE - 3, 100), 100);
+    assert_eq!(evict_pages(4 * MIB / PAGE, 5000), 0);
+    // 1 MiB is the low mark of a budget of 8, half of that of one of 4.
+    assert_eq!(decide(&seen(4, 255, 700)).evict_pages, 128);
+}
+
 #[test]
 fn growth_waits_only_while_something_can_be_freed() {
     let over = Loop {

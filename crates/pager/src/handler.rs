@@ -16,7 +16,9 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use strata_store::{Fingerprint, GetError, Source};
-use strata_sys::{Fill, Poller, Range, pin_current_thread, set_thread_name, thread_cpu};
+use strata_sys::{
+    Fill, Poller, Range, pin_current_thread, set_thread_name, thread_cpu, wake_in_time,
+};
 use strata_units::{Handle, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageId, TenantId};
 
 use crate::counters::Counter;
@@ -29,9 +31,12 @@ use crate::tenant::Tenant;
 use ahead::Ahead;
 pub(crate) use ahead::MOST_HOT;
 
-/// How long a fault that found no DRAM left, or an address space that was
-/// changing, waits before it is tried again.
+/// How long a fault that found no DRAM left waits before it is tried again.
 const RETRY_AFTER: Duration = Duration::from_micros(500);
+/// How long one that found its address space changing waits at first, twice as long
+/// each time. Mostly the agent has emptied its transfer range and only has to run, on
+/// this CPU perhaps, to say so; a yield would have this thread run last from then on.
+const CHANGES_AFTER: Duration = Duration::from_micros(25);
 /// No fault waits longer than this for DRAM: a tenant over its budget is better
 /// than one that hangs.
 const LONGEST_WAIT: Duration = Duration::from_millis(200);
@@ -78,6 +83,8 @@ enum Claim {
     Wait,
     /// No DRAM left: later.
     Defer,
+    /// The address space is changing: in a moment.
+    Again,
     /// Its content is lost.
     Poison(u64),
 }
@@ -86,7 +93,10 @@ enum Claim {
 #[derive(PartialEq, Eq, Debug)]
 pub(crate) enum Served {
     Done,
+    /// Nothing can be put in place before some time has gone.
     Defer,
+    /// The address space is changing.
+    Again,
 }
 
 /// What came of bringing a stored page back.
@@ -143,6 +153,7 @@ pub(crate) fn start(space: &Arc<Space>, tenant: &Arc<Tenant>) {
 
 fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
     set_thread_name(&format!("fault-{}", space.id));
+    wake_in_time();
     strata_store::prepare_thread();
     let mut page = PageBuffer::zeroed();
     let mut faults: Vec<FaultMessage> = Vec::with_capacity(64);
@@ -152,6 +163,7 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
     let mut ahead = Ahead::default();
     let mut reads = Reads::new(space, tenant);
     let mut served = false;
+    let (mut retry_after, mut was_changing) = (RETRY_AFTER, false);
     let mut follow = Follow { looked: Instant::now(), cpu: None };
     let Some(poller) = poller(space, tenant) else { return };
     while !space.is_gone() {
@@ -164,7 +176,7 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
             let (read, hot) = (reads.patience(), ahead.patience());
             Some(read.into_iter().chain(hot).min())
         } else {
-            Some(Some(RETRY_AFTER))
+            Some(Some(retry_after))
         };
         let kicked = match wait.map(|timeout| poller.wait(timeout)) {
             None => false,
@@ -207,6 +219,7 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
             }
         }
         served = false;
+        let mut changing = false;
         for (fault, claim) in claims.drain(..) {
             if fault.tid != 0 {
                 follow.beside(space, fault.tid, began);
@@ -220,7 +233,7 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
                     continue;
                 }
             }
-            let counts = !matches!(claim, Claim::Wait | Claim::Defer);
+            let counts = !matches!(claim, Claim::Wait | Claim::Defer | Claim::Again);
             match space.serve(tenant, claim, &mut page, began) {
                 Served::Done => {
                     if counts {
@@ -228,12 +241,21 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
                         tenant.counters.add(Counter::Faults, 1);
                     }
                 }
-                Served::Defer if deferred.len() < MOST_DEFERRED => deferred.push(fault),
+                kept if deferred.len() < MOST_DEFERRED => {
+                    changing |= kept == Served::Again;
+                    deferred.push(fault);
+                }
                 // Woken, its thread faults again, and the kernel's queue is
                 // where it waits.
-                Served::Defer => space.uffd.wake(one_page(fault.address)),
+                Served::Defer | Served::Again => space.uffd.wake(one_page(fault.address)),
             }
         }
+        retry_after = match (changing, was_changing) {
+            (false, _) => RETRY_AFTER,
+            (true, false) => CHANGES_AFTER,
+            (true, true) => RETRY_AFTER.min(retry_after * 2),
+        };
+        was_changing = changing;
         // Before anything is brought ahead: who waits for a device waits longest.
         reads.begin(tenant);
         served |= reads.land(space, tenant, &mut page, &mut deferred);
@@ -279,7 +301,7 @@ impl Space {
         if fault.protected {
             return match self.before_write(tenant, gate, address) {
                 true => Claim::Done,
-                false => Claim::Defer,
+                false => Claim::Again,
             };
         }
         let agent = self.agent();
@@ -375,6 +397,7 @@ impl Space {
         match claim {
             Claim::Wait | Claim::Done => Served::Done,
             Claim::Defer => Served::Defer,
+            Claim::Again => Served::Again,
             Claim::Poison(address) => self.poison(address),
             Claim::Fill { order, to_write, in_order: _ } => {
                 let filled = self.serve_stored(tenant, order, buffer);
@@ -487,6 +510,7 @@ impl Space {
         match self.not_filled(tenant, address, outcome) {
             Served::Done => Claim::Done,
             Served::Defer => Claim::Defer,
+            Served::Again => Claim::Again,
         }
     }
 
@@ -537,7 +561,7 @@ impl Space {
     /// What a fill that put nothing in place means for its fault.
     fn not_filled(&self, tenant: &Tenant, address: u64, outcome: Fill) -> Served {
         match outcome {
-            Fill::Changing => Served::Defer,
+            Fill::Changing => Served::Again,
             Fill::NoMemory => {
                 tenant.wake_keeper();
                 Served::Defer

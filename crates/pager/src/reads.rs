@@ -465,7 +465,7 @@ fn land(
         Why::Fault { began, to_write } => {
             match space.settle_fill(tenant, order, to_write, began, filled) {
                 Served::Done => Landing::Over,
-                Served::Defer => Landing::Later(want),
+                Served::Defer | Served::Again => Landing::Later(want),
             }
         }
         Why::Ahead | Why::Spare => {

@@ -162,7 +162,7 @@ impl Ahead {
             let filled = space.serve_stored(tenant, order, buffer);
             // The address space is changing: a message says how. A guess is not
             // worth a second try.
-            if waits && filled == Filled::Not(Served::Defer) {
+            if waits && matches!(filled, Filled::Not(Served::Defer | Served::Again)) {
                 tenant.map.set(order.page, Entry::Stored(order.handle));
                 range.start = address;
                 self.is_changing = true;

@@ -9,7 +9,7 @@
 //! Which pages go is the policy's choice, when is the keeper's
 //! (`crate::keeper::node`).
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -121,8 +121,8 @@ impl Purse {
     }
 }
 
-/// A batch that is looked at again.
-struct Due {
+/// A batch that was moved.
+struct Batch {
     moved: Instant,
     space: Arc<Space>,
     pages: Vec<PageId>,
@@ -136,10 +136,13 @@ pub(crate) struct NodeTier {
     /// Bytes of the node that may be taken, as of the last look.
     free_bytes: u64,
     refused: Option<Instant>,
-    due: VecDeque<Due>,
-    due_pages: usize,
-    /// When a page was moved by us.
-    moved: BTreeMap<PageId, Instant>,
+    /// What was moved of late, the oldest first; the first ones have been looked at
+    /// again.
+    batches: VecDeque<Batch>,
+    looked_at: usize,
+    batched_pages: usize,
+    /// When a page of them was moved by us.
+    moved: HashMap<PageId, Instant>,
     /// Pages to leave alone, and until when.
     alone: BTreeMap<PageId, Instant>,
 }
@@ -152,9 +155,10 @@ impl NodeTier {
             purse: Purse { bytes: 0, filled: now },
             free_bytes: 0,
             refused: None,
-            due: VecDeque::new(),
-            due_pages: 0,
-            moved: BTreeMap::new(),
+            batches: VecDeque::new(),
+            looked_at: 0,
+            batched_pages: 0,
+            moved: HashMap::new(),
             alone: BTreeMap::new(),
         }
     }
@@ -162,7 +166,7 @@ impl NodeTier {
     /// What this costs: bounded, and counted in the budget.
     pub(crate) fn memory_bytes(&self) -> usize {
         const EACH: usize = size_of::<(PageId, Instant)>() * 3 / 2;
-        (self.moved.len() + self.alone.len()) * EACH + self.due_pages * size_of::<PageId>()
+        (self.moved.capacity() + self.alone.len()) * EACH + self.batched_pages * size_of::<PageId>()
     }
 
     /// Looks what the node has left, and tells the user when there is none.
@@ -183,7 +187,18 @@ impl NodeTier {
             tenant.note("node", None);
         }
         self.alone.retain(|_, until| *until > now);
-        self.moved.retain(|_, moved| now.duration_since(*moved) < OPPOSED_WITHIN);
+        let is_over = |batch: &Batch| now.duration_since(batch.moved) >= OPPOSED_WITHIN;
+        while self.looked_at > 0 && self.batches.front().is_some_and(is_over) {
+            self.looked_at -= 1;
+            let Some(Batch { moved, pages, .. }) = self.batches.pop_front() else { return };
+            self.batched_pages -= pages.len();
+            for page in pages {
+                // It may have been moved again.
+                if self.moved.get(&page) == Some(&moved) {
+                    self.moved.remove(&page);
+                }
+            }
+        }
     }
 
     /// Pages that may be moved there now: within the tenant's limit, the node's free
@@ -339,23 +354,21 @@ impl NodeTier {
     }
 
     fn remember(&mut self, space: &Arc<Space>, moved: &[PageId], now: Instant) {
-        if moved.is_empty() || self.due_pages + moved.len() > MOST_REMEMBERED {
+        if moved.is_empty() || self.batched_pages + moved.len() > MOST_REMEMBERED {
             return;
         }
-        self.due_pages += moved.len();
+        self.batched_pages += moved.len();
         self.moved.extend(moved.iter().map(|&page| (page, now)));
         let pages = moved.to_vec();
-        self.due.push_back(Due { moved: now, space: Arc::clone(space), pages });
+        self.batches.push_back(Batch { moved: now, space: Arc::clone(space), pages });
     }
 
     /// Looks once more for what was moved nine seconds ago; at most one batch.
     pub(crate) fn look_again(&mut self, tenant: &Tenant, now: Instant) -> bool {
-        let due = |due: &Due| now.duration_since(due.moved) >= LOOK_AGAIN_AFTER;
-        if !self.due.front().is_some_and(due) {
-            return false;
-        }
-        let Some(Due { space, pages, .. }) = self.due.pop_front() else { return false };
-        self.due_pages -= pages.len();
+        let is_due = |batch: &&Batch| now.duration_since(batch.moved) >= LOOK_AGAIN_AFTER;
+        let Some(batch) = self.batches.get(self.looked_at).filter(is_due) else { return false };
+        self.looked_at += 1;
+        let (space, pages) = (Arc::clone(&batch.space), batch.pages.clone());
         self.verify(tenant, &space, &pages, now);
         true
     }
@@ -397,7 +410,11 @@ impl NodeTier {
                     false
                 };
                 // One that is nowhere was discarded, not moved.
-                if changed && place != PagePlace::Absent && self.moved.remove(&page).is_some() {
+                let lately = |moved| now.duration_since(moved) < OPPOSED_WITHIN;
+                if changed
+                    && place != PagePlace::Absent
+                    && self.moved.remove(&page).is_some_and(lately)
+                {
                     tenant.counters.add(Counter::OpposedMoves, 1);
                     if self.alone.len() < MOST_REMEMBERED {
                         self.alone.insert(page, now + ALONE_FOR);

@@ -357,13 +357,26 @@ fn socket_directory(value: &DeValue<'_>) -> Result<PathBuf, Refusal> {
     Ok(directory)
 }
 
+/// Names for the file that is made to see whether one can be.
+const PROBE_NAMES: u32 = 64;
+
 /// A directory in which we can make a file. Tried, not guessed from its mode:
 /// read-only file systems and access lists would be guessed wrong.
 fn writable_directory(value: &DeValue<'_>) -> Result<PathBuf, Refusal> {
     let directory = absolute(value)?;
-    let probe = directory.join(format!(".strata-check-{}", std::process::id()));
-    let made = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&probe);
-    match made.and_then(|_| std::fs::remove_file(&probe)) {
+    // Somebody else may try just now, or have been killed when he did.
+    let taken = |error: &std::io::Error| error.kind() == std::io::ErrorKind::AlreadyExists;
+    let mut tried = (0..PROBE_NAMES).map(|number| {
+        let probe = directory.join(format!(".strata-check-{}-{number}", std::process::id()));
+        std::fs::OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(&probe)
+            .and_then(|_| std::fs::remove_file(&probe))
+    });
+    let last = tried.find(|made| !made.as_ref().is_err_and(taken));
+    match last.unwrap_or_else(|| Err(std::io::ErrorKind::AlreadyExists.into())) {
         Ok(()) => Ok(directory),
         Err(error) => Err((
             format!("cannot write to {}: {error}", directory.display()),

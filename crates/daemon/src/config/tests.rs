@@ -104,6 +104,22 @@ fn every_key_is_read_and_printing_it_reads_the_same() {
 }
 
 #[test]
+fn a_directory_can_be_tried_by_several_at_once_and_after_one_that_was_killed() {
+    let directory = std::env::temp_dir().join(format!("strata-probed-{}", std::process::id()));
+    std::fs::create_dir(&directory).expect("a directory");
+    let left = directory.join(format!(".strata-check-{}-0", std::process::id()));
+    std::fs::write(&left, "").expect("a file");
+    let text = format!("tier_path = {directory:?}\ntier_limit = \"20MiB\"");
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| (0..200).for_each(|_| drop(parse(&text).expect("writable"))));
+        }
+    });
+    std::fs::remove_file(&left).expect("the file is still there");
+    std::fs::remove_dir(&directory).expect("nothing else is");
+}
+
+#[test]
 fn each_slip_is_named_with_its_line_and_its_cure() {
     for (text, expected) in [
         ("\nmetrcis = \"127.0.0.1:1\"", "t.toml:2: metrcis: unknown key; did you mean metrics?"),

@@ -163,7 +163,7 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
     let mut ahead = Ahead::default();
     let mut reads = Reads::new(space, tenant);
     let mut served = false;
-    let (mut retry_after, mut was_changing) = (RETRY_AFTER, false);
+    let mut changes_after: Option<Duration> = None;
     let mut follow = Follow { looked: Instant::now(), cpu: None };
     let Some(poller) = poller(space, tenant) else { return };
     while !space.is_gone() {
@@ -176,7 +176,7 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
             let (read, hot) = (reads.patience(), ahead.patience());
             Some(read.into_iter().chain(hot).min())
         } else {
-            Some(Some(retry_after))
+            Some(Some(changes_after.unwrap_or(RETRY_AFTER)))
         };
         let kicked = match wait.map(|timeout| poller.wait(timeout)) {
             None => false,
@@ -250,12 +250,8 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
                 Served::Defer | Served::Again => space.uffd.wake(one_page(fault.address)),
             }
         }
-        retry_after = match (changing, was_changing) {
-            (false, _) => RETRY_AFTER,
-            (true, false) => CHANGES_AFTER,
-            (true, true) => RETRY_AFTER.min(retry_after * 2),
-        };
-        was_changing = changing;
+        let next = changes_after.map_or(CHANGES_AFTER, |last| RETRY_AFTER.min(last * 2));
+        changes_after = changing.then_some(next);
         // Before anything is brought ahead: who waits for a device waits longest.
         reads.begin(tenant);
         served |= reads.land(space, tenant, &mut page, &mut deferred);

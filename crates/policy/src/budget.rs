@@ -26,7 +26,7 @@ const LOW_MAX_BYTES: u64 = 64 * MIB;
 /// Who evicts evicts at least so many pages, or as many as the low mark has: a few
 /// at a time cost as many commands, messages and moments in which no fault can be
 /// served as a full batch, and beside faults that keep coming the rest is always few.
-const LEAST_EVICTION_PAGES: u64 = 256;
+const LEAST_EVICTION_PAGES: u64 = strata_units::wire::BATCH_PAGES as u64;
 
 /// What may stay staged when nothing presses: this part of the budget. Staged
 /// pages spare a decompression when they were warm and cost a whole page.

@@ -189,14 +189,22 @@ mod tests {
             for &page in &pages {
                 world.write(page, round + page as u8);
             }
-            let held = world.tenant.hold_memory();
-            assert_eq!(held.len(), 1);
-            assert_eq!(world.tenant.memory_held.load(Ordering::Relaxed), 1);
-            drop(held);
             let hangs = Instant::now() + Duration::from_secs(60);
-            while world.tenant.memory_held.load(Ordering::Relaxed) > 0 {
-                assert!(Instant::now() < hangs, "the reader reads for ever");
-                std::thread::sleep(LOOK_EVERY);
+            let readers = || world.tenant.memory_held.load(Ordering::Relaxed);
+            loop {
+                let held = world.tenant.hold_memory();
+                // On a busy machine a reader may come later than it is waited for.
+                let made = !held.is_empty();
+                assert!(!made || readers() == 1);
+                drop(held);
+                while readers() > 0 {
+                    assert!(Instant::now() < hangs, "the reader reads for ever");
+                    std::thread::sleep(LOOK_EVERY);
+                }
+                if made {
+                    break;
+                }
+                assert!(Instant::now() < hangs, "the memory is never held");
             }
             world.evict_all(&pages);
             for &page in &pages {

@@ -4,7 +4,8 @@
 //! per key. While a write is under way a reader may see the old value or the
 //! new one, nothing else: `acknowledged` and `sent` bound what is right. A hash
 //! of the newest value makes the common check cost a hash instead of building
-//! the record; whatever the hash does not confirm is compared byte for byte.
+//! the record; whatever the hash does not confirm is compared byte for byte. Its
+//! seed is the version: one that was stored too late confirms nothing.
 
 use crate::records::Records;
 use anyhow::{Context, Result, bail};
@@ -13,12 +14,12 @@ use std::{
     path::Path,
     sync::atomic::{AtomicU32, AtomicU64, Ordering::SeqCst},
 };
-use xxhash_rust::xxh3::xxh3_64;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 struct Key {
     acknowledged: AtomicU32,
     sent: AtomicU32,
-    /// Hash of the value of version `sent`; 0 when not known.
+    /// Hash of some version's value, mostly that of `sent`.
     hash: AtomicU64,
 }
 
@@ -46,8 +47,9 @@ impl Expect {
     /// Writes the value of the current version to `out` and keeps its hash.
     pub(crate) fn current(&self, index: u64, out: &mut Vec<u8>) {
         let key = &self.keys[index as usize];
-        self.records.fill(index, key.sent.load(SeqCst), out);
-        key.hash.store(xxh3_64(out), SeqCst);
+        let version = key.sent.load(SeqCst);
+        self.records.fill(index, version, out);
+        key.hash.store(hash_of(version, out), SeqCst);
     }
 
     /// The next version's value, for a write that is about to be sent.
@@ -55,11 +57,8 @@ impl Expect {
         let key = &self.keys[index as usize];
         let version = key.sent.load(SeqCst) + 1;
         self.records.fill(index, version, out);
-        // A reader between the two stores sees the new version with no hash
-        // and takes the slow way.
-        key.hash.store(0, SeqCst);
         key.sent.store(version, SeqCst);
-        key.hash.store(xxh3_64(out), SeqCst);
+        key.hash.store(hash_of(version, out), SeqCst);
     }
 
     /// The server has confirmed the oldest unconfirmed write of this key.
@@ -76,16 +75,20 @@ impl Expect {
     /// `oldest` was the confirmed version and has been answered now.
     pub(crate) fn admits(&self, index: u64, oldest: u32, value: &[u8]) -> bool {
         let key = &self.keys[index as usize];
-        let hash = key.hash.load(SeqCst);
-        if hash != 0 && hash == xxh3_64(value) {
+        let newest = key.sent.load(SeqCst);
+        let hash = hash_of(newest, value);
+        if hash == key.hash.load(SeqCst) {
             return true;
         }
-        let newest = key.sent.load(SeqCst);
         let mut record = Vec::new();
-        (oldest..=newest).rev().any(|version| {
+        let found = (oldest..=newest).rev().find(|&version| {
             self.records.fill(index, version, &mut record);
             record == value
-        })
+        });
+        if found == Some(newest) {
+            key.hash.store(hash, SeqCst);
+        }
+        found.is_some()
     }
 
     /// Writes all versions to a file, for a later `verify` by another process.
@@ -111,10 +114,13 @@ impl Expect {
             let version = u32::from_le_bytes(chunk.try_into().expect("chunks of four"));
             key.sent.store(version, SeqCst);
             key.acknowledged.store(version, SeqCst);
-            key.hash.store(0, SeqCst);
         }
         Ok(())
     }
+}
+
+fn hash_of(version: u32, value: &[u8]) -> u64 {
+    xxh3_64_with_seed(value, u64::from(version))
 }
 
 #[cfg(test)]
@@ -147,6 +153,21 @@ mod tests {
         assert!(!expect.admits(3, after, &value(4, 1)), "another key's value");
         // A read sent before the confirmation may still return the old value.
         assert!(expect.admits(3, before, &value(3, 0)));
+    }
+
+    #[test]
+    fn what_was_right_is_recognised_by_its_hash_until_it_is_replaced() {
+        let expect = Expect::new(Records::new(1), 1);
+        let mut out = Vec::new();
+        assert!(expect.admits(0, 0, &value(0, 0)));
+        let late = expect.keys[0].hash.load(SeqCst);
+        assert_eq!(late, hash_of(0, &value(0, 0)));
+        expect.begin_write(0, &mut out);
+        expect.confirm_write(0);
+        expect.keys[0].hash.store(late, SeqCst);
+        assert!(!expect.admits(0, 1, &value(0, 0)), "a lost write");
+        assert!(expect.admits(0, 1, &value(0, 1)));
+        assert_eq!(expect.keys[0].hash.load(SeqCst), hash_of(1, &value(0, 1)));
     }
 
     #[test]

@@ -34,8 +34,8 @@ pub(crate) use ahead::MOST_HOT;
 /// How long a fault that found no DRAM left waits before it is tried again.
 const RETRY_AFTER: Duration = Duration::from_micros(500);
 /// How long one that found its address space changing waits at first, twice as long
-/// each time. Mostly the agent has emptied its transfer range and only has to run, on
-/// this CPU perhaps, to say so; a yield would have this thread run last from then on.
+/// each time. Mostly the thread that changes it only has to run, on this CPU perhaps,
+/// to say so; a yield would have this thread run last from then on.
 const CHANGES_AFTER: Duration = Duration::from_micros(25);
 /// No fault waits longer than this for DRAM: a tenant over its budget is better
 /// than one that hangs.

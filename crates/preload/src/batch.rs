@@ -11,6 +11,7 @@ use strata_units::wire::{
     RESULT_PENDING, TRANSFER_PAGES,
 };
 
+use crate::block::TRANSFER_BYTES;
 use crate::kernel::{self, Fd};
 
 /// How often to see whether the daemon that keeps us waiting still lives.
@@ -54,7 +55,7 @@ pub(crate) fn execute(
         return Progress::Done;
     }
     if command == Command::Discard as u32 {
-        discard(transfer, first_slot, count);
+        discard(userfaultfd, transfer, first_slot, count);
         return Progress::Done;
     }
     let entries = &control.entries[..count.min(BATCH_PAGES)];
@@ -184,19 +185,31 @@ fn leave(control: &Control) {
     }
 }
 
-/// Drops transfer slots.
-fn discard(transfer: u64, first_slot: usize, count: usize) {
+/// Drops transfer slots, in memory that is not registered meanwhile: of what is
+/// dropped in registered memory the kernel tells the daemon, and no page is put
+/// anywhere until that has listened and this thread has run again.
+///
+/// Nobody takes a dropped page's zeroes for content: the daemon reads slots only
+/// between commands, and after one whose end it did not see it looks first which
+/// pages are there.
+fn discard(userfaultfd: &Fd, transfer: u64, first_slot: usize, count: usize) {
     let first = first_slot.min(TRANSFER_PAGES);
     let bytes = count.min(TRANSFER_PAGES - first) * PAGE_SIZE;
     let address = transfer + (first * PAGE_SIZE) as u64;
     // SAFETY: slots of the transfer range, whose content the daemon has taken
     // before it gave this command.
     let drop_slots = || unsafe { kernel::advise(address, bytes, libc::MADV_DONTNEED) };
-    if drop_slots() == -libc::EINVAL && kernel::unlock(transfer, TRANSFER_PAGES * PAGE_SIZE) {
+    let unregistered = kernel::unregister(userfaultfd, transfer, TRANSFER_BYTES);
+    if drop_slots() == -libc::EINVAL && kernel::unlock(transfer, TRANSFER_BYTES) {
         // The program has called `mlockall`, which covers the transfer range
         // too. Unlocked, it takes no more of the program's locked pages: MOVE
         // wants both sides alike.
         drop_slots();
+    }
+    if unregistered {
+        // Without memory for it nothing is moved there until the daemon does it,
+        // as whenever it looks at the process's mappings.
+        kernel::register(userfaultfd, transfer, TRANSFER_BYTES);
     }
 }
 

@@ -16,8 +16,15 @@ const USERFAULTFD_IOC_NEW: u64 = 0xAA00;
 /// than it.
 const UFFDIO_MOVE: u64 = iowr(0xAA, 0x05, size_of::<UffdioMove>());
 
+/// `_IOWR(0xAA, 0x00, struct uffdio_register)`.
+const UFFDIO_REGISTER: u64 = iowr(0xAA, 0x00, size_of::<UffdioRegister>());
+/// `_IOR(0xAA, 0x01, struct uffdio_range)`.
+const UFFDIO_UNREGISTER: u64 = 0x8010_AA01;
+const UFFDIO_REGISTER_MODE_MISSING: u64 = 1;
+
 const _: () = assert!(size_of::<UffdioMove>() == 40);
 const _: () = assert!(UFFDIO_MOVE == 0xC028_AA05);
+const _: () = assert!(UFFDIO_REGISTER == 0xC020_AA00);
 
 /// `struct uffdio_move`.
 #[repr(C)]
@@ -27,6 +34,15 @@ struct UffdioMove {
     len: u64,
     mode: u64,
     moved: i64,
+}
+
+/// `struct uffdio_register`, whose first two fields are `struct uffdio_range`.
+#[repr(C)]
+struct UffdioRegister {
+    start: u64,
+    len: u64,
+    mode: u64,
+    ioctls: u64,
 }
 
 const fn iowr(group: u64, number: u64, size_bytes: usize) -> u64 {
@@ -142,6 +158,23 @@ pub(crate) unsafe fn move_pages(
         }
         Err(error) => (moved, -error),
     }
+}
+
+/// Has whoever touches a missing page of a range wait for the daemon.
+pub(crate) fn register(userfaultfd: &Fd, start: u64, length_bytes: usize) {
+    let mode = UFFDIO_REGISTER_MODE_MISSING;
+    let mut request = UffdioRegister { start, len: length_bytes as u64, mode, ioctls: 0 };
+    let arguments = [userfaultfd.word(), UFFDIO_REGISTER, &raw mut request as u64, 0, 0, 0];
+    // SAFETY: the request is valid for the call, which changes no content.
+    let _ = unsafe { call(libc::SYS_ioctl, arguments) };
+}
+
+/// Ends that, where it was so: what is missing in a range reads zero.
+pub(crate) fn unregister(userfaultfd: &Fd, start: u64, length_bytes: usize) -> bool {
+    let request = [start, length_bytes as u64];
+    let arguments = [userfaultfd.word(), UFFDIO_UNREGISTER, request.as_ptr() as u64, 0, 0, 0];
+    // SAFETY: the request, a range, is valid for the call, which reads it.
+    unsafe { call(libc::SYS_ioctl, arguments) }.is_ok()
 }
 
 /// `madvise`: 0 or a negative errno.

@@ -530,26 +530,60 @@ fn the_agent_takes_no_signals_of_the_program() {
     assert_eq!(blocked_signals(space.pid, space.pid.cast_unsigned()), 0);
 }
 
+/// A program with one page moved away, which the daemon has.
+fn one_page_away(daemon: &Daemon) -> (Program, Space, u64, Vec<u8>) {
+    let mut program = Program::start(daemon);
+    let space = daemon.manage();
+    let memory = program.fill(PAGES);
+    space.register(memory, PAGES);
+    space.register_transfer();
+    assert_eq!(space.batch(Command::Move, &[memory], 0), [0]);
+    let page = raw::read_memory(space.pid, space.hello.transfer, PAGE_SIZE).expect("readable");
+    space.served.stored.lock().expect("no panic").insert(memory, page.clone());
+    (program, space, memory, page)
+}
+
+#[test]
+fn discarding_is_done_while_nobody_reads_messages() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    let (mut program, mut space, memory, page) = one_page_away(&daemon);
+    space.stop();
+    space.give(Command::Discard, &[], 0, TRANSFER_PAGES as u32);
+    space.done(0);
+    let userfaultfd = &space.served.userfaultfd;
+    assert!(!raw::readable(userfaultfd, 0), "a message about slots");
+    // The space does not change: pages can be put in place.
+    assert_eq!(raw::fill(userfaultfd, memory, &page), Ok(()));
+    // Whoever reads a slot waits again, instead of reading zeroes.
+    let (pid, transfer) = (space.pid, space.hello.transfer);
+    let reader = std::thread::spawn(move || raw::read_memory(pid, transfer, PAGE_SIZE));
+    assert!(raw::readable(userfaultfd, 10_000), "a fault");
+    let (_, _, address) = raw::event(userfaultfd).expect("a fault");
+    assert_eq!(address, transfer);
+    assert_eq!(raw::fill(userfaultfd, transfer, &page), Ok(()));
+    assert_eq!(reader.join().expect("no panic"), Ok(page));
+    let _space = {
+        let stored = space.lose();
+        daemon.accept().resume(stored)
+    };
+    assert_eq!(program.ask("verify"), "0");
+}
+
 #[test]
 fn an_agent_that_waits_for_a_dead_daemon_can_be_freed() {
     if cannot_run() {
         return;
     }
     let daemon = Daemon::new();
-    let mut program = Program::start(&daemon);
-    let mut space = daemon.manage();
-    let memory = program.fill(PAGES);
-    space.register(memory, PAGES);
-    space.register_transfer();
-    assert_eq!(space.batch(Command::Move, &[memory], 0), [0]);
-    let page = raw::read_memory(space.pid, space.hello.transfer, PAGE_SIZE).expect("readable");
-    space.served.stored.lock().expect("no panic").insert(memory, page);
-
-    // The daemon dies between a Discard and reading its event: the agent stands
-    // in the kernel and cannot call.
+    let (mut program, mut space, memory, page) = one_page_away(&daemon);
+    // The daemon dies between a Populate and its fault: the agent stands in the
+    // kernel and cannot call.
     space.stop();
-    space.give(Command::Discard, &[], 0, 1);
-    assert!(raw::readable(&space.served.userfaultfd, 10_000), "an event");
+    space.give(Command::Populate, &[memory], 0, 1);
+    assert!(raw::readable(&space.served.userfaultfd, 10_000), "a fault");
     let pid = space.pid;
     let stored = space.lose();
 
@@ -558,7 +592,9 @@ fn an_agent_that_waits_for_a_dead_daemon_can_be_freed() {
     let is_userfaultfd = |target: &str| target.contains("userfaultfd");
     let (number, _) = descriptors.iter().find(|(_, t)| is_userfaultfd(t)).expect("its own");
     let taken = raw::take_descriptor(agent, *number);
-    assert!(raw::event(&taken).is_some(), "the event that the agent waits for");
+    let (_, _, address) = raw::event(&taken).expect("the fault that the agent waits for");
+    assert_eq!(address, memory);
+    assert_eq!(raw::fill(&taken, memory, &page), Ok(()));
     drop(taken);
     let _space = daemon.accept().resume(stored);
     assert_eq!(program.ask("verify"), "0");

@@ -30,6 +30,9 @@ pub const MOST_PAGES: usize = 1024;
 const LEAST_PAGES: usize = 48;
 /// Samples a page after which an epoch may end.
 pub const EPOCH_RETURNS: f64 = 4.0;
+/// Epochs whose times differ by more than this factor tell no drift: the short one
+/// foretells worse than either half of both, also when nothing has changed.
+pub const UNLIKE: f64 = 2.0;
 
 /// Pages that lie so close are left out of the sample together when its error is
 /// estimated.
@@ -157,6 +160,8 @@ pub struct Sampler {
     returns_now: f64,
     /// Epochs that have ended.
     epochs: u64,
+    /// When the last of them began, and the one under way.
+    begun: [f64; 2],
     /// Of an epoch, the half of its time that is under way.
     half: usize,
 }
@@ -170,6 +175,7 @@ impl Default for Sampler {
             queue: VecDeque::new(),
             returns_now: 0.0,
             epochs: 0,
+            begun: [0.0; 2],
             half: 0,
         }
     }
@@ -327,6 +333,7 @@ impl Sampler {
         }
         self.returns_now = 0.0;
         self.epochs += 1;
+        self.begun = [self.begun[1], now];
     }
 
     /// Epochs that have ended.
@@ -348,10 +355,14 @@ impl Sampler {
     /// The pages that one part of the time takes for hottest are kept, and what the
     /// other part misses is counted: once with the halves that take turns, which
     /// saw the same, once with one epoch against the other. Chance mistakes as many
-    /// pages in the one as in the other. The second figure is the standard error.
-    /// None: too little was seen.
+    /// pages in the one as in the other, if the epochs are about as long. The second
+    /// figure is the standard error. None: too little was seen, or they are not.
     #[must_use]
-    pub fn drift(&self) -> Option<(f64, f64)> {
+    pub fn drift(&self, now: f64) -> Option<(f64, f64)> {
+        let (before, this) = (self.begun[1] - self.begun[0], now - self.begun[1]);
+        if before.max(this) > before.min(this) * UNLIKE {
+            return None;
+        }
         let mut pages = Vec::new();
         for (&page, watch) in &self.pages {
             let parts = [watch.half(0), watch.half(1), watch.epoch(0), watch.epoch(1)];

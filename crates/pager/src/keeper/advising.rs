@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use strata_policy::advice::Facts;
 use strata_policy::budget::Observation;
-use strata_policy::sampler::{EPOCH_RETURNS, Sampler};
+use strata_policy::sampler::{EPOCH_RETURNS, Sampler, UNLIKE};
 use strata_store::StoreStats;
 use strata_sys::process_time;
 use strata_units::{PAGES_PER_LEAF, PageId};
@@ -42,6 +42,9 @@ const FIRST_LEAVES: usize = 64;
 const LEAVES: usize = 8;
 /// An epoch lasts at least and at most so long.
 const EPOCH: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(15));
+/// But for a tenant that has had much less processor time than in the one before:
+/// no drift could be told.
+const LONGEST_EPOCH: Duration = Duration::from_secs(60);
 /// There is something to say after so long, if not after an epoch.
 const FIRST_WORD: Duration = Duration::from_secs(10);
 /// Its halves take turns so often.
@@ -246,13 +249,15 @@ impl Advising {
         let (begun, processor) = self.epochs[1];
         let lasted = now.0.duration_since(begun);
         let enough = self.sampler.epoch_returns() >= EPOCH_RETURNS && lasted >= EPOCH.0;
+        let had = now.1 - processor;
+        let alike = had * UNLIKE >= processor - self.epochs[0].1;
         if self.searches == 0
-            || now.1 - processor < LEAST_PROCESSOR_SECONDS
-            || !(enough || lasted >= EPOCH.1)
+            || had < LEAST_PROCESSOR_SECONDS
+            || !(alike && (enough || lasted >= EPOCH.1) || lasted >= LONGEST_EPOCH)
         {
             return;
         }
-        self.drift = (self.sampler.epochs() > 0).then(|| self.sampler.drift()).flatten();
+        self.drift = self.sampler.drift(now.1).or(self.drift);
         self.sampler.end_epoch(now.1);
         self.epochs = [self.epochs[1], now];
         self.waits = [self.waits[1], Waits::read(tenant)];

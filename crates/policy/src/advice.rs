@@ -6,12 +6,14 @@
 //! thread wait for `c` seconds, the work of a second takes `1 + m c`, and the loss
 //! is `m c / (1 + m c)`. A thread that has other things to wait for loses less.
 
+use crate::budget::{KEPT_PART, KEPT_TIMES, LOW_PART, STAGED_PART, STAGED_PART_OF_OUT};
 use crate::curve::Curve;
 
 const PAGE_BYTES: f64 = strata_units::PAGE_SIZE as f64;
-/// Part of a budget that is not there for pages in place or stored: what is kept
-/// free ahead of demand, staged pages, kept copies (see [`crate::budget`]).
-const SPARE_PART: f64 = 1.0 / 32.0;
+/// Part of a budget that is kept free ahead of demand: between the marks.
+const SPARE_PART: f64 = 1.5 / LOW_PART as f64;
+/// Halvings of what is searched for.
+const HALVINGS: usize = 48;
 /// Points of a curve, by the share of the pages that has room.
 const POINTS: usize = 40;
 /// Part of the budget above which stored pages go to the file tier.
@@ -41,14 +43,35 @@ impl Facts {
     /// The share of the pages that has room within a budget.
     #[must_use]
     pub fn room(&self, budget_bytes: f64) -> f64 {
-        let usable = budget_bytes * (1.0 - SPARE_PART) - self.fixed_bytes;
-        let stored = self.stored_page_bytes.min(PAGE_BYTES - 1.0);
-        let mut pages = (usable - self.pages * stored) / (PAGE_BYTES - stored);
-        let most_stored = budget_bytes * STORED_PART;
-        if self.has_file_tier && (self.pages - pages) * stored > most_stored {
-            pages = (usable - most_stored) / PAGE_BYTES;
+        let (mut low, mut high) = (0.0, self.pages);
+        if self.cost_bytes(high, budget_bytes) <= budget_bytes {
+            return 1.0;
         }
-        (pages / self.pages.max(1.0)).clamp(0.0, 1.0)
+        for _ in 0..HALVINGS {
+            let middle = f64::midpoint(low, high);
+            if self.cost_bytes(middle, budget_bytes) <= budget_bytes {
+                low = middle;
+            } else {
+                high = middle;
+            }
+        }
+        low / self.pages.max(1.0)
+    }
+
+    /// What the tenant costs with so many pages in place: they, the others in the
+    /// store, what of these stays staged and what copies are kept
+    /// ([`crate::budget`]), and what is kept free.
+    fn cost_bytes(&self, in_place: f64, budget_bytes: f64) -> f64 {
+        let out = self.pages - in_place;
+        let stored = out * self.stored_page_bytes.min(PAGE_BYTES - 1.0);
+        let most_stored =
+            if self.has_file_tier { budget_bytes * STORED_PART } else { f64::INFINITY };
+        let staged =
+            (budget_bytes / STAGED_PART as f64).min(out * PAGE_BYTES / STAGED_PART_OF_OUT as f64);
+        let kept = (budget_bytes / KEPT_PART as f64)
+            .min(stored * KEPT_TIMES as f64 * (out / in_place.max(1.0)).min(1.0));
+        let spare = budget_bytes * SPARE_PART;
+        in_place * PAGE_BYTES + stored.min(most_stored) + staged + kept + spare + self.fixed_bytes
     }
 
     /// The least budget that has room for a share of the pages.
@@ -56,7 +79,7 @@ impl Facts {
     pub fn budget_bytes(&self, room: f64) -> f64 {
         let (mut low, mut high) =
             (0.0, (self.fixed_bytes + self.pages * PAGE_BYTES) / (1.0 - SPARE_PART) + PAGE_BYTES);
-        for _ in 0..48 {
+        for _ in 0..HALVINGS {
             let middle = f64::midpoint(low, high);
             if self.room(middle) >= room && middle >= self.least_bytes() {
                 high = middle;
@@ -163,9 +186,11 @@ pub fn budget_for(points: &[Point], limit: f64, of: impl Fn(&Point) -> f64) -> O
     Some(before.budget_bytes + (span * part.clamp(0.0, 1.0)).ceil() as u64)
 }
 
-/// Shares out `total_bytes` so that the sum of the losses is least. Each tenant is
-/// its curve, of at least one point; it gets at least its first budget and at most
-/// its last. None: the first budgets are more than there is.
+/// Shares out `total_bytes` so that the sum of the losses is least, each counted half
+/// way to its bound: where little is known, or a little less DRAM would cost much, a
+/// mistake costs more than it can win. Each tenant is its curve, of at least one
+/// point; it gets at least its first budget and at most its last. None: the first
+/// budgets are more than there is.
 ///
 /// Curves are replaced by their lower convex hulls, whose segments are served by
 /// what a byte saves. For the hulls that is the least sum (Fox 1966: marginal
@@ -181,7 +206,7 @@ pub fn share_out(tenants: &[Vec<Point>], total_bytes: u64) -> Option<Vec<u64>> {
         let hull = lower_hull(points);
         for pair in hull.windows(2) {
             let bytes = pair[1].budget_bytes - pair[0].budget_bytes;
-            let saved = (pair[0].loss - pair[1].loss).max(0.0);
+            let saved = (expected(pair[0]) - expected(pair[1])).max(0.0);
             segments.push((saved / bytes.max(1) as f64, tenant, bytes));
         }
     }
@@ -198,12 +223,18 @@ pub fn share_out(tenants: &[Vec<Point>], total_bytes: u64) -> Option<Vec<u64>> {
     Some(budgets)
 }
 
+/// See [`share_out`].
+fn expected(point: Point) -> f64 {
+    f64::midpoint(point.loss, point.loss_at_most.max(point.loss))
+}
+
 fn lower_hull(points: &[Point]) -> Vec<Point> {
     let mut hull: Vec<Point> = Vec::new();
     for &point in points {
         while let [.., a, b] = hull[..] {
             let slope = |from: Point, to: Point| {
-                (to.loss - from.loss) / (to.budget_bytes - from.budget_bytes).max(1) as f64
+                (expected(to) - expected(from))
+                    / (to.budget_bytes - from.budget_bytes).max(1) as f64
             };
             if slope(b, point) > slope(a, b) {
                 break;

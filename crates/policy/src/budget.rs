@@ -18,7 +18,7 @@ const LOOK_MIN_US: u64 = 1_000;
 const LOOK_MAX_US: u64 = 250_000;
 
 /// Free memory below which eviction starts: this part of the budget...
-const LOW_PART: u64 = 256;
+pub const LOW_PART: u64 = 256;
 /// ...within these bounds, but never more than an eighth of the budget.
 const LOW_MIN_BYTES: u64 = MIB;
 const LOW_MAX_BYTES: u64 = 64 * MIB;
@@ -28,12 +28,20 @@ const LOW_MAX_BYTES: u64 = 64 * MIB;
 /// served as a full batch, and beside faults that keep coming the rest is always few.
 const LEAST_EVICTION_PAGES: u64 = strata_units::wire::BATCH_PAGES as u64;
 
-/// What may stay staged when nothing presses: this part of the budget. Staged
-/// pages spare a decompression when they were warm and cost a whole page.
-const STAGED_PART: u64 = 64;
-/// What kept copies of resident pages may cost: this part of the budget. They
-/// spare a compression per eviction; more of them would cost resident pages.
-const KEPT_PART: u64 = 32;
+/// What may stay staged when nothing presses: this part of the budget, and of what
+/// is out. Staged pages spare a decompression when they were warm and cost a whole
+/// page: where few are out, as many more would have to be.
+pub const STAGED_PART: u64 = 64;
+/// See [`STAGED_PART`].
+pub const STAGED_PART_OF_OUT: u64 = 8;
+/// What kept copies of resident pages may cost: this part of the budget, and what the
+/// pages out cost times so many times their number over that of resident ones. They
+/// spare a compression per eviction and cost resident pages: with a third as many out
+/// as in place the one is worth the other, with few out every page more is many more
+/// misses.
+pub const KEPT_PART: u64 = 32;
+/// See [`KEPT_PART`].
+pub const KEPT_TIMES: u64 = 2;
 /// Where hardly any does, they get less: enough to notice when that changes.
 const FEW_UNCHANGED_PERCENT: u64 = 25;
 const KEPT_PART_USELESS: u64 = 256;
@@ -196,18 +204,24 @@ pub fn decide(seen: &Observation) -> Actions {
     let worth_it = (fast_page - dense_page) * 16 >= fast_page;
     let repack_gain = if worth_it { fast_page - dense_page } else { 0 };
 
+    let packed = seen.fast.cost_bytes + seen.dense.cost_bytes;
     // Kept copies are a luxury: what exceeds its share goes first. The share
     // itself stays while pages come and go (that is when it spares
     // compressions), but not beyond the budget.
-    let kept = seen.kept_cost_bytes.min(seen.fast.cost_bytes + seen.dense.cost_bytes);
-    let share = budget / kept_part(seen);
+    let kept = seen.kept_cost_bytes.min(packed);
+    let out_cost = packed - kept;
+    let out_pages = out_cost / landing_page;
+    let times = out_pages as f64 / (seen.resident_bytes / PAGE_BYTES).max(1) as f64;
+    let worthy = out_cost as f64 * times.min(1.0) * KEPT_TIMES as f64;
+    let share = (budget / kept_part(seen)).min(worthy as u64);
     actions.drop_kept_bytes = kept.min(over.max(kept.saturating_sub(share)));
     actions.keep_copies = kept < share && over == 0;
     need = need.saturating_sub(actions.drop_kept_bytes);
 
     // Staged pages have left already; packing them brings memory soonest.
     let staged_pages = seen.staged_bytes / PAGE_BYTES;
-    let spare_pages = staged_pages.saturating_sub(budget / STAGED_PART / PAGE_BYTES);
+    let staged_share = (budget / STAGED_PART / PAGE_BYTES).min(out_pages / STAGED_PART_OF_OUT);
+    let spare_pages = staged_pages.saturating_sub(staged_share);
     actions.settle_pages = match pages_for(need, settle_gain) {
         Some(pages) => staged_pages.min(pages.max(spare_pages)),
         None => 0,
@@ -228,7 +242,7 @@ pub fn decide(seen: &Observation) -> Actions {
     need = need.saturating_sub(to_store * settle_gain);
 
     // Dense packing: down to its share of the budget, or as far as the need goes.
-    let stored = seen.fast.cost_bytes + seen.dense.cost_bytes - actions.drop_kept_bytes;
+    let stored = packed - actions.drop_kept_bytes;
     let fast_pages = seen.fast.original_bytes / PAGE_BYTES;
     let excess = need.max(stored.saturating_sub(budget / DENSE_PART));
     actions.repack_pages = pages_for(excess, repack_gain).unwrap_or(0).min(fast_pages);

@@ -215,8 +215,7 @@ fn stored_to_the_brim(fast_ratio: f64, room: Option<u64>) -> Loop {
 fn far_from_the_budget_nothing_happens() {
     let tenant = Loop { mapped: 1000, fast_ratio: 2.0, dense_ratio: 3.0, ..Loop::default() };
     let actions = decide(&Loop { budget_bytes: 1 << 30, ..tenant }.observe());
-    let nothing = Actions { keep_copies: true, ..Actions::default() };
-    assert_eq!(actions, Actions { next_look_us: actions.next_look_us, ..nothing });
+    assert_eq!(actions, Actions { next_look_us: actions.next_look_us, ..Actions::default() });
     // 0.9 GiB at 16 GB/s are 60 ms.
     assert!((50_000..62_000).contains(&actions.next_look_us), "{}", actions.next_look_us);
 }
@@ -353,6 +352,29 @@ fn kept_copies_have_a_share_that_pressure_alone_does_not_take() {
     // Over the budget all of them may go.
     let over = decide(&seen(4, 30));
     assert!(!over.keep_copies && over.drop_kept_bytes == 4 * MIB, "{over:?}");
+}
+
+#[test]
+fn where_few_pages_are_out_nothing_is_kept_that_would_send_more_out() {
+    // 2 % of the pages are out and cost 2 MiB; a 32nd of the budget would be 20.
+    let seen = |kept_bytes: u64, staged_bytes: u64| Observation {
+        budget_bytes: 640 * MIB,
+        resident_bytes: 630 * MIB,
+        evictable_bytes: 600 * MIB,
+        staged_bytes,
+        fast: Packed {
+            original_bytes: 12 * MIB + 6 * kept_bytes,
+            cost_bytes: 2 * MIB + kept_bytes,
+        },
+        kept_cost_bytes: kept_bytes,
+        kept_unchanged_percent: 100,
+        ..Observation::default()
+    };
+    let few = decide(&seen(MIB / 32, MIB));
+    assert!(few.keep_copies && few.drop_kept_bytes == 0 && few.settle_pages == 0, "{few:?}");
+    let many = decide(&seen(4 * MIB, 4 * MIB));
+    assert!(!many.keep_copies && many.drop_kept_bytes > 3 * MIB, "{many:?}");
+    assert!(many.settle_pages * PAGE > 2 * MIB, "{many:?}");
 }
 
 #[test]

@@ -6,7 +6,7 @@
 //! thread wait for `c` seconds, the work of a second takes `1 + m c`, and the loss
 //! is `m c / (1 + m c)`. A thread that has other things to wait for loses less.
 
-use crate::budget::{KEPT_PART, KEPT_TIMES, LOW_PART, STAGED_PART, STAGED_PART_OF_OUT};
+use crate::budget::{KEPT_PART, LOW_PART, kept_share_bytes, staged_share_bytes};
 use crate::curve::Curve;
 
 const PAGE_BYTES: f64 = strata_units::PAGE_SIZE as f64;
@@ -66,10 +66,9 @@ impl Facts {
         let stored = out * self.stored_page_bytes.min(PAGE_BYTES - 1.0);
         let most_stored =
             if self.has_file_tier { budget_bytes * STORED_PART } else { f64::INFINITY };
-        let staged =
-            (budget_bytes / STAGED_PART as f64).min(out * PAGE_BYTES / STAGED_PART_OF_OUT as f64);
-        let kept = (budget_bytes / KEPT_PART as f64)
-            .min(stored * KEPT_TIMES as f64 * (out / in_place.max(1.0)).min(1.0));
+        let staged = staged_share_bytes(budget_bytes, out * PAGE_BYTES);
+        let most_kept = budget_bytes / KEPT_PART as f64;
+        let kept = kept_share_bytes(most_kept, stored, out / in_place.max(1.0));
         let spare = budget_bytes * SPARE_PART;
         in_place * PAGE_BYTES + stored.min(most_stored) + staged + kept + spare + self.fixed_bytes
     }

@@ -18,7 +18,7 @@ const LOOK_MIN_US: u64 = 1_000;
 const LOOK_MAX_US: u64 = 250_000;
 
 /// Free memory below which eviction starts: this part of the budget...
-pub const LOW_PART: u64 = 256;
+pub(crate) const LOW_PART: u64 = 256;
 /// ...within these bounds, but never more than an eighth of the budget.
 const LOW_MIN_BYTES: u64 = MIB;
 const LOW_MAX_BYTES: u64 = 64 * MIB;
@@ -31,17 +31,15 @@ const LEAST_EVICTION_PAGES: u64 = strata_units::wire::BATCH_PAGES as u64;
 /// What may stay staged when nothing presses: this part of the budget, and of what
 /// is out. Staged pages spare a decompression when they were warm and cost a whole
 /// page: where few are out, as many more would have to be.
-pub const STAGED_PART: u64 = 64;
-/// See [`STAGED_PART`].
-pub const STAGED_PART_OF_OUT: u64 = 8;
+const STAGED_PART: f64 = 64.0;
+const STAGED_PART_OF_OUT: f64 = 8.0;
 /// What kept copies of resident pages may cost: this part of the budget, and what the
 /// pages out cost times so many times their number over that of resident ones. They
-/// spare a compression per eviction and cost resident pages: with a third as many out
-/// as in place the one is worth the other, with few out every page more is many more
-/// misses.
-pub const KEPT_PART: u64 = 32;
-/// See [`KEPT_PART`].
-pub const KEPT_TIMES: u64 = 2;
+/// spare a compression per eviction and cost resident pages: with few out every page
+/// more is many more misses (docs/measurements.md, "A budget that is a little too
+/// small").
+pub(crate) const KEPT_PART: u64 = 32;
+const KEPT_TIMES: f64 = 2.0;
 /// Where hardly any does, they get less: enough to notice when that changes.
 const FEW_UNCHANGED_PERCENT: u64 = 25;
 const KEPT_PART_USELESS: u64 = 256;
@@ -211,17 +209,17 @@ pub fn decide(seen: &Observation) -> Actions {
     let kept = seen.kept_cost_bytes.min(packed);
     let out_cost = packed - kept;
     let out_pages = out_cost / landing_page;
-    let times = out_pages as f64 / (seen.resident_bytes / PAGE_BYTES).max(1) as f64;
-    let worthy = out_cost as f64 * times.min(1.0) * KEPT_TIMES as f64;
-    let share = (budget / kept_part(seen)).min(worthy as u64);
+    let out_per_resident = out_pages as f64 / (seen.resident_bytes / PAGE_BYTES).max(1) as f64;
+    let most = (budget / kept_part(seen)) as f64;
+    let share = kept_share_bytes(most, out_cost as f64, out_per_resident) as u64;
     actions.drop_kept_bytes = kept.min(over.max(kept.saturating_sub(share)));
     actions.keep_copies = kept < share && over == 0;
     need = need.saturating_sub(actions.drop_kept_bytes);
 
     // Staged pages have left already; packing them brings memory soonest.
     let staged_pages = seen.staged_bytes / PAGE_BYTES;
-    let staged_share = (budget / STAGED_PART / PAGE_BYTES).min(out_pages / STAGED_PART_OF_OUT);
-    let spare_pages = staged_pages.saturating_sub(staged_share);
+    let staged_share = staged_share_bytes(budget as f64, (out_pages * PAGE_BYTES) as f64) as u64;
+    let spare_pages = staged_pages.saturating_sub(staged_share / PAGE_BYTES);
     actions.settle_pages = match pages_for(need, settle_gain) {
         Some(pages) => staged_pages.min(pages.max(spare_pages)),
         None => 0,
@@ -273,6 +271,17 @@ pub fn decide(seen: &Observation) -> Actions {
     let distance_us = mark.saturating_sub(cost) / GROWTH_BYTES_PER_US;
     actions.next_look_us = distance_us.clamp(LOOK_MIN_US, LOOK_MAX_US);
     actions
+}
+
+/// What may stay staged within a budget while so much is out, before packing.
+pub(crate) fn staged_share_bytes(budget_bytes: f64, out_bytes: f64) -> f64 {
+    (budget_bytes / STAGED_PART).min(out_bytes / STAGED_PART_OF_OUT)
+}
+
+/// What kept copies may cost, `most_bytes` at most, while pages that cost
+/// `out_cost_bytes` are out: so many for each resident page.
+pub(crate) fn kept_share_bytes(most_bytes: f64, out_cost_bytes: f64, out_per_resident: f64) -> f64 {
+    most_bytes.min(out_cost_bytes * KEPT_TIMES * out_per_resident.min(1.0))
 }
 
 fn kept_part(seen: &Observation) -> u64 {

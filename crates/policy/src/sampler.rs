@@ -342,6 +342,12 @@ impl Sampler {
         self.epochs
     }
 
+    /// How long the last epoch was, and how long the one under way has been.
+    #[must_use]
+    pub fn epoch_times(&self, now: f64) -> (f64, f64) {
+        (self.begun[1] - self.begun[0], now - self.begun[1])
+    }
+
     /// What was seen of each page.
     #[must_use]
     pub fn seen(&self, now: f64) -> Vec<Seen> {
@@ -359,7 +365,7 @@ impl Sampler {
     /// figure is the standard error. None: too little was seen, or they are not.
     #[must_use]
     pub fn drift(&self, now: f64) -> Option<(f64, f64)> {
-        let (before, this) = (self.begun[1] - self.begun[0], now - self.begun[1]);
+        let (before, this) = self.epoch_times(now);
         if before.max(this) > before.min(this) * UNLIKE {
             return None;
         }

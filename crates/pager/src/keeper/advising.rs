@@ -124,7 +124,7 @@ pub(super) struct Advising {
     /// Times that all leaves have been searched.
     searches: u64,
     /// Beginnings of the last epoch and of the one under way.
-    epochs: [(Instant, f64); 2],
+    epochs: [Instant; 2],
     drift: Option<(f64, f64)>,
     turned: Instant,
     published: Instant,
@@ -181,7 +181,7 @@ impl Advising {
             probed: Vec::new(),
             next_leaf: 0,
             searches: 0,
-            epochs: [now; 2],
+            epochs: [now.0; 2],
             drift: None,
             turned: now.0,
             published: now.0,
@@ -246,11 +246,10 @@ impl Advising {
             self.turned = now.0;
             self.sampler.turn(now.1);
         }
-        let (begun, processor) = self.epochs[1];
-        let lasted = now.0.duration_since(begun);
+        let lasted = now.0.duration_since(self.epochs[1]);
         let enough = self.sampler.epoch_returns() >= EPOCH_RETURNS && lasted >= EPOCH.0;
-        let had = now.1 - processor;
-        let alike = had * UNLIKE >= processor - self.epochs[0].1;
+        let (before, had) = self.sampler.epoch_times(now.1);
+        let alike = had * UNLIKE >= before;
         if self.searches == 0
             || had < LEAST_PROCESSOR_SECONDS
             || !(alike && (enough || lasted >= EPOCH.1) || lasted >= LONGEST_EPOCH)
@@ -259,7 +258,7 @@ impl Advising {
         }
         self.drift = self.sampler.drift(now.1).or(self.drift);
         self.sampler.end_epoch(now.1);
-        self.epochs = [self.epochs[1], now];
+        self.epochs = [self.epochs[1], now.0];
         self.waits = [self.waits[1], Waits::read(tenant)];
     }
 
@@ -269,16 +268,18 @@ impl Advising {
             return false;
         }
         self.published = now.0;
-        let (begun, processor) = self.epochs[0];
+        let window = now.0.duration_since(self.epochs[0]);
+        let (before, this) = self.sampler.epoch_times(now.1);
+        let processor_seconds = before + this;
         tenant.advisor.publish(Observed {
             seen: self.sampler.seen(now.1),
             facts: facts(tenant, seen, Waits::read(tenant).miss_seconds(self.waits[0])),
-            window: now.0.duration_since(begun),
-            processor_seconds: now.1 - processor,
+            window,
+            processor_seconds,
             is_enough: self.sampler.epochs() > 0
                 || self.searches > 0
-                    && now.0.duration_since(begun) >= FIRST_WORD
-                    && now.1 - processor >= LEAST_PROCESSOR_SECONDS,
+                    && window >= FIRST_WORD
+                    && processor_seconds >= LEAST_PROCESSOR_SECONDS,
             drift: self.drift,
         });
         true

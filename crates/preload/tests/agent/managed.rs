@@ -449,12 +449,7 @@ fn a_command_survives_the_daemon() {
     if cannot_run() {
         return;
     }
-    let daemon = Daemon::new();
-    let mut program = Program::start(&daemon);
-    let mut space = daemon.manage();
-    let memory = program.fill(PAGES);
-    space.register(memory, PAGES);
-    space.register_transfer();
+    let (daemon, program, mut space, memory) = all_registered(PAGES);
     let pages = some(memory, 32);
     assert_eq!(space.batch(Command::Move, &pages, 0), [0, 0]);
 
@@ -531,16 +526,12 @@ fn the_agent_takes_no_signals_of_the_program() {
 }
 
 /// A program with one page moved away, which the daemon has.
-fn one_page_away(daemon: &Daemon) -> (Program, Space, u64, Vec<u8>) {
-    let mut program = Program::start(daemon);
-    let space = daemon.manage();
-    let memory = program.fill(PAGES);
-    space.register(memory, PAGES);
-    space.register_transfer();
+fn one_page_away() -> (Daemon, Program, Space, u64, Vec<u8>) {
+    let (daemon, program, space, memory) = all_registered(PAGES);
     assert_eq!(space.batch(Command::Move, &[memory], 0), [0]);
     let page = raw::read_memory(space.pid, space.hello.transfer, PAGE_SIZE).expect("readable");
     space.served.stored.lock().expect("no panic").insert(memory, page.clone());
-    (program, space, memory, page)
+    (daemon, program, space, memory, page)
 }
 
 #[test]
@@ -548,8 +539,7 @@ fn discarding_is_done_while_nobody_reads_messages() {
     if cannot_run() {
         return;
     }
-    let daemon = Daemon::new();
-    let (mut program, mut space, memory, page) = one_page_away(&daemon);
+    let (daemon, mut program, mut space, memory, page) = one_page_away();
     space.stop();
     space.give(Command::Discard, &[], 0, TRANSFER_PAGES as u32);
     space.done(0);
@@ -565,10 +555,8 @@ fn discarding_is_done_while_nobody_reads_messages() {
     assert_eq!(address, transfer);
     assert_eq!(raw::fill(userfaultfd, transfer, &page), Ok(()));
     assert_eq!(reader.join().expect("no panic"), Ok(page));
-    let _space = {
-        let stored = space.lose();
-        daemon.accept().resume(stored)
-    };
+    let stored = space.lose();
+    let _space = daemon.accept().resume(stored);
     assert_eq!(program.ask("verify"), "0");
 }
 
@@ -577,8 +565,7 @@ fn an_agent_that_waits_for_a_dead_daemon_can_be_freed() {
     if cannot_run() {
         return;
     }
-    let daemon = Daemon::new();
-    let (mut program, mut space, memory, page) = one_page_away(&daemon);
+    let (daemon, mut program, mut space, memory, page) = one_page_away();
     // The daemon dies between a Populate and its fault: the agent stands in the
     // kernel and cannot call.
     space.stop();

@@ -4,7 +4,7 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use strata_policy::gap;
+use strata_policy::{Level, gap};
 use strata_store::Fingerprint;
 use strata_units::{Handle, PageId};
 
@@ -130,11 +130,10 @@ impl Tenant {
     }
 
     /// A page is on the node now and not in DRAM: `before` was its entry, and the
-    /// caller, who holds the gate, has changed it.
-    pub(crate) fn went_to_node(&self, page: PageId, before: Entry) {
+    /// caller, who holds the gate, has changed it. `newcomer`: the census's.
+    pub(crate) fn went_to_node(&self, page: PageId, before: Entry, newcomer: Level) {
         let now = self.counters.get(Counter::PolicyTime) as u32;
         let cell = self.map.age(page);
-        let newcomer = self.census().newcomer();
         cell.store(gap::left(cell.load(Ordering::Relaxed), now, newcomer), Ordering::Relaxed);
         self.node_pages.fetch_add(1, Ordering::Relaxed);
         self.uncharge(before);

@@ -9,18 +9,20 @@
 //! Which pages go is the policy's choice, when is the keeper's
 //! (`crate::keeper::node`).
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
-use std::sync::Arc;
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
+use strata_policy::Level;
 use strata_sys::{NodeRefusal, PagePlace, find_pages, memory_node, move_pages};
-use strata_units::{PAGE_SIZE, PageId};
+use strata_units::{LeafIndex, PAGE_SIZE, PageId};
 
 use crate::counters::Counter;
 use crate::entry::Entry;
 use crate::events::address_of;
-use crate::space::{Space, lock};
+use crate::page_map::Piece;
+use crate::space::{Gate, Space, lock};
 use crate::tenant::Tenant;
 
 /// Pages of one call: the kernel prepares each call at length, and holds locks of
@@ -125,6 +127,7 @@ impl Purse {
 struct Batch {
     moved: Instant,
     space: Arc<Space>,
+    /// In order.
     pages: Vec<PageId>,
 }
 
@@ -141,8 +144,6 @@ pub(crate) struct NodeTier {
     batches: VecDeque<Batch>,
     looked_at: usize,
     batched_pages: usize,
-    /// When a page of them was moved by us.
-    moved: HashMap<PageId, Instant>,
     /// Pages to leave alone, and until when.
     alone: BTreeMap<PageId, Instant>,
 }
@@ -158,7 +159,6 @@ impl NodeTier {
             batches: VecDeque::new(),
             looked_at: 0,
             batched_pages: 0,
-            moved: HashMap::new(),
             alone: BTreeMap::new(),
         }
     }
@@ -166,7 +166,7 @@ impl NodeTier {
     /// What this costs: bounded, and counted in the budget.
     pub(crate) fn memory_bytes(&self) -> usize {
         const EACH: usize = size_of::<(PageId, Instant)>() * 3 / 2;
-        (self.moved.capacity() + self.alone.len()) * EACH + self.batched_pages * size_of::<PageId>()
+        self.alone.len() * EACH + self.batched_pages * size_of::<PageId>()
     }
 
     /// Looks what the node has left, and tells the user when there is none.
@@ -190,14 +190,8 @@ impl NodeTier {
         let is_over = |batch: &Batch| now.duration_since(batch.moved) >= OPPOSED_WITHIN;
         while self.looked_at > 0 && self.batches.front().is_some_and(is_over) {
             self.looked_at -= 1;
-            let Some(Batch { moved, pages, .. }) = self.batches.pop_front() else { return };
-            self.batched_pages -= pages.len();
-            for page in pages {
-                // It may have been moved again.
-                if self.moved.get(&page) == Some(&moved) {
-                    self.moved.remove(&page);
-                }
-            }
+            let Some(batch) = self.batches.pop_front() else { return };
+            self.batched_pages -= batch.pages.len();
         }
     }
 
@@ -315,23 +309,18 @@ impl NodeTier {
         };
         self.purse.spend(pages.len());
         let mut moved = Vec::with_capacity(pages.len());
-        let gate = lock(&space.gate);
+        let mut account = Account::open(tenant, space);
         for ((&page, &address), place) in pages.iter().zip(&addresses).zip(places) {
             let entry = tenant.map.get(page);
-            if place != PagePlace::Node(to) || gate.page(address) != Some(page) || !is_there(entry)
+            if place == PagePlace::Node(to)
+                && is_there(entry)
+                && account.address(page) == Some(address)
+                && account.settle(page, entry, demotes)
             {
-                continue;
-            }
-            if demotes && tenant.map.replace(page, entry, Entry::OnNode) {
-                tenant.went_to_node(page, entry);
-                moved.push(page);
-            } else if !demotes && tenant.map.replace(page, entry, Entry::Resident { shared: false })
-            {
-                tenant.came_from_node(page);
                 moved.push(page);
             }
         }
-        drop(gate);
+        drop(account);
         self.remember(space, &moved, now);
         moved
     }
@@ -358,8 +347,8 @@ impl NodeTier {
             return;
         }
         self.batched_pages += moved.len();
-        self.moved.extend(moved.iter().map(|&page| (page, now)));
-        let pages = moved.to_vec();
+        let mut pages = moved.to_vec();
+        pages.sort_unstable();
         self.batches.push_back(Batch { moved: now, space: Arc::clone(space), pages });
     }
 
@@ -386,34 +375,18 @@ impl NodeTier {
             let (pages, addresses) = in_place(tenant, space, batch, any);
             let Some(pid) = living(space).filter(|_| !pages.is_empty()) else { continue };
             let Ok(places) = self.mover.find(pid, &addresses) else { continue };
-            let gate = lock(&space.gate);
+            let mut account = Account::open(tenant, space);
             for ((&page, &address), place) in pages.iter().zip(&addresses).zip(places) {
                 let entry = tenant.map.get(page);
-                if gate.page(address) != Some(page) {
-                    continue;
-                }
                 let is_there = place == PagePlace::Node(self.spec.node);
-                let changed = if entry == Entry::OnNode && !is_there {
-                    let back = Entry::Resident { shared: false };
-                    let changed = tenant.map.replace(page, entry, back);
-                    if changed {
-                        tenant.came_from_node(page);
-                    }
-                    changed
-                } else if entry.is_own_dram() && is_there {
-                    let changed = tenant.map.replace(page, entry, Entry::OnNode);
-                    if changed {
-                        tenant.went_to_node(page, entry);
-                    }
-                    changed
-                } else {
-                    false
-                };
+                let wrong =
+                    if is_there { entry.is_own_dram() } else { entry == Entry::OnNode };
                 // One that is nowhere was discarded, not moved.
-                let lately = |moved| now.duration_since(moved) < OPPOSED_WITHIN;
-                if changed
+                if wrong
+                    && account.address(page) == Some(address)
+                    && account.settle(page, entry, is_there)
                     && place != PagePlace::Absent
-                    && self.moved.remove(&page).is_some_and(lately)
+                    && self.forget_move(page, now)
                 {
                     tenant.counters.add(Counter::OpposedMoves, 1);
                     if self.alone.len() < MOST_REMEMBERED {
@@ -422,6 +395,71 @@ impl NodeTier {
                 }
             }
         }
+    }
+
+    /// Whether we moved the page within ten seconds; asked once for each move.
+    fn forget_move(&mut self, page: PageId, now: Instant) -> bool {
+        let mut lately = false;
+        for batch in &mut self.batches {
+            if let Ok(at) = batch.pages.binary_search(&page) {
+                batch.pages.remove(at);
+                self.batched_pages -= 1;
+                lately |= now.duration_since(batch.moved) < OPPOSED_WITHIN;
+            }
+        }
+        lately
+    }
+}
+
+/// A space's part of the account, its gate held: what is looked up for a page holds
+/// for its leaf, and neighbours come one after the other.
+struct Account<'a> {
+    tenant: &'a Tenant,
+    space: &'a Space,
+    gate: MutexGuard<'a, Gate>,
+    /// The newest leaf, and where it lies if it is the space's.
+    leaf: Option<(LeafIndex, Option<Piece>)>,
+    newcomer: Level,
+}
+
+impl<'a> Account<'a> {
+    fn open(tenant: &'a Tenant, space: &'a Space) -> Self {
+        let newcomer = tenant.census().newcomer();
+        Self { tenant, space, gate: lock(&space.gate), leaf: None, newcomer }
+    }
+
+    /// Where the page lies, if its leaf is the space's and the space knows it there.
+    fn address(&mut self, page: PageId) -> Option<u64> {
+        let leaf = page.leaf();
+        if self.leaf.is_none_or(|(newest, _)| newest != leaf) {
+            let piece = self.tenant.map.owner(leaf).and_then(|(owner, piece)| {
+                let known = || self.gate.directory.get(&piece) == Some(&leaf);
+                (owner == self.space.id && known()).then_some(piece)
+            });
+            self.leaf = Some((leaf, piece));
+        }
+        let (_, piece) = self.leaf?;
+        Some(address_of(piece?, page.index()))
+    }
+
+    /// Whether the program has it stay in DRAM.
+    fn is_pinned(&self, address: u64) -> bool {
+        self.tenant.holds_pinned(&self.gate, address)
+    }
+
+    /// The page, whose entry was `entry`, is on the node now, or in DRAM; false: it
+    /// has changed since.
+    fn settle(&self, page: PageId, entry: Entry, on_node: bool) -> bool {
+        let now = if on_node { Entry::OnNode } else { Entry::Resident { shared: false } };
+        if !self.tenant.map.replace(page, entry, now) {
+            return false;
+        }
+        if on_node {
+            self.tenant.went_to_node(page, entry, self.newcomer);
+        } else {
+            self.tenant.came_from_node(page);
+        }
+        true
     }
 }
 
@@ -433,14 +471,12 @@ fn in_place(
     pages: &[PageId],
     wanted: impl Fn(Entry) -> bool,
 ) -> (Vec<PageId>, Vec<u64>) {
-    let gate = lock(&space.gate);
+    let mut account = Account::open(tenant, space);
     let found = pages.iter().filter_map(|&page| {
-        let (owner, piece) = tenant.map.owner(page.leaf())?;
-        let address = address_of(piece, page.index());
-        let fits = owner == space.id && gate.page(address) == Some(page);
         let entry = tenant.map.get(page);
-        let stays = || entry != Entry::OnNode && tenant.holds_pinned(&gate, address);
-        (fits && wanted(entry) && !stays()).then_some((page, address))
+        let address = account.address(page).filter(|_| wanted(entry))?;
+        let stays = entry != Entry::OnNode && account.is_pinned(address);
+        (!stays).then_some((page, address))
     });
     found.unzip()
 }

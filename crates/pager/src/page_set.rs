@@ -25,7 +25,7 @@ impl Bits {
         (0..PAGES_PER_LEAF).filter(move |&index| self.has(index))
     }
 
-    fn put(&mut self, pages: std::ops::Range<usize>, there: bool) {
+    pub(crate) fn put(&mut self, pages: std::ops::Range<usize>, there: bool) {
         for index in pages {
             let bit = 1 << (index % 64);
             match there {
@@ -81,6 +81,11 @@ impl PageSet {
 
     pub(crate) fn of(&self, piece: Piece) -> Bits {
         self.0.get(&piece).copied().unwrap_or_default()
+    }
+
+    /// The same, to be changed.
+    pub(crate) fn of_mut(&mut self, piece: Piece) -> &mut Bits {
+        self.0.entry(piece).or_default()
     }
 
     /// The pieces in which there are pages, or were.

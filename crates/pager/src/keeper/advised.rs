@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use strata_store::Source;
 use strata_sys::Range;
 use strata_units::wire::BATCH_PAGES;
-use strata_units::{Handle, HintKind, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
+use strata_units::{Handle, HintKind, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber, SpaceId};
 
 use crate::entry::Entry;
 use crate::handler::MOST_HOT;
@@ -21,7 +21,7 @@ use crate::page_set::PageSet;
 use crate::place::most_pinned_bytes;
 use crate::scan::register_within;
 use crate::settings::Setting;
-use crate::space::{Space, ids_in, lock};
+use crate::space::{Space, ids_in, lock, piece_of};
 
 /// Hints of one space that are begun in a round...
 const HINTS_PER_ROUND: usize = 64;
@@ -232,7 +232,7 @@ impl Keeper<'_> {
         space: &Arc<Space>,
         range: Range,
         spaces: &[Arc<Space>],
-        wanted: impl Fn(u64) -> bool,
+        wanted: impl Fn(PageId) -> bool,
     ) -> bool {
         let pages = self.resident_in(space, range, wanted);
         pages.chunks(BATCH_PAGES).all(|batch| self.evict_batch(space, batch, spaces).is_some())
@@ -242,15 +242,15 @@ impl Keeper<'_> {
         &self,
         space: &Space,
         range: Range,
-        wanted: impl Fn(u64) -> bool,
+        wanted: impl Fn(PageId) -> bool,
     ) -> Vec<PageId> {
         let gate = lock(&space.gate);
         let mut pages = Vec::new();
         for (_, leaf, part) in gate.pages_in(range) {
-            let resident = ids_in(leaf, part).filter(|&(address, page)| {
-                self.tenant.map.get(page).is_resident() && wanted(address)
-            });
-            pages.extend(resident.map(|(_, page)| page));
+            let own = ids_in(leaf, part).map(|(_, page)| page);
+            pages.extend(
+                own.filter(|&page| self.tenant.map.get(page).is_resident() && wanted(page)),
+            );
         }
         pages
     }
@@ -314,6 +314,7 @@ impl Keeper<'_> {
             early.began = Some(Instant::now());
             early.before = std::mem::take(&mut early.now);
         }
+        let tenant = self.tenant;
         for _ in 0..PIECES_PER_ROUND {
             let Some((range, setting)) = early.left.front_mut() else { break };
             let setting = *setting;
@@ -321,12 +322,12 @@ impl Keeper<'_> {
                 early.left.pop_front();
                 continue;
             };
-            let was_there = |address: u64| {
-                early.before.count(Range { start: address, end: address + PAGE }) > 0
-            };
+            let before = early.before.of(piece_of(PageNumber::containing(piece.start)));
+            let was_there = |page: PageId| before.has(page.index());
             // What cannot leave now is met again at the next walk.
             if setting == Setting::Node {
-                let pages = self.resident_in(space, piece, was_there);
+                let in_dram = |page| was_there(page) && tenant.map.get(page).is_own_dram();
+                let pages = self.resident_in(space, piece, in_dram);
                 self.send_to_node(space, &pages);
             } else {
                 self.evictor.densely = true;
@@ -342,13 +343,9 @@ impl Keeper<'_> {
     }
 
     fn note_resident(&self, space: &Space, piece: Range, seen: &mut PageSet) {
-        let gate = lock(&space.gate);
-        for (_, leaf, part) in gate.pages_in(piece) {
-            for (address, page) in ids_in(leaf, part) {
-                if self.tenant.map.get(page).is_resident() {
-                    seen.insert(Range { start: address, end: address + PAGE });
-                }
-            }
+        let bits = seen.of_mut(piece_of(PageNumber::containing(piece.start)));
+        for page in self.resident_in(space, piece, |_| true) {
+            bits.put(page.index()..page.index() + 1, true);
         }
     }
 

@@ -33,7 +33,9 @@ const MOST_PROBES: usize = 64;
 const WARM: Duration = Duration::from_secs(5);
 /// Neighbours of a probe that is back: the policy judges as many together.
 const GROUP_PAGES: usize = 64;
-/// Leaves whose pages are looked for in a look: all of a tenant of 16 GiB within a few
+/// In so many looks each leaf's pages are looked for once...
+const SURVEY_LOOKS: usize = 100;
+/// ...in no look those of more than so many: all of a tenant of 16 GiB within a few
 /// minutes.
 const SURVEYED_LEAVES: usize = 4;
 /// Leaves that are searched for pages to probe or to evict in a look or a round.
@@ -193,7 +195,8 @@ impl Keeper<'_> {
                 break;
             }
         }
-        for _ in 0..SURVEYED_LEAVES {
+        let leaves = (tenant.leaf_count() as usize).div_ceil(SURVEY_LOOKS);
+        for _ in 0..leaves.min(SURVEYED_LEAVES) {
             let Some(leaf) = next_leaf(tenant, &mut node.surveyed) else { continue };
             let pages: Vec<PageId> = pages_of(leaf).collect();
             for (space, pages) in by_space(tenant, pages, spaces) {

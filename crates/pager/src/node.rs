@@ -379,8 +379,7 @@ impl NodeTier {
             for ((&page, &address), place) in pages.iter().zip(&addresses).zip(places) {
                 let entry = tenant.map.get(page);
                 let is_there = place == PagePlace::Node(self.spec.node);
-                let wrong =
-                    if is_there { entry.is_own_dram() } else { entry == Entry::OnNode };
+                let wrong = if is_there { entry.is_own_dram() } else { entry == Entry::OnNode };
                 // One that is nowhere was discarded, not moved.
                 if wrong
                     && account.address(page) == Some(address)

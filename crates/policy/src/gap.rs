@@ -26,6 +26,8 @@
 //! The cell `0` ([`NEW`]) is a page without history. While a page is in DRAM the
 //! time means nothing.
 
+use crate::octave::{exp2, log2};
+
 /// A page that never left, or whose content was discarded.
 pub const NEW: u16 = 0;
 
@@ -128,8 +130,8 @@ pub fn arrived(cell: u16, now: u32) -> (u16, Level) {
         sample
     } else {
         let before = f32::from(stored_level(cell).0) / LEVELS_PER_OCTAVE as f32;
-        let ratio = (POWER * (sample - before)).exp2();
-        before + (1.0 + WEIGHT * (ratio - 1.0)).log2() / POWER
+        let ratio = exp2(POWER * (sample - before));
+        before + log2(1.0 + WEIGHT * (ratio - 1.0)) / POWER
     };
     // Rounding to the nearest level would swallow every small correction:
     // a pseudo-random threshold keeps them in the mean.
@@ -172,7 +174,7 @@ const fn elapsed_faults(cell: u16, now: u32) -> u32 {
 }
 
 fn octaves(gap_faults: u32) -> f32 {
-    (gap_faults.max(1) as f32).log2()
+    log2(gap_faults.max(1) as f32)
 }
 
 /// Between −½ and ½, from what differs between two arrivals.

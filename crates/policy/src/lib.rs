@@ -12,6 +12,7 @@ pub mod curve;
 pub mod exchange;
 pub mod gap;
 mod neighbours;
+mod octave;
 pub mod replacement;
 pub mod replay;
 pub mod sampler;

@@ -16,8 +16,10 @@
 //! All gaps here are in octaves: log2 of faults.
 
 use crate::gap::LEVELS_PER_OCTAVE;
+use crate::octave::{exp2, log2};
 use crate::table::{GROUP_PAGES, Group, Record, SAMPLES_MAX, State};
 
+const OCTAVES_PER_LEVEL: f32 = 1.0 / LEVELS_PER_OCTAVE as f32;
 /// Ticks in which as many pages arrive as are resident: one *turn*.
 pub(crate) const TICKS_PER_TURN: f32 = 256.0;
 /// Squared error, in octaves, of the estimate from one sample of a memoryless
@@ -54,6 +56,31 @@ const SUSPICIOUS_SILENCES: f32 = 1.0;
 /// From a silence of so many faults × pages on, the gap is at least half of it.
 const SILENCE_PART: f32 = 0.5;
 
+/// A neighbourhood's records, each as [`Record::word`]: what follows is the same
+/// arithmetic for all of them, whatever they are, and a compiler's vector is four.
+type Words = [u32; GROUP_PAGES];
+/// Sums are made in so many parts, which do not wait for each other.
+const LANES: usize = 4;
+
+const STATE_BITS: u32 = 7 << 24;
+const OUT: u32 = (State::Out as u32) << 24;
+
+pub(crate) fn words(records: &[Record; GROUP_PAGES]) -> Words {
+    records.map(Record::word)
+}
+
+fn level(word: u32) -> f32 {
+    (word >> 16 & 0xff) as i32 as f32
+}
+
+/// Samples that count, 0 for a page without any: its weight, where
+/// [`ONE_SAMPLE_VARIANCE`] is 1.
+fn samples(word: u32) -> f32 {
+    let samples = (word >> 27) as i32 as f32;
+    let known = samples.clamp(1.0, f32::from(SAMPLES_MAX));
+    if word & 0xff << 16 == 0 { 0.0 } else { known }
+}
+
 /// What is the same for all neighbourhoods of one walk.
 pub(crate) struct Sight {
     pub(crate) now: u32,
@@ -65,13 +92,13 @@ pub(crate) struct Sight {
 }
 
 impl Sight {
-    fn turns(&self, stamp: u16) -> f32 {
-        f32::from(self.tick.wrapping_sub(stamp)) / TICKS_PER_TURN
+    fn ticks(&self, word: u32) -> f32 {
+        (u32::from(self.tick).wrapping_sub(word) & 0xffff) as i32 as f32
     }
 }
 
 /// What is known about a neighbourhood.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy)]
 pub(crate) struct Judgement {
     /// Gap of its pages by their returns.
     octave: f32,
@@ -79,28 +106,22 @@ pub(crate) struct Judgement {
     weight: f32,
     /// Added to all keys.
     preference: f32,
-    /// Key growth per turn.
+    /// Key growth per tick.
     ageing: f32,
     /// Absent pages that would settle whether it has gone cold.
     pub(crate) probes: u32,
 }
 
-/// Judges the neighbourhood of `records`.
+/// Judges the neighbourhood of these records.
 /// `preference`, in 0..1, is always the same for the same neighbourhood.
-pub(crate) fn judge(
-    sight: &Sight,
-    records: &[Record],
-    group: &Group,
-    preference: f32,
-) -> Judgement {
-    debug_assert_eq!(records.len(), GROUP_PAGES);
-    let spread = spread(sight, records);
+pub(crate) fn judge(sight: &Sight, words: &Words, group: &Group, preference: f32) -> Judgement {
+    let spread = spread(sight, words);
     let (exposure, silent) = group.exposure(sight.now);
     let guessed = PRIOR_RETURNS * (1.0 - group.returns() / PRIOR_UNTIL_RETURNS).max(0.0);
     let returns = group.returns() + guessed;
-    let prior = guessed * sight.average_octave.exp2();
+    let prior = guessed * exp2(sight.average_octave);
     let usual = (exposure + prior) / returns;
-    let octave = ((exposure + silent + prior) / returns).max(silent * SILENCE_PART).max(1.0).log2();
+    let octave = log2(((exposure + silent + prior) / returns).max(silent * SILENCE_PART).max(1.0));
     let blind = f32::from(group.blind_ticks(sight.tick)) / TICKS_PER_TURN;
     let error = ONE_RETURN_VARIANCE / (returns + 1.0) + BLIND_VARIANCE * blind;
     let silences = silent / usual - SUSPICIOUS_SILENCES;
@@ -108,64 +129,64 @@ pub(crate) fn judge(
         octave,
         weight: 1.0 / (spread + error),
         preference: PREFERENCE * preference,
-        ageing: AGEING * spread / (spread + AGEING_SPREAD),
-        probes: if silences > 0.0 { silences.min(5.0).exp2() as u32 } else { 0 },
+        ageing: AGEING * spread / (spread + AGEING_SPREAD) / TICKS_PER_TURN,
+        probes: if silences > 0.0 { exp2(silences.min(5.0)) as u32 } else { 0 },
     }
 }
 
-/// The key of a resident page, in octaves: the larger, the sooner it leaves.
-pub(crate) fn key(sight: &Sight, judgement: &Judgement, record: Record) -> f32 {
-    let (own, variance) = own_estimate(sight, record);
-    let weight = 1.0 / variance;
-    let octave = (weight * own + judgement.weight * judgement.octave) / (weight + judgement.weight);
-    octave + judgement.preference + judgement.ageing * sight.turns(record.stamp)
-}
-
-/// A page's gap by its own samples and absence, and its squared error.
-fn own_estimate(sight: &Sight, record: Record) -> (f32, f32) {
-    let samples = if record.level == 0 { 0 } else { record.samples().clamp(1, SAMPLES_MAX) };
-    let (mut octave, variance) = if samples == 0 {
-        (sight.average_octave, GUESS_VARIANCE)
-    } else {
-        let octave = f32::from(record.level) / LEVELS_PER_OCTAVE as f32;
-        (octave, ONE_SAMPLE_VARIANCE / f32::from(samples))
-    };
-    if record.state() == State::Out && samples > 0 {
-        // The gap under way is at least as long as the absence so far: the moving
-        // average as if the page came now.
-        let absence = (sight.turns(record.stamp) * sight.resident).max(1.0).log2();
-        if absence > octave {
-            let ratio = (0.5 * (absence - octave)).exp2();
-            octave += 2.0 * (0.75 + 0.25 * ratio).log2();
-        }
+/// The keys of the neighbourhood's pages, in octaves: the larger, the sooner a page
+/// leaves. Those of pages that are not resident say nothing.
+pub(crate) fn keys(sight: &Sight, judgement: &Judgement, words: &Words) -> [f32; GROUP_PAGES] {
+    let mut keys = [0.0; GROUP_PAGES];
+    for (key, &word) in keys.iter_mut().zip(words) {
+        let known = samples(word);
+        let own = if known > 0.0 { level(word) * OCTAVES_PER_LEVEL } else { sight.average_octave };
+        let weight = if known > 0.0 { known / ONE_SAMPLE_VARIANCE } else { 1.0 / GUESS_VARIANCE };
+        let sum = weight * own + judgement.weight * judgement.octave;
+        let octave = sum / (weight + judgement.weight);
+        *key = octave + judgement.preference + judgement.ageing * sight.ticks(word);
     }
-    (octave, variance)
+    keys
 }
 
 /// By how much the gaps of a neighbourhood's pages truly differ: the variance of
 /// their own estimates beyond those estimates' errors.
-fn spread(sight: &Sight, records: &[Record]) -> f32 {
-    let (mut weights, mut squares, mut sum, mut sum_of_squares) = (0.0, 0.0, 0.0, 0.0);
-    let mut count = 0;
-    for &record in records {
-        if record.state() == State::Absent || record.level == 0 {
-            continue;
-        }
-        let (octave, variance) = own_estimate(sight, record);
-        let weight = 1.0 / variance;
-        weights += weight;
-        squares += weight * weight;
-        sum += weight * octave;
-        sum_of_squares += weight * octave * octave;
-        count += 1;
+fn spread(sight: &Sight, words: &Words) -> f32 {
+    let faults_per_tick = sight.resident / TICKS_PER_TURN;
+    let (mut octaves, mut weights) = ([0.0; GROUP_PAGES], [0.0; GROUP_PAGES]);
+    for ((octave, weight), &word) in octaves.iter_mut().zip(&mut weights).zip(words) {
+        let state = word & STATE_BITS;
+        // The gap under way is at least as long as an absence so far: the moving
+        // average as if the page came now. For any other page nothing is added.
+        let own = level(word) * OCTAVES_PER_LEVEL;
+        let absence = log2((sight.ticks(word) * faults_per_tick).max(1.0));
+        let longer = if state == OUT { (absence - own).max(0.0) } else { 0.0 };
+        *octave = own + 2.0 * log2(0.75 + 0.25 * exp2(0.5 * longer));
+        *weight = if state == 0 { 0.0 } else { samples(word) };
     }
-    if count < 2 {
+    // Of weights, their squares, pages, weighted octaves and those times octaves.
+    let mut sums = [[0.0; LANES]; 5];
+    for (octaves, weights) in octaves.chunks_exact(LANES).zip(weights.chunks_exact(LANES)) {
+        for lane in 0..LANES {
+            let (octave, weight) = (octaves[lane], weights[lane]);
+            sums[0][lane] += weight;
+            sums[1][lane] += weight * weight;
+            sums[2][lane] += if weight > 0.0 { 1.0 } else { 0.0 };
+            sums[3][lane] += weight * octave;
+            sums[4][lane] += weight * octave * octave;
+        }
+    }
+    let [weights, squares, count, sum, sum_of_squares] =
+        sums.map(|lanes| lanes.iter().sum::<f32>());
+    if count < 2.0 {
         return UNKNOWN_SPREAD;
     }
-    let scatter = sum_of_squares - sum * sum / weights;
-    let excess = (scatter - (count - 1) as f32) / (weights - squares / weights);
-    excess.max(LEAST_SPREAD)
+    let scatter = (sum_of_squares - sum * sum / weights) / ONE_SAMPLE_VARIANCE;
+    let unbiased = (weights - squares / weights) / ONE_SAMPLE_VARIANCE;
+    ((scatter - (count - 1.0)) / unbiased).max(LEAST_SPREAD)
 }
+
+const _: () = assert!(State::Absent as u32 == 0, "no state is one that does not count");
 
 #[cfg(test)]
 mod tests {
@@ -178,7 +199,7 @@ mod tests {
 
     /// A neighbourhood whose pages have proven `gap(n)` and are resident, of which
     /// each in turn left and came back after `out_faults`, twice over.
-    fn judged(gap: impl Fn(u32) -> u32, out_faults: u32) -> (Judgement, Vec<Record>) {
+    fn judged(gap: impl Fn(u32) -> u32, out_faults: u32) -> (Judgement, [Record; GROUP_PAGES]) {
         let mut table = Table::default();
         let mut now = SIGHT.now - 128 * out_faults;
         for turn in 0..2 * GROUP_PAGES as u32 {
@@ -192,18 +213,19 @@ mod tests {
             record.level = Level::of_gap(gap(page.0)).index() as u8;
         }
         let (records, group) = table.group(0).expect("it is known");
-        (judge(&SIGHT, records, group, 0.0), records.to_vec())
+        (judge(&SIGHT, &words(records), group, 0.0), *records)
     }
 
     #[test]
     fn alike_neighbours_speak_for_a_page_and_unlike_ones_do_not() {
         let (alike, mut records) = judged(|_| 1 << 12, 1 << 12);
         records[5].level = Level::of_gap(1 << 15).index() as u8;
-        let key_alike = key(&SIGHT, &alike, records[5]);
+        let key_alike = keys(&SIGHT, &alike, &words(&records))[5];
         assert!((12.0..14.0).contains(&key_alike), "one odd average is doubted: {key_alike}");
         let (unlike, records) = judged(|page| 1 << (8 + page % 10), 1 << 12);
+        let keys = keys(&SIGHT, &unlike, &words(&records));
         for page in [0, 9] {
-            let seen = key(&SIGHT, &unlike, records[page]);
+            let seen = keys[page];
             let own = 8.0 + page as f32;
             assert!((seen - own).abs() < 0.4, "a page stands for itself: {seen} for {own}");
         }
@@ -212,7 +234,8 @@ mod tests {
     #[test]
     fn returns_after_a_short_absence_make_the_neighbourhood_hot() {
         let (hot, records) = judged(|_| 1 << 14, 1 << 10);
-        assert!(key(&SIGHT, &hot, records[0]) < 12.5, "{}", key(&SIGHT, &hot, records[0]));
+        let key = keys(&SIGHT, &hot, &words(&records))[0];
+        assert!(key < 12.5, "{key}");
     }
 
     #[test]
@@ -227,7 +250,7 @@ mod tests {
         for silence in [500, 3_500, 60_000] {
             let sight = Sight { now: 100_000 + silence, tick: 0, ..SIGHT };
             let (records, group) = table.group(0).expect("it is known");
-            let judgement = judge(&sight, records, group, 0.0);
+            let judgement = judge(&sight, &words(records), group, 0.0);
             octaves.push(judgement.octave);
             probes.push(judgement.probes);
         }
@@ -243,8 +266,8 @@ mod tests {
             table.entry(PageId(page)).0.set_state(State::Resident);
         }
         let (records, group) = table.group(0).expect("it is known");
-        let judgement = judge(&SIGHT, records, group, 0.0);
-        let keys: Vec<f32> = records.iter().map(|&r| key(&SIGHT, &judgement, r)).collect();
+        let words = words(records);
+        let keys = keys(&SIGHT, &judge(&SIGHT, &words, group, 0.0), &words);
         assert!(keys.is_sorted_by(|older, younger| older > younger), "{keys:?}");
     }
 }

@@ -372,24 +372,26 @@ impl Replacement {
     fn judge_group(&mut self, sight: &Sight) {
         let group_index = self.walk.group;
         let Some((records, group)) = self.table.group(group_index) else { return };
-        if records.iter().any(|record| record.state() == State::Resident) {
-            let judgement =
-                neighbours::judge(sight, records, group, uniform(group_index as u32, 0));
+        records.iter_mut().for_each(|record| limit_age(record, sight.tick));
+        let words = neighbours::words(records);
+        let resident = resident(records);
+        if resident != 0 {
+            let judgement = neighbours::judge(sight, &words, group, uniform(group_index as u32, 0));
+            let keys = neighbours::keys(sight, &judgement, &words);
             let probing = probing(&self.walk, &self.surprise, judgement.probes, group.out);
             let mut best: Option<(f32, usize)> = None;
-            for (index, record) in records.iter_mut().enumerate() {
-                limit_age(record, sight.tick);
-                if record.state() != State::Resident {
-                    continue;
-                }
-                let key = neighbours::key(sight, &judgement, *record);
+            let mut left = resident;
+            while left != 0 {
+                let index = left.trailing_zeros() as usize;
+                left &= left - 1;
+                let key = keys[index];
                 let step = ((key * STEPS_PER_OCTAVE) as usize).min(STEPS - 1);
                 self.walk.counts[step] += 1;
                 let page = PageId((group_index * GROUP_PAGES + index) as u32);
                 let takes = step > self.walk.step
                     || step == self.walk.step && uniform(page.0, self.walk.round) < self.walk.share;
                 if takes {
-                    record.set_state(State::Chosen);
+                    records[index].set_state(State::Chosen);
                     self.chosen.push_back(page);
                     self.walk.taken += 1;
                 } else if best.is_none_or(|(largest, _)| key > largest) {
@@ -401,8 +403,6 @@ impl Replacement {
                 self.chosen.push_back(PageId((group_index * GROUP_PAGES + index) as u32));
                 self.walk.taken += 1;
             }
-        } else {
-            records.iter_mut().for_each(|record| limit_age(record, sight.tick));
         }
         self.table.leave_group(group_index);
     }
@@ -418,6 +418,13 @@ fn probing(walk: &Walk, surprise: &Surprise, suspicion: u32, out: u8) -> bool {
     }
     let chance = walk.turns / PROBE_EVERY_TURNS * (1.0 + PROBE_SPEEDUP * change * change);
     uniform(walk.group as u32, !walk.round) < chance
+}
+
+/// A bit for each page that is resident and may be chosen.
+fn resident(records: &[Record; GROUP_PAGES]) -> u64 {
+    let bit =
+        |(index, record): (usize, &Record)| u64::from(record.state() == State::Resident) << index;
+    records.iter().enumerate().map(bit).sum()
 }
 
 /// Ages do not wrap around: whoever is older counts as this old.

@@ -57,6 +57,12 @@ impl Record {
         }
     }
 
+    /// All of it in one number, for arithmetic on many: the stamp in the low half,
+    /// then the level, then the state in three bits and the samples.
+    pub(crate) fn word(self) -> u32 {
+        u32::from(self.stamp) | u32::from(self.level) << 16 | u32::from(self.bits) << 24
+    }
+
     pub(crate) fn set_state(&mut self, state: State) {
         self.bits = self.bits & !7 | state as u8;
     }
@@ -160,10 +166,10 @@ impl Table {
     }
 
     /// The pages of a neighbourhood. `None` where nothing is known.
-    pub(crate) fn group(&mut self, group: usize) -> Option<(&mut [Record], &Group)> {
+    pub(crate) fn group(&mut self, group: usize) -> Option<(&mut [Record; GROUP_PAGES], &Group)> {
         let block = self.blocks.get_mut(group / GROUPS)?.as_mut()?;
         let within = group % GROUPS;
-        let records = &mut block.records[within * GROUP_PAGES..][..GROUP_PAGES];
+        let records = block.records[within * GROUP_PAGES..].first_chunk_mut()?;
         Some((records, &block.groups[within]))
     }
 

@@ -6,12 +6,10 @@
 //! thread wait for `c` seconds, the work of a second takes `1 + m c`, and the loss
 //! is `m c / (1 + m c)`. A thread that has other things to wait for loses less.
 
-use crate::budget::{KEPT_PART, LOW_PART, kept_share_bytes, staged_share_bytes};
+use crate::budget::{KEPT_PART, kept_share_bytes, staged_share_bytes, watermarks_bytes};
 use crate::curve::Curve;
 
 const PAGE_BYTES: f64 = strata_units::PAGE_SIZE as f64;
-/// Part of a budget that is kept free ahead of demand: between the marks.
-const SPARE_PART: f64 = 1.5 / LOW_PART as f64;
 /// Halvings of what is searched for.
 const HALVINGS: usize = 48;
 /// Points of a curve, by the share of the pages that has room.
@@ -69,18 +67,19 @@ impl Facts {
         let staged = staged_share_bytes(budget_bytes, out * PAGE_BYTES);
         let most_kept = budget_bytes / KEPT_PART as f64;
         let kept = kept_share_bytes(most_kept, stored, out / in_place.max(1.0));
-        let spare = budget_bytes * SPARE_PART;
+        let spare = spare_bytes(budget_bytes);
         in_place * PAGE_BYTES + stored.min(most_stored) + staged + kept + spare + self.fixed_bytes
     }
 
     /// The least budget that has room for a share of the pages.
     #[must_use]
     pub fn budget_bytes(&self, room: f64) -> f64 {
-        let (mut low, mut high) =
-            (0.0, (self.fixed_bytes + self.pages * PAGE_BYTES) / (1.0 - SPARE_PART) + PAGE_BYTES);
+        // No more than three sixteenths of a budget are kept free.
+        let most = (self.fixed_bytes + self.pages * PAGE_BYTES) * 4.0 / 3.0 + PAGE_BYTES;
+        let (mut low, mut high) = (0.0, most);
         for _ in 0..HALVINGS {
             let middle = f64::midpoint(low, high);
-            if self.room(middle) >= room && middle >= self.least_bytes() {
+            if self.room(middle) >= room && self.least_bytes(middle) <= middle {
                 high = middle;
             } else {
                 low = middle;
@@ -89,11 +88,17 @@ impl Facts {
         high
     }
 
-    /// What it costs with nothing in place.
-    fn least_bytes(&self) -> f64 {
+    /// What it costs with nothing in place, at the least.
+    fn least_bytes(&self, budget_bytes: f64) -> f64 {
         let stored = if self.has_file_tier { 0.0 } else { self.pages * self.stored_page_bytes };
-        (self.fixed_bytes + stored) / (1.0 - SPARE_PART)
+        self.fixed_bytes + stored + spare_bytes(budget_bytes)
     }
+}
+
+/// What of a budget is kept free ahead of demand: half way between the marks.
+fn spare_bytes(budget_bytes: f64) -> f64 {
+    let (low, high) = watermarks_bytes(budget_bytes as u64, 0);
+    f64::midpoint(low as f64, high as f64)
 }
 
 /// What a budget would mean.

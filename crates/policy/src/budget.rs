@@ -18,7 +18,7 @@ const LOOK_MIN_US: u64 = 1_000;
 const LOOK_MAX_US: u64 = 250_000;
 
 /// Free memory below which eviction starts: this part of the budget...
-pub(crate) const LOW_PART: u64 = 256;
+const LOW_PART: u64 = 256;
 /// ...within these bounds, but never more than an eighth of the budget.
 const LOW_MIN_BYTES: u64 = MIB;
 const LOW_MAX_BYTES: u64 = 64 * MIB;

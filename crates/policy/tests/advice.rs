@@ -5,6 +5,7 @@ use proptest::prelude::*;
 use strata_policy::advice::{
     Facts, Point, between, budget_for, changes_too_fast, points, share_out,
 };
+use strata_policy::budget::watermarks_bytes;
 use strata_policy::curve::Curve;
 use strata_policy::replay::{Shape, Tenant, Touch};
 use strata_policy::sampler::{EPOCH_RETURNS, MOST_PAGES, Sampler};
@@ -220,18 +221,23 @@ fn the_sample_stays_as_large_as_it_may_be() {
 
 #[test]
 fn budgets_and_rooms_are_each_others_inverse() {
-    for has_file_tier in [false, true] {
+    for (pages, has_file_tier) in [(1e5, false), (1e5, true), (3e3, false), (3e7, false)] {
         let facts = Facts {
-            pages: 100_000.0,
+            pages,
             stored_page_bytes: 1500.0,
-            fixed_bytes: 30e6,
+            fixed_bytes: pages * 300.0,
             miss_seconds: 18e-6,
             has_file_tier,
         };
         for room in [0.1, 0.35, 0.5, 0.9, 1.0] {
             let budget = facts.budget_bytes(room);
-            assert!((facts.room(budget) - room).abs() < 1e-3, "{room}: {budget}");
-            assert!(facts.room(budget - 1e6) < room);
+            assert!((facts.room(budget) - room).abs() < 1e-3, "{pages}, {room}: {budget}");
+            assert!(facts.room(budget * 0.99) < room);
+            // What the keeper keeps free, as it does it: of a small budget far more.
+            let (low, high) = watermarks_bytes(budget as u64, 0);
+            let stored = pages * (1.0 - room) * if has_file_tier { 0.0 } else { 1500.0 };
+            let used = pages * room * 4096.0 + stored + facts.fixed_bytes;
+            assert!(budget - used > ((low + high) / 2) as f64 * 0.999, "{pages}, {room}: {budget}");
         }
     }
 }

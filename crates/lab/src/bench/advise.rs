@@ -20,12 +20,13 @@ use crate::{
         expect::Expect,
         load::{Client, Moment, Workload},
         outcome::Outcome,
-        server::Server,
+        server::{Server, Wrapping},
     },
     strata::{Strata, total_bytes},
     trial::Plan,
 };
 use anyhow::{Context, Result, bail};
+use serde::Serialize;
 use serde_json::json;
 use std::time::Duration;
 use strata_api::{Advice, AdviceState, CurvePoint, Stats};
@@ -41,11 +42,14 @@ const STORED_PART: f64 = 0.4;
 const WATCHED_AT: f64 = 0.8;
 /// The same requests again until the replacement has settled, in warm-ups.
 const SETTLING_ROUNDS: u64 = 2;
+/// A server without Strata needs none but for its caches.
+const PLAIN_WARMUP: Duration = Duration::from_secs(1);
 /// Part of what they want that four tenants get together.
 const TOTAL_PART: f64 = 0.6;
 
-/// A server under Strata and who drives it.
+/// A server, under Strata or without, and who drives it.
 struct Driven {
+    /// Of the tenant.
     name: String,
     server: Server,
     client: Client,
@@ -68,10 +72,20 @@ impl Driven {
         pattern: Pattern,
         records: u64,
     ) -> Result<Self> {
-        let plan: &Plan = &bench.plan;
         let name = format!("{name}-{}", std::process::id());
         let wrapping = strata.wrapping(&name, PLENTY_BYTES);
-        let server = Server::start(&bench.janitor, &name, &wrapping, plan.server_core)?;
+        Self::start_in(bench, &wrapping, name, pattern, records)
+    }
+
+    fn start_in(
+        bench: &Bench,
+        wrapping: &Wrapping,
+        name: String,
+        pattern: Pattern,
+        records: u64,
+    ) -> Result<Self> {
+        let plan: &Plan = &bench.plan;
+        let server = Server::start(&bench.janitor, &name, wrapping, plan.server_core)?;
         let client = Client {
             endpoint: server.endpoint().clone(),
             connections: plan.connections,
@@ -115,6 +129,14 @@ impl Driven {
             cpu_seconds_per_op: (end.0 - begin.0) as f64 / 1e9 / operations,
             run,
         })
+    }
+
+    /// Operations a second.
+    fn speed(&self, warmup: Duration, duration: Duration) -> Result<f64> {
+        interrupt::check()?;
+        let workload = Workload { warmup, duration, ..self.workload };
+        let run = self.client.run(&workload, &self.expect, &mut |_| {}).context("run")?;
+        Ok(run.operations_per_second)
     }
 
     fn set(&self, strata: &Strata, budget_bytes: u64) -> Result<()> {
@@ -295,6 +317,19 @@ pub(super) fn cost(bench: &Bench, results: &mut PartResults) -> Result<()> {
     Ok(())
 }
 
+/// Operations a second of a tenant, and of the same server without Strata.
+#[derive(Serialize)]
+struct Speeds {
+    managed: f64,
+    plain: f64,
+}
+
+impl Speeds {
+    fn loss(&self) -> f64 {
+        1.0 - self.managed / self.plain
+    }
+}
+
 /// Four unlike tenants under one total: equal shares, then `advise --all --apply`.
 /// They are driven one after the other; the advisor's time stands still while a
 /// tenant has nothing to do.
@@ -322,38 +357,55 @@ pub(super) fn sharing(bench: &Bench, results: &mut PartResults) -> Result<()> {
         for (name, pattern, records) in tenants {
             all.push(Driven::start(bench, &strata, name, pattern, records)?);
         }
-        let speeds = |warmup: Duration| -> Result<Vec<f64>> {
-            all.iter()
-                .map(|one| Ok(one.drive(&strata, warmup, duration)?.run.operations_per_second))
-                .collect()
+        let plain = tenants
+            .iter()
+            .map(|&(name, pattern, records)| {
+                let name = format!("plain-{name}-{}", std::process::id());
+                Driven::start_in(bench, &Wrapping::default(), name, pattern, records)
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let drive_all = |times: u64| -> Result<()> {
+            for _ in 0..times {
+                for one in &all {
+                    one.speed(warmup, duration)?;
+                }
+            }
+            Ok(())
         };
-        let alone = speeds(warmup)?;
+        // Each beside the same server without Strata, half of it before and half after:
+        // the machine's speed is another one minutes later.
+        let speeds = || -> Result<Vec<Speeds>> {
+            let pairs = all.iter().zip(&plain);
+            let speeds = pairs.map(|(one, plain)| {
+                let before = plain.speed(PLAIN_WARMUP, duration / 2)?;
+                let managed = one.speed(warmup, duration)?;
+                let after = plain.speed(PLAIN_WARMUP, duration / 2)?;
+                Ok(Speeds { managed, plain: f64::midpoint(before, after) })
+            });
+            speeds.collect()
+        };
+        drive_all(1)?;
+        let plenty = speeds()?;
         let mut total = 0;
         for one in &all {
             total += (total_bytes(&strata.stats(&one.name)?) as f64 * TOTAL_PART) as u64;
         }
-        let lost = |speeds: &[f64]| -> f64 {
-            speeds.iter().zip(&alone).map(|(now, alone)| 1.0 - now / alone).sum()
-        };
+        let lost = |speeds: &[Speeds]| -> f64 { speeds.iter().map(Speeds::loss).sum() };
         for one in &all {
             one.set(&strata, total / 4)?;
             one.advice(&strata)?;
         }
-        for _ in 0..SETTLING_ROUNDS {
-            speeds(warmup)?;
-        }
+        drive_all(SETTLING_ROUNDS)?;
         for one in &all {
-            one.drive(&strata, warmup, watch_time(bench))?;
+            one.speed(warmup, watch_time(bench))?;
         }
-        let equal = speeds(warmup)?;
+        let equal = speeds()?;
         // The daemon's keeper is a tenant, too, that keeps its budget.
         let kept: u64 = 64 << 20;
         let argument = format!("{} bytes", total + kept);
         let shares = strata.ask(&["advise", "--all", "--total", &argument, "--apply", "--json"])?;
-        for _ in 0..SETTLING_ROUNDS {
-            speeds(warmup)?;
-        }
-        let advised = speeds(warmup)?;
+        drive_all(SETTLING_ROUNDS)?;
+        let advised = speeds()?;
         sum.left.samples.push(lost(&advised));
         if let Some(right) = &mut sum.right {
             right.samples.push(lost(&equal));
@@ -363,11 +415,11 @@ pub(super) fn sharing(bench: &Bench, results: &mut PartResults) -> Result<()> {
             .map(|one| one.advice(&strata).map(|advice| advice.state == AdviceState::Steady))
             .collect::<Result<Vec<bool>>>()?;
         results.raw.push(json!({
-            "total_bytes": total, "alone": alone, "equal": equal, "advised": advised,
-            "steady": steady,
+            "total_bytes": total, "plenty": plenty, "equal": equal, "advised": advised,
+            "plenty_lost": lost(&plenty), "steady": steady,
             "shares": serde_json::from_str::<serde_json::Value>(&shares)?,
         }));
-        for one in all {
+        for one in all.into_iter().chain(plain) {
             one.server.stop()?;
         }
         strata.stop()?;

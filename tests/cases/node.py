@@ -20,6 +20,8 @@ MIB = 1 << 20
 NODES = "/sys/devices/system/node"
 BALANCING = "/proc/sys/kernel/numa_balancing"
 LIMIT_MIB = 16
+# What "place node-much" has there.
+MUCH_PAGES = 96 * MIB // 4096
 # Node 0 has the processors, node 1 is 256 MiB of memory farther away.
 HARDWARE = ("-object", "memory-backend-ram,id=m0,size=768M",
             "-object", "memory-backend-ram,id=m1,size=256M",
@@ -198,6 +200,37 @@ def node_alloc(run):
         run.note(f"{there} pages on node {node}")
 
 
+@case("node-order", native=False, own_daemon=True, seconds=120)
+def node_order(run):
+    """With compressed memory first in the tiers' order the node's turn comes when that
+    has half of the budget."""
+    node = node_without_cpus()
+    if node is None:
+        not_here("this machine has no node without processors", "guest-node")
+    balance(False)
+    text = 'node = "auto"\ntier_order = ["compressed", "node"]\n'
+    log = os.path.join(run.log_directory, "stratad-order.log")
+    with configured(run.daemon, text, run.directory, log):
+        program = run.start("hold", "56", budget="32MiB")
+        program.gate("ready")
+        run.daemon.wait_until(lambda: program.stats()["stored_bytes"] > 16 * MIB,
+                              "cold pages went to compressed memory", 60)
+        tier = tiers(run, program.name)
+        if list(tier) != ["dram", "compressed", "node"] or tier["node"]["pages"]:
+            raise Failure(f"strata tiers says {tier}")
+        # Now compressed memory alone would take more than half of it.
+        run.daemon.strata("set", program.name, "--dram", "10MiB")
+        run.daemon.wait_until(lambda: program.stats()["node_bytes"] > 8 * MIB,
+                              "then it is the node's turn", 60)
+        check(program)
+        if lost := program.stats()["lost_pages_total"]:
+            raise Failure(f"{lost} pages lost")
+        run.note(f"{program.stats()['node_bytes'] >> 20} MiB on node {node}, "
+                 f"{program.stats()['compressed_bytes'] >> 20} MiB compressed")
+        program.answer("end")
+        program.finish()
+
+
 def bare_moves(pages, node):
     """Seconds of CPU that a bare loop of move_pages takes for a page, in batches of
     512 as Strata's, to `node` from memory that was just written."""
@@ -233,8 +266,8 @@ def keeper_seconds(worker):
 
 @case("node-cost", native=False, own_daemon=True, seconds=120)
 def node_cost(run):
-    """What a move to the node costs, all of the keeper's work for it, beside a bare
-    loop of the kernel's call; said, not judged."""
+    """What a move to the node costs, and all of the keeper's work for these pages from
+    their first touch on, beside a bare loop of the kernel's call; said, not judged."""
     node = node_without_cpus()
     if node is None:
         not_here("this machine has no node without processors", "guest-node")
@@ -245,21 +278,25 @@ def node_cost(run):
         worker = next(child for child in machine.children(daemon) if machine.alive(child))
         program = run.start("place", "node-much", budget="256MiB")
         program.gate("begin")
+        # Whoever touches the node's memory first pays for it: never Strata alone.
+        bare = [bare_moves(MUCH_PAGES, node)]
         before = keeper_seconds(worker)
         program.answer("go")
         program.gate("there")
-        spent, moved = keeper_seconds(worker) - before, program.stats()["node_bytes"] // 4096
-        bare = [bare_moves(8192, node) for _ in range(3)]
+        stats, spent = program.stats(), keeper_seconds(worker) - before
+        moved, moving = stats["node_bytes"] // 4096, stats["node_move_us_total"] / 1e6
+        bare += [bare_moves(MUCH_PAGES, node) for _ in range(2)]
         program.answer("go")
         program.finish(pressed=False)
     bare = sorted(bare)[1]
-    run.note(f"{moved} pages, {spent / moved * 1e6:.2f} us of the keeper for each, "
-             f"{bare * 1e6:.2f} us by a bare loop: {bare * moved / spent:.2f} of its rate")
+    run.note(f"{moved} pages, {moving / moved * 1e6:.2f} us to move one, {bare * 1e6:.2f} us by a "
+             f"bare loop: {bare * moved / moving:.2f} of its rate; all of the keeper's work for "
+             f"them {spent / moved * 1e6:.2f} us")
 
 
 @case("guest-node", native=False, seconds=900)
 def guest_node(run):
     # One after the other: one of them has the kernel move pages, too.
-    for name in ("node-tier", "node-alloc", "node-cost"):
+    for name in ("node-tier", "node-order", "node-alloc", "node-cost"):
         expect(in_guest(run, lambda version: version >= MANAGES, ["--only", name],
                         hardware=HARDWARE), [name])

@@ -77,6 +77,44 @@ def through_the_file(run, daemon, tier, megabytes, budget, accesses, size_bytes)
     return program
 
 
+@case("file-first", native=False, own_daemon=True, seconds=120)
+def file_first(run):
+    """With the file first in the tiers' order nothing stays in compressed memory, as long
+    as the file has room; then it does."""
+    tier = os.path.join(run.directory, "tier")
+    os.mkdir(tier)
+    log = os.path.join(run.log_directory, "stratad-first.log")
+    for limit_mib, fits in ((256, True), (4, False)):
+        text = f'tier_path = "{tier}"\ntier_limit = "{limit_mib}MiB"\ntier_order = ["file"]\n'
+        with configured(run.daemon, text, run.directory, log):
+            program = run.start("hold", "64", budget="32MiB")
+            program.gate("ready")
+
+            def settled():
+                told = json.loads(run.daemon.strata("tiers", program.name, "--json",
+                                                    "--interval", "0.1").stdout)
+                tiers = told[0]["tiers"]
+                if [tier["tier"] for tier in tiers] != ["dram", "file", "compressed"]:
+                    raise Failure(f"tiers are {tiers}")
+                _, file, compressed = tiers
+                if fits:
+                    return file["pages"] > 4000 and compressed["pages"] < file["pages"] // 20
+                return file["used_bytes"] > 3 << 20 and compressed["pages"] > 1000
+            run.daemon.wait_until(settled, "pages went where the order says", 60)
+            stats = program.stats()
+            if stats["file_bytes"] > limit_mib << 20 or stats["lost_pages_total"]:
+                raise Failure(f"more than it may have in the file, or lost: {stats}")
+            before = stats["file_faults_total"]
+            program.answer("check")
+            program.gate("ready")
+            run.daemon.wait_until(lambda: program.stats()["file_faults_total"] > before,
+                                  "pages came from the file", 20)
+            run.note(f"limit {limit_mib} MiB: {stats['file_bytes'] >> 20} MiB in the file, "
+                     f"{stats['compressed_bytes'] >> 20} MiB compressed")
+            program.answer("end")
+            program.finish()
+
+
 @case("file-tier", native=False, own_daemon=True, seconds=120)
 def file_tier(run):
     """Only a configuration can name a tier."""

@@ -512,6 +512,9 @@ pub struct Stats {
     /// to the node within ten seconds.
     #[serde(default)]
     pub opposed_moves_total: u64,
+    /// Processor time that moving pages to the node and back took, microseconds.
+    #[serde(default)]
+    pub node_move_us_total: u64,
     /// Faults, first touches apart.
     pub fault_latency_us: Latency,
     /// Where its pages are, fastest first.

@@ -302,6 +302,7 @@ impl Commands {
             command,
             budget_bytes,
             tier_limit: None,
+            tier_order: None,
             starter: Some(peer.pid),
             of_rule: false,
         };

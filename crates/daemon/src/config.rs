@@ -14,6 +14,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use strata_policy::order::TierOrder;
 use strata_sys::MemoryNode;
 use strata_units::ByteSize;
 
@@ -59,6 +60,8 @@ pub(crate) struct Rule {
     pub(crate) dram: ByteSize,
     /// What it may hold in the file tier; none: the tier's own limit.
     pub(crate) tier_limit: Option<ByteSize>,
+    /// The order of its tiers; none: the order of all.
+    pub(crate) tier_order: Option<TierOrder>,
 }
 
 /// The node tier.
@@ -102,6 +105,8 @@ pub(crate) struct Config {
     pub(crate) tier_limit: ByteSize,
     /// The node tier; none: no pages go to another node.
     pub(crate) node: Option<Node>,
+    /// The order in which pages go to the tiers below DRAM.
+    pub(crate) tier_order: TierOrder,
     /// Users besides root whose programs get `/dev/userfaultfd`.
     pub(crate) uffd_users: Vec<User>,
     /// `libstrata.so`; none: the one installed with this stratad.
@@ -202,6 +207,7 @@ impl Config {
             tier_path: None,
             tier_limit: DEFAULT_TIER_LIMIT,
             node: None,
+            tier_order: TierOrder::default(),
             uffd_users: Vec::new(),
             preload: None,
             stop_grace: DEFAULT_STOP_GRACE,
@@ -282,6 +288,7 @@ impl Config {
             }
             None => writeln!(out, "# node: none; no pages go to slower memory")?,
         }
+        writeln!(out, "tier_order = {}", tier_names(self.tier_order))?;
         let users: Vec<String> = self.uffd_users.iter().map(|user| quoted(&user.name)).collect();
         writeln!(out, "uffd_users = [{}]", users.join(", "))?;
         match &self.preload {
@@ -310,6 +317,9 @@ impl Config {
             if let Some(limit) = rule.tier_limit {
                 writeln!(out, "tier_limit = {}", exact_size(limit))?;
             }
+            if let Some(order) = rule.tier_order {
+                writeln!(out, "tier_order = {}", tier_names(order))?;
+            }
         }
         for schedule in &self.snapshot {
             writeln!(out, "\n[[snapshot]]\nname = {}", quoted(&schedule.name))?;
@@ -319,6 +329,11 @@ impl Config {
         }
         Ok(())
     }
+}
+
+/// An order as TOML.
+fn tier_names(order: TierOrder) -> String {
+    format!("[{}]", order.tiers().map(|tier| quoted(tier.name())).join(", "))
 }
 
 /// A TOML string.

@@ -115,6 +115,7 @@ mod tests {
             cgroup: cgroup.map(Into::into),
             dram: ByteSize(1 << 30),
             tier_limit: None,
+            tier_order: None,
         }
     }
 

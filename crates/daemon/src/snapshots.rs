@@ -102,6 +102,7 @@ fn wish_of(info: &SnapshotInfo, name: &str) -> Wish {
         command: info.command.clone(),
         budget_bytes: info.budget_bytes,
         tier_limit: None,
+        tier_order: None,
         starter: None,
         of_rule: false,
     }

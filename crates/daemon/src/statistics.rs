@@ -4,6 +4,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use strata_api::{Latency, Stats, TenantState, TierStats};
 use strata_pager::{Counter, Latencies, StoreStats, Tenant};
+use strata_policy::order::Lower;
 use strata_units::PAGE_SIZE;
 
 use crate::tenants::Tenants;
@@ -54,6 +55,7 @@ pub(crate) fn of(tenant: &Tenant) -> Stats {
         evictions_refused_total: count(Counter::EvictionsRefused),
         lost_pages_total: count(Counter::LostPages),
         opposed_moves_total: count(Counter::OpposedMoves),
+        node_move_us_total: count(Counter::NodeMoveNanoseconds) / 1000,
         fault_latency_us: Latency { p50, p99, p999 },
         tiers: tiers(tenant, &store),
         worker_restarts_total: count(Counter::WorkerRestarts),
@@ -88,34 +90,33 @@ fn tiers(tenant: &Tenant, store: &StoreStats) -> Vec<TierStats> {
         pages_out_total: count(Counter::FromCompressed) + count(Counter::Demotions),
         ..tier("compressed", Latencies::Compressed)
     };
-    let mut tiers = vec![dram];
-    if let Some(node) = &tenant.record().node {
-        let pages = tenant.node_pages();
-        tiers.push(TierStats {
-            // Nothing faults there.
-            tier: "node".to_owned(),
-            access: format!("node {}", node.node),
-            size_bytes: Some(node.limit_bytes),
-            used_bytes: pages * PAGE_SIZE as u64,
-            pages,
-            pages_in_total: count(Counter::NodeDemotions),
-            pages_out_total: count(Counter::NodePromotions) + count(Counter::NodeEvictions),
-            ..EMPTY
-        });
-    }
-    tiers.push(compressed);
-    if let Some((_, limit)) = &tenant.record().tier {
-        tiers.push(TierStats {
-            access: tenant.file_access().to_owned(),
-            size_bytes: Some(*limit),
-            used_bytes: store.file_bytes,
-            pages: store.file_objects,
-            pages_in_total: count(Counter::Demotions),
-            pages_out_total: count(Counter::FromFile) + count(Counter::Promotions),
-            ..tier("file", Latencies::File)
-        });
-    }
-    tiers
+    let node = tenant.record().node.map(|node| TierStats {
+        // Nothing faults there.
+        tier: "node".to_owned(),
+        access: format!("node {}", node.node),
+        size_bytes: Some(node.limit_bytes),
+        used_bytes: tenant.node_pages() * PAGE_SIZE as u64,
+        pages: tenant.node_pages(),
+        pages_in_total: count(Counter::NodeDemotions),
+        pages_out_total: count(Counter::NodePromotions) + count(Counter::NodeEvictions),
+        ..EMPTY
+    });
+    let file = tenant.record().tier.as_ref().map(|(_, limit)| TierStats {
+        access: tenant.file_access().to_owned(),
+        size_bytes: Some(*limit),
+        used_bytes: store.file_bytes,
+        pages: store.file_objects,
+        pages_in_total: count(Counter::Demotions),
+        pages_out_total: count(Counter::FromFile) + count(Counter::Promotions),
+        ..tier("file", Latencies::File)
+    });
+    let (mut node, mut compressed, mut file) = (node, Some(compressed), file);
+    let below = tenant.record().tier_order.tiers().into_iter().filter_map(|tier| match tier {
+        Lower::Node => node.take(),
+        Lower::Compressed => compressed.take(),
+        Lower::File => file.take(),
+    });
+    std::iter::once(dram).chain(below).collect()
 }
 
 const EMPTY: TierStats = TierStats {

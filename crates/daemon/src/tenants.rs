@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use strata_pager::{NodeSpec, Registry, Tenant, TenantSpec};
+use strata_policy::order::TierOrder;
 use strata_sys::{Pidfd, parent_of};
 
 use crate::cgroup::Cgroups;
@@ -20,6 +21,8 @@ pub(crate) struct Wish {
     pub(crate) command: Vec<String>,
     pub(crate) budget_bytes: u64,
     pub(crate) tier_limit: Option<u64>,
+    /// None: the configuration's.
+    pub(crate) tier_order: Option<TierOrder>,
     /// The process that will execute the program; none for a rule's tenant.
     pub(crate) starter: Option<u32>,
     /// A rule's programs stay in the cgroup that their service put them into.
@@ -48,6 +51,7 @@ pub(crate) struct Tenants {
     cgroups: Cgroups,
     tier: Option<(PathBuf, u64)>,
     node: Option<NodeSpec>,
+    tier_order: TierOrder,
 }
 
 /// Characters of a name: it becomes part of a path and of a metric.
@@ -60,7 +64,7 @@ pub(crate) fn is_name(name: &str) -> bool {
 
 impl Tenants {
     pub(crate) fn new(inheritance: &Inheritance) -> Self {
-        let Config { tier_path, tier_limit, node, .. } = &inheritance.config;
+        let Config { tier_path, tier_limit, node, tier_order, .. } = &inheritance.config;
         Self {
             known: Mutex::default(),
             registry: Arc::clone(&inheritance.registry),
@@ -72,6 +76,7 @@ impl Tenants {
                 limit_bytes: node.limit.0,
                 bytes_per_second: node.bandwidth.0,
             }),
+            tier_order: *tier_order,
         }
     }
 
@@ -223,6 +228,7 @@ impl Tenants {
             cgroup: cgroup.clone(),
             tier,
             node: self.node,
+            tier_order: wish.tier_order.unwrap_or(self.tier_order),
             starter: wish.starter,
         };
         let made = match origin {
@@ -251,6 +257,7 @@ impl Tenants {
             command: program.command.clone(),
             budget_bytes: rule.dram.0,
             tier_limit: rule.tier_limit.map(|limit| limit.0),
+            tier_order: rule.tier_order,
             starter: None,
             of_rule: true,
         })

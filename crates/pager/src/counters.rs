@@ -52,6 +52,8 @@ pub enum Counter {
     NodeDemotions,
     /// Pages moved from the node to DRAM.
     NodePromotions,
+    /// Nanoseconds of the keeper that these moves took.
+    NodeMoveNanoseconds,
     /// Pages evicted from the node to the store.
     NodeEvictions,
     /// Pages that somebody else moved back within ten seconds.

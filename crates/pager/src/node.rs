@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use strata_policy::Level;
-use strata_sys::{NodeRefusal, PagePlace, find_pages, memory_node, move_pages};
+use strata_sys::{NodeRefusal, PagePlace, find_pages, memory_node, move_pages, thread_time};
 use strata_units::{LeafIndex, PAGE_SIZE, PageId};
 
 use crate::counters::Counter;
@@ -224,6 +224,7 @@ impl NodeTier {
         pages: &[PageId],
         now: Instant,
     ) -> Vec<PageId> {
+        let began = thread_time();
         let mut stay = Vec::new();
         for batch in pages.chunks(MOVED_AT_ONCE) {
             let room = self.room_pages(tenant).min(batch.len() as u64) as usize;
@@ -239,6 +240,7 @@ impl NodeTier {
             self.free_bytes = self.free_bytes.saturating_sub(moved.len() as u64 * PAGE);
             tenant.counters.add(Counter::NodeDemotions, moved.len() as u64);
         }
+        count_time(tenant, began);
         stay
     }
 
@@ -250,6 +252,7 @@ impl NodeTier {
         pages: &[PageId],
         now: Instant,
     ) -> usize {
+        let began = thread_time();
         let mut came = 0;
         for batch in pages.chunks(MOVED_AT_ONCE) {
             let mut batch = batch.to_vec();
@@ -258,6 +261,7 @@ impl NodeTier {
             came += self.move_batch(tenant, space, &batch, self.spec.home, now).len();
         }
         tenant.counters.add(Counter::NodePromotions, came as u64);
+        count_time(tenant, began);
         came
     }
 
@@ -478,6 +482,11 @@ fn in_place(
         (!stays).then_some((page, address))
     });
     found.unzip()
+}
+
+fn count_time(tenant: &Tenant, began: Duration) {
+    let spent = thread_time().saturating_sub(began);
+    tenant.counters.add(Counter::NodeMoveNanoseconds, spent.as_nanos() as u64);
 }
 
 /// The process, if it has not ended: another could have its number by now.

@@ -11,6 +11,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use serde::{Deserialize, Serialize};
+use strata_policy::order::TierOrder;
 use strata_sys::{SharedMemory, Userfaultfd};
 use strata_units::{SpaceId, TenantId};
 
@@ -82,6 +83,8 @@ pub struct TenantRecord {
     pub tier: Option<(String, u64)>,
     /// Its node tier, if any.
     pub node: Option<NodeSpec>,
+    /// The order in which its pages go to the tiers below DRAM.
+    pub tier_order: TierOrder,
     /// The process that `strata run` became; none where a rule of the
     /// configuration made the tenant.
     pub starter: Option<u32>,

@@ -10,6 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, RwLock, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use strata_policy::order::TierOrder;
 use strata_store::{Descriptors, FileConfig, Fingerprint, Store, StoreConfig, StoreStats};
 use strata_sys::{ControlBlock, EventFd, Pidfd, Range, Registration, SeqPacket, Userfaultfd};
 use strata_units::wire::TRANSFER_PAGES;
@@ -50,6 +51,8 @@ pub struct TenantSpec {
     pub tier: Option<(PathBuf, u64)>,
     /// Its node tier, if any.
     pub node: Option<NodeSpec>,
+    /// The order in which its pages go to the tiers below DRAM.
+    pub tier_order: TierOrder,
     /// The process that executes the program; none where a rule of the
     /// configuration makes the tenant.
     pub starter: Option<u32>,
@@ -199,6 +202,7 @@ impl Tenant {
             cgroup: spec.cgroup,
             tier: spec.tier.map(|(path, limit)| (path.to_string_lossy().into_owned(), limit)),
             node: spec.node,
+            tier_order: spec.tier_order,
             starter: spec.starter,
             map_fds: map.fds(),
             store_fds: store_fds(&store),

@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, AsRawFd, IntoRawFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use strata_policy::order::TierOrder;
 use strata_store::{Backing, Faults, Faulty, FileConfig, MemoryBacking, Store, StoreConfig};
 use strata_sys::{EventFd, Userfaultfd};
 use strata_units::{PAGE_SIZE, PageBuffer, SpaceId};
@@ -28,6 +29,7 @@ pub(crate) fn record(name: &str) -> TenantRecord {
         cgroup: Some("/cgroup".into()),
         tier: Some(("/tier".into(), 5)),
         node: Some(NodeSpec { node: 1, home: 0, limit_bytes: 7, bytes_per_second: 8 }),
+        tier_order: TierOrder::default(),
         starter: Some(6),
         map_fds: Vec::new(),
         store_fds: Vec::new(),

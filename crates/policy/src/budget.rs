@@ -118,6 +118,9 @@ pub struct Observation {
     pub node_room_bytes: u64,
     /// Room in the file tier; `None` when there is no such tier.
     pub file_room_bytes: Option<u64>,
+    /// Pages go on to the file at once, as long as it has room
+    /// ([`crate::order::TierOrder`]).
+    pub file_first: bool,
     /// The last decision was to evict.
     pub evicting: bool,
 }
@@ -247,7 +250,8 @@ pub fn decide(seen: &Observation) -> Actions {
     need = need.saturating_sub(actions.repack_pages * repack_gain);
     let after_repack = stored.saturating_sub(actions.repack_pages * repack_gain);
     if let Some(room) = seen.file_room_bytes {
-        let excess = need.max(after_repack.saturating_sub(budget / FILE_PART));
+        let share = if seen.file_first { 0 } else { budget / FILE_PART };
+        let excess = need.max(after_repack.saturating_sub(share));
         actions.demote_bytes = excess.min(room).min(after_repack);
         need = need.saturating_sub(actions.demote_bytes);
         // Pages that do not compress still fit the file: they are evicted to
@@ -271,6 +275,11 @@ pub fn decide(seen: &Observation) -> Actions {
     let distance_us = mark.saturating_sub(cost) / GROWTH_BYTES_PER_US;
     actions.next_look_us = distance_us.clamp(LOOK_MIN_US, LOOK_MAX_US);
     actions
+}
+
+/// Whether compressed memory that costs so much has its whole part of a budget.
+pub(crate) const fn compressed_is_full(budget_bytes: u64, stored_bytes: u64) -> bool {
+    stored_bytes >= budget_bytes / FILE_PART
 }
 
 /// What may stay staged within a budget while so much is out, before packing.

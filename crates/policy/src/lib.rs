@@ -13,6 +13,7 @@ pub mod exchange;
 pub mod gap;
 mod neighbours;
 mod octave;
+pub mod order;
 pub mod replacement;
 pub mod replay;
 pub mod sampler;

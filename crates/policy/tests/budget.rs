@@ -137,6 +137,7 @@ proptest! {
             growth_bytes: growth,
             node_room_bytes: if evicting { pinned } else { 0 },
             file_room_bytes: room,
+            file_first: (metadata / PAGE).is_multiple_of(2),
             evicting,
         };
         check_amounts(&seen, &decide(&seen))?;
@@ -392,4 +393,22 @@ fn a_page_that_lands_dense_frees_more() {
     let (fast, dense) = (decide(&seen(false)).evict_pages, decide(&seen(true)).evict_pages);
     // Half a page each against seven eighths.
     assert!(dense > 0 && (1.7..1.8).contains(&(fast as f64 / dense as f64)), "{fast}, {dense}");
+}
+
+#[test]
+fn with_the_file_first_all_that_is_stored_goes_on_as_far_as_it_has_room() {
+    let seen = |file_first, room_mib: u64| Observation {
+        budget_bytes: 100 * MIB,
+        resident_bytes: 60 * MIB,
+        evictable_bytes: 60 * MIB,
+        fast: Packed { original_bytes: 24 * MIB, cost_bytes: 8 * MIB },
+        dense: Packed { original_bytes: 20 * MIB, cost_bytes: 4 * MIB },
+        file_room_bytes: Some(room_mib * MIB),
+        file_first,
+        ..Observation::default()
+    };
+    assert_eq!(decide(&seen(false, 500)).demote_bytes, 0, "it has its share of the budget");
+    assert_eq!(decide(&seen(true, 500)).demote_bytes, 12 * MIB);
+    assert_eq!(decide(&seen(true, 5)).demote_bytes, 5 * MIB);
+    assert_eq!(decide(&seen(true, 0)).demote_bytes, 0);
 }

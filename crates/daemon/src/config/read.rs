@@ -11,6 +11,7 @@ use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use strata_policy::order::{Lower, TierOrder};
 use strata_units::ByteSize;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
@@ -19,7 +20,7 @@ use super::nearest::nearest;
 use super::{Config, Machine, Problem, Problems, Rule, User, exact_time};
 
 /// All keys of the file.
-pub(super) const KEYS: [&str; 16] = [
+pub(super) const KEYS: [&str; 17] = [
     "socket_dir",
     "default_dram",
     "metrics",
@@ -28,6 +29,7 @@ pub(super) const KEYS: [&str; 16] = [
     "node",
     "node_limit",
     "node_bandwidth",
+    "tier_order",
     "uffd_users",
     "preload",
     "stop_grace",
@@ -38,7 +40,7 @@ pub(super) const KEYS: [&str; 16] = [
     "snapshot",
 ];
 /// All keys of a `[[manage]]` rule.
-const RULE_KEYS: [&str; 6] = ["name", "exe", "user", "cgroup", "dram", "tier_limit"];
+const RULE_KEYS: [&str; 7] = ["name", "exe", "user", "cgroup", "dram", "tier_limit", "tier_order"];
 /// Longest path of a unix socket, without the zero byte at its end.
 const MAX_SOCKET_PATH_BYTES: usize = 107;
 /// Rules at most: each is tried on every new process.
@@ -142,6 +144,9 @@ impl Reader<'_> {
         self.limit_needs_a_tier(table, table);
         self.tier_fits(table, &mut config);
         self.node(table, &mut config);
+        if let Some(order) = self.get(table, "tier_order", tier_order) {
+            config.tier_order = order;
+        }
         config.uffd_users = self.users(table, "uffd_users");
         config.preload = self.get(table, "preload", library);
         if let Some(grace) = self.get(table, "stop_grace", |value| duration(value, MAX_GRACE)) {
@@ -260,6 +265,7 @@ impl Reader<'_> {
         let cgroup = self.get(table, "cgroup", control_group);
         let dram = self.get(table, "dram", |value| budget(value, machine));
         let tier_limit = self.get(table, "tier_limit", size);
+        let tier_order = self.get(table, "tier_order", tier_order);
         Some(Rule {
             name: name?,
             exe,
@@ -267,6 +273,7 @@ impl Reader<'_> {
             cgroup,
             dram: dram.unwrap_or(default_dram),
             tier_limit,
+            tier_order,
         })
     }
 }
@@ -284,6 +291,23 @@ fn size(value: &DeValue<'_>) -> Result<ByteSize, Refusal> {
     let text = text(value, "a size with its unit, in quotes: \"4GiB\"")?;
     text.parse().map_err(|_| {
         (format!("{text:?} is not a size"), "write a size with its unit: \"4GiB\"".into())
+    })
+}
+
+/// Tiers that the machine does not have may be named: one file serves several.
+fn tier_order(value: &DeValue<'_>) -> Result<TierOrder, Refusal> {
+    const WANTED: &str =
+        "each tier once, the first to be filled first: [\"node\", \"compressed\", \"file\"]";
+    let array = value.as_array().ok_or_else(|| wrong_type(value, WANTED))?;
+    let names: Result<Vec<&str>, Refusal> =
+        array.iter().map(|element| text(element.get_ref(), WANTED)).collect();
+    TierOrder::of_names(names?).map_err(|name| {
+        let known = TierOrder::default().tiers().map(Lower::name);
+        let what = match known.contains(&name) {
+            true => format!("names {name:?} twice"),
+            false => format!("{name:?} is no tier below DRAM"),
+        };
+        (what, format!("write {WANTED}"))
     })
 }
 

@@ -49,6 +49,7 @@ tier_limit = "20MiB"
 node = 2
 node_limit = "3GiB"
 node_bandwidth = "200MiB"
+tier_order = ["compressed", "node", "file"]
 uffd_users = ["postgres", "1000"]
 preload = "/bin/sh"
 stop_grace = "250ms"
@@ -62,6 +63,7 @@ exe = "/usr/lib/postgresql/15/bin/postgres"
 user = "postgres"
 dram = "2GiB"
 tier_limit = "1000001B"
+tier_order = ["file"]
 
 [[manage]]
 name = "cache"
@@ -88,6 +90,10 @@ fn every_key_is_read_and_printing_it_reads_the_same() {
     let (limit, bandwidth) = (ByteSize(3 << 30), ByteSize(200 << 20));
     assert_eq!(config.node, Some(Node { number: 2, home: 0, limit, bandwidth }));
     assert_eq!(config.manage[0].tier_limit, Some(ByteSize(1_000_001)));
+    let order = |names: [&'static str; 3]| TierOrder::of_names(names).expect("an order");
+    assert_eq!(config.tier_order, order(["compressed", "node", "file"]));
+    assert_eq!(config.manage[0].tier_order, Some(order(["file", "node", "compressed"])));
+    assert_eq!(config.manage[1].tier_order, None);
     assert_eq!(config.manage[1].cgroup.as_deref(), Some("/system.slice/redis.service"));
     assert_eq!(config.manage[1].dram, config.default_dram);
     let [db, cache] = &config.snapshot[..] else { panic!("{:?}", config.snapshot) };
@@ -175,6 +181,10 @@ fn each_slip_is_named_with_its_line_and_its_cure() {
         ("node = 2\nnode_limit = \"5GiB\"", "5.0 GiB is more than node 2 has (4.0 GiB)"),
         ("node = 2\nnode_bandwidth = \"1KiB\"", "1.0 KiB a second is too little"),
         ("node_limit = \"1GiB\"", "there is no node tier; set node"),
+        ("tier_order = \"file\"", "is of the type string; write each tier once"),
+        ("tier_order = [\"dram\", \"file\"]", "\"dram\" is no tier below DRAM; write each"),
+        ("tier_order = [\"file\", \"file\"]", "names \"file\" twice; write each tier once"),
+        ("tier_order = [1]", "is of the type integer; write each tier once"),
         (
             "tier_path = \"/tmp\"\ntier_limit = \"900000TiB\"",
             "is more than the file system at /tmp has",

@@ -3,6 +3,7 @@
 
 use strata_policy::Level;
 use strata_policy::exchange::{Compressed, Flow, Horizon, LOOK_EVERY, horizon};
+use strata_policy::order::Lower;
 
 use crate::counters::{Counter, Latencies};
 use crate::tenant::Tenant;
@@ -20,6 +21,10 @@ impl Exchange {
     /// Pages with smaller gaps are worth compressed memory.
     pub(super) fn horizon(&mut self, tenant: &Tenant) -> Option<Level> {
         tenant.record.tier.as_ref()?;
+        // Where the file comes first, nothing is to be in compressed memory.
+        if tenant.record.tier_order.is_before(Lower::File, Lower::Compressed) {
+            return None;
+        }
         let count = |counter| tenant.counters.get(counter);
         let evicted = count(Counter::Evictions).saturating_sub(count(Counter::EvictionsUnchanged));
         let now =

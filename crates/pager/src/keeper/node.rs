@@ -12,10 +12,12 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use strata_store::StoreStats;
 use strata_sys::Range;
 use strata_units::wire::BATCH_PAGES;
 use strata_units::{LeafIndex, PAGES_PER_LEAF, PageId, SpaceId};
 
+use super::observe::file_room_bytes;
 use super::{Keeper, PAGE};
 use crate::counters::Counter;
 use crate::entry::Entry;
@@ -112,11 +114,19 @@ impl NodeKeeper {
 }
 
 impl Keeper<'_> {
-    /// What may go to the node now.
-    pub(super) fn node_room_bytes(&self) -> u64 {
+    /// What may go to the node now: nothing before its turn in the tenant's order.
+    pub(super) fn node_room_bytes(&self, store: &StoreStats) -> u64 {
+        let record = &self.tenant.record;
+        let stored = store.dram_bytes.saturating_sub(store.staged_bytes);
+        let is_its_turn = || {
+            let (budget, file) = (self.tenant.budget_bytes(), file_room_bytes(record, store));
+            record.tier_order.is_nodes_turn(budget, stored, file)
+        };
         // What is being captured for a snapshot stays where it is until it is whole.
         match &self.node {
-            Some(node) if self.capturing.is_none() => node.tier.room_pages(self.tenant) * PAGE,
+            Some(node) if self.capturing.is_none() && is_its_turn() => {
+                node.tier.room_pages(self.tenant) * PAGE
+            }
             _ => 0,
         }
     }
@@ -129,7 +139,7 @@ impl Keeper<'_> {
         spaces: &[Arc<Space>],
     ) -> (usize, Vec<PageId>) {
         let tenant = self.tenant;
-        let room = (self.node_room_bytes() / PAGE) as usize;
+        let room = (self.node_room_bytes(&tenant.store_stats()) / PAGE) as usize;
         let Some(node) = self.node.as_mut().filter(|_| room > 0) else { return (0, victims) };
         let now = Instant::now();
         let mut went = 0;
@@ -157,7 +167,11 @@ impl Keeper<'_> {
         let tenant = self.tenant;
         let Some(node) = self.node.as_mut().filter(|_| self.capturing.is_none()) else { return 0 };
         let enough = CROWDED_PAGES.min(node.tier.spec.limit_bytes / PAGE / CROWDED_PART);
-        if node.tier.space_pages(tenant) >= enough || tenant.node_pages() == 0 {
+        let record = &tenant.record;
+        if node.tier.space_pages(tenant) >= enough
+            || tenant.node_pages() == 0
+            || !record.tier_order.leaves_the_node(record.tier.is_some())
+        {
             return 0;
         }
         let mut pages = Vec::new();

@@ -3,10 +3,12 @@
 use std::sync::atomic::Ordering;
 
 use strata_policy::budget::{self, Observation, Packed};
+use strata_policy::order::Lower;
 use strata_store::StoreStats;
 
 use crate::copies::stored_page_cost;
 use crate::keeper::{Keeper, PAGE};
+use crate::registry::TenantRecord;
 use crate::usage::Usage;
 
 impl Keeper<'_> {
@@ -39,15 +41,17 @@ impl Keeper<'_> {
             metadata_bytes: usage.metadata_bytes,
             unmanaged_bytes: usage.anonymous_bytes - in_space,
             growth_bytes,
-            node_room_bytes: self.node_room_bytes(),
-            file_room_bytes: tenant
-                .record
-                .tier
-                .as_ref()
-                .map(|(_, limit)| limit.saturating_sub(store.file_bytes)),
+            node_room_bytes: self.node_room_bytes(&store),
+            file_room_bytes: file_room_bytes(&tenant.record, &store),
+            file_first: tenant.record.tier_order.is_before(Lower::File, Lower::Compressed),
             evicting: self.evicting,
         }
     }
+}
+
+/// What is left of the file tier; none where there is none.
+pub(super) fn file_room_bytes(record: &TenantRecord, store: &StoreStats) -> Option<u64> {
+    record.tier.as_ref().map(|(_, limit)| limit.saturating_sub(store.file_bytes))
 }
 
 /// What lz4 packed, and everything else in DRAM that is not staged (zstd, with a

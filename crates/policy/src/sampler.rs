@@ -32,7 +32,18 @@ const LEAST_PAGES: usize = 48;
 pub const EPOCH_RETURNS: f64 = 4.0;
 /// Epochs whose times differ by more than this factor tell no drift: the short one
 /// foretells worse than either half of both, also when nothing has changed.
-pub const UNLIKE: f64 = 2.0;
+const UNLIKE: f64 = 2.0;
+
+/// An epoch lasts at least and at most so many seconds...
+const EPOCH_SECONDS: (f64, f64) = (5.0, 15.0);
+/// ...but for a tenant that has had much less of its own time than in the one before
+/// (no drift could be told), which waits for more until so many have passed...
+const LONGEST_EPOCH_SECONDS: f64 = 60.0;
+/// ...and beyond that as long as it has had less than this part: whoever rests does
+/// next to nothing for minutes, and that is not what it needs when it works.
+const RESTING_PART: f64 = 1.0 / 8.0;
+/// An epoch in which the tenant had less time of its own than this says nothing.
+pub const LEAST_SECONDS: f64 = 0.05;
 
 /// Pages that lie so close are left out of the sample together when its error is
 /// estimated.
@@ -313,6 +324,19 @@ impl Sampler {
     #[must_use]
     pub fn epoch_returns(&self) -> f64 {
         self.returns_now / self.pages.len().max(1) as f64
+    }
+
+    /// Whether the epoch under way, which has lasted for so long by the clock, is over.
+    #[must_use]
+    pub fn is_epoch_over(&self, now: f64, lasted_seconds: f64) -> bool {
+        let (before, had) = self.epoch_times(now);
+        let enough = self.epoch_returns() >= EPOCH_RETURNS && lasted_seconds >= EPOCH_SECONDS.0;
+        let may_end = if had * UNLIKE >= before {
+            enough || lasted_seconds >= EPOCH_SECONDS.1
+        } else {
+            lasted_seconds >= LONGEST_EPOCH_SECONDS && had >= before * RESTING_PART
+        };
+        may_end && had >= LEAST_SECONDS
     }
 
     /// It is the turn of the other half of the epoch's time. The owner calls it many

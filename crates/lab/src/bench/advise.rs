@@ -44,8 +44,8 @@ const WATCHED_AT: f64 = 0.8;
 const SETTLING_ROUNDS: u64 = 2;
 /// A server without Strata needs none but for its caches.
 const PLAIN_WARMUP: Duration = Duration::from_secs(1);
-/// Part of what they want that four tenants get together.
-const TOTAL_PART: f64 = 0.6;
+/// Parts of what they want that four tenants get together.
+const TOTAL_PARTS: [f64; 2] = [0.6, 0.75];
 
 /// A server, under Strata or without, and who drives it.
 struct Driven {
@@ -317,6 +317,43 @@ pub(super) fn cost(bench: &Bench, results: &mut PartResults) -> Result<()> {
     Ok(())
 }
 
+/// Four unlike tenants under one total: equal shares, then `advise --all --apply`.
+/// They are driven one after the other; the advisor's time stands still while a
+/// tenant has nothing to do.
+pub(super) fn sharing(bench: &Bench, results: &mut PartResults) -> Result<()> {
+    let mut sums = TOTAL_PARTS.map(|part| Series {
+        name: format!("sum of losses of four tenants, {:.0} % of what they want", part * 100.0),
+        unit: "of 4".into(),
+        left: side("advise --apply"),
+        right: Some(side("equal shares")),
+    });
+    for repetition in 0..bench.repetitions {
+        let what = format!("sharing out: {} of {}", repetition + 1, bench.repetitions);
+        let progress = Progress::start(&what);
+        let mut strata = Strata::start(&bench.janitor, &bench.plan.binaries)?;
+        strata.keep(&bench.janitor)?;
+        let tenants = Tenants::start(bench, &strata)?;
+        tenants.drive(1)?;
+        let plenty = tenants.speeds()?;
+        let mut wanted = 0;
+        for one in &tenants.managed {
+            wanted += total_bytes(&strata.stats(&one.name)?);
+        }
+        results.raw.push(json!({ "plenty": plenty, "lost": lost(&plenty) }));
+        for (part, sum) in TOTAL_PARTS.into_iter().zip(&mut sums) {
+            let total = (wanted as f64 * part) as u64;
+            results.raw.push(tenants.share_out(&strata, total, sum)?);
+        }
+        for one in tenants.managed.into_iter().chain(tenants.plain) {
+            one.server.stop()?;
+        }
+        strata.stop()?;
+        progress.finish(&what);
+    }
+    results.series.extend(sums);
+    Ok(())
+}
+
 /// Operations a second of a tenant, and of the same server without Strata.
 #[derive(Serialize)]
 struct Speeds {
@@ -324,107 +361,88 @@ struct Speeds {
     plain: f64,
 }
 
-impl Speeds {
-    fn loss(&self) -> f64 {
-        1.0 - self.managed / self.plain
-    }
+fn lost(speeds: &[Speeds]) -> f64 {
+    speeds.iter().map(|speeds| 1.0 - speeds.managed / speeds.plain).sum()
 }
 
-/// Four unlike tenants under one total: equal shares, then `advise --all --apply`.
-/// They are driven one after the other; the advisor's time stands still while a
-/// tenant has nothing to do.
-pub(super) fn sharing(bench: &Bench, results: &mut PartResults) -> Result<()> {
-    let records = bench.plan.records;
-    let tenants = [
-        ("gaussian", Pattern::Gaussian, records / 2),
-        ("zipf", Pattern::Zipf, records / 2),
-        ("uniform", Pattern::Uniform, records / 8),
-        ("scan", Pattern::ScanHot, records / 4),
-    ];
-    let mut sum = Series {
-        name: "sum of losses of four tenants".into(),
-        unit: "of 4".into(),
-        left: side("advise --apply"),
-        right: Some(side("equal shares")),
-    };
-    let (warmup, duration) = (bench.plan.workload.warmup, bench.plan.workload.duration);
-    for repetition in 0..bench.repetitions {
-        let what = format!("sharing out: {} of {}", repetition + 1, bench.repetitions);
-        let progress = Progress::start(&what);
-        let mut strata = Strata::start(&bench.janitor, &bench.plan.binaries)?;
-        strata.keep(&bench.janitor)?;
-        let mut all = Vec::new();
+/// Unlike servers under Strata, and the same without.
+struct Tenants<'a> {
+    bench: &'a Bench,
+    managed: Vec<Driven>,
+    plain: Vec<Driven>,
+}
+
+impl<'a> Tenants<'a> {
+    fn start(bench: &'a Bench, strata: &Strata) -> Result<Self> {
+        let records = bench.plan.records;
+        let tenants = [
+            ("gaussian", Pattern::Gaussian, records / 2),
+            ("zipf", Pattern::Zipf, records / 2),
+            ("uniform", Pattern::Uniform, records / 8),
+            ("scan", Pattern::ScanHot, records / 4),
+        ];
+        let mut this = Self { bench, managed: Vec::new(), plain: Vec::new() };
         for (name, pattern, records) in tenants {
-            all.push(Driven::start(bench, &strata, name, pattern, records)?);
+            this.managed.push(Driven::start(bench, strata, name, pattern, records)?);
+            let name = format!("plain-{name}-{}", std::process::id());
+            let bare = Wrapping::default();
+            this.plain.push(Driven::start_in(bench, &bare, name, pattern, records)?);
         }
-        let plain = tenants
-            .iter()
-            .map(|&(name, pattern, records)| {
-                let name = format!("plain-{name}-{}", std::process::id());
-                Driven::start_in(bench, &Wrapping::default(), name, pattern, records)
-            })
-            .collect::<Result<Vec<_>>>()?;
-        let drive_all = |times: u64| -> Result<()> {
-            for _ in 0..times {
-                for one in &all {
-                    one.speed(warmup, duration)?;
-                }
-            }
-            Ok(())
-        };
-        // Each beside the same server without Strata, half of it before and half after:
-        // the machine's speed is another one minutes later.
-        let speeds = || -> Result<Vec<Speeds>> {
-            let pairs = all.iter().zip(&plain);
-            let speeds = pairs.map(|(one, plain)| {
-                let before = plain.speed(PLAIN_WARMUP, duration / 2)?;
-                let managed = one.speed(warmup, duration)?;
-                let after = plain.speed(PLAIN_WARMUP, duration / 2)?;
-                Ok(Speeds { managed, plain: f64::midpoint(before, after) })
-            });
-            speeds.collect()
-        };
-        drive_all(1)?;
-        let plenty = speeds()?;
-        let mut total = 0;
-        for one in &all {
-            total += (total_bytes(&strata.stats(&one.name)?) as f64 * TOTAL_PART) as u64;
+        Ok(this)
+    }
+
+    fn drive(&self, rounds: u64) -> Result<()> {
+        let Workload { warmup, duration, .. } = self.bench.plan.workload;
+        for one in (0..rounds).flat_map(|_| &self.managed) {
+            one.speed(warmup, duration)?;
         }
-        let lost = |speeds: &[Speeds]| -> f64 { speeds.iter().map(Speeds::loss).sum() };
-        for one in &all {
-            one.set(&strata, total / 4)?;
-            one.advice(&strata)?;
+        Ok(())
+    }
+
+    /// Each beside the same server without Strata, half of it before and half after:
+    /// the machine's speed is another one minutes later.
+    fn speeds(&self) -> Result<Vec<Speeds>> {
+        let Workload { warmup, duration, .. } = self.bench.plan.workload;
+        let pairs = self.managed.iter().zip(&self.plain);
+        let speeds = pairs.map(|(one, plain)| {
+            let before = plain.speed(PLAIN_WARMUP, duration / 2)?;
+            let managed = one.speed(warmup, duration)?;
+            let after = plain.speed(PLAIN_WARMUP, duration / 2)?;
+            Ok(Speeds { managed, plain: f64::midpoint(before, after) })
+        });
+        speeds.collect()
+    }
+
+    fn share_out(
+        &self,
+        strata: &Strata,
+        total: u64,
+        sum: &mut Series,
+    ) -> Result<serde_json::Value> {
+        for one in &self.managed {
+            one.set(strata, total / self.managed.len() as u64)?;
+            one.advice(strata)?;
         }
-        drive_all(SETTLING_ROUNDS)?;
-        for one in &all {
-            one.speed(warmup, watch_time(bench))?;
+        self.drive(SETTLING_ROUNDS)?;
+        for one in &self.managed {
+            one.speed(self.bench.plan.workload.warmup, watch_time(self.bench))?;
         }
-        let equal = speeds()?;
+        let equal = self.speeds()?;
         // The daemon's keeper is a tenant, too, that keeps its budget.
         let kept: u64 = 64 << 20;
         let argument = format!("{} bytes", total + kept);
         let shares = strata.ask(&["advise", "--all", "--total", &argument, "--apply", "--json"])?;
-        drive_all(SETTLING_ROUNDS)?;
-        let advised = speeds()?;
+        self.drive(SETTLING_ROUNDS)?;
+        let advised = self.speeds()?;
         sum.left.samples.push(lost(&advised));
         if let Some(right) = &mut sum.right {
             right.samples.push(lost(&equal));
         }
-        let steady = all
-            .iter()
-            .map(|one| one.advice(&strata).map(|advice| advice.state == AdviceState::Steady))
-            .collect::<Result<Vec<bool>>>()?;
-        results.raw.push(json!({
-            "total_bytes": total, "plenty": plenty, "equal": equal, "advised": advised,
-            "plenty_lost": lost(&plenty), "steady": steady,
+        let state = |one: &Driven| one.advice(strata).map(|advice| advice.state);
+        let states = self.managed.iter().map(state).collect::<Result<Vec<AdviceState>>>()?;
+        Ok(json!({
+            "total_bytes": total, "equal": equal, "advised": advised, "states": states,
             "shares": serde_json::from_str::<serde_json::Value>(&shares)?,
-        }));
-        for one in all.into_iter().chain(plain) {
-            one.server.stop()?;
-        }
-        strata.stop()?;
-        progress.finish(&what);
+        }))
     }
-    results.series.push(sum);
-    Ok(())
 }

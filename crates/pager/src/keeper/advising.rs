@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use strata_policy::advice::Facts;
 use strata_policy::budget::Observation;
-use strata_policy::sampler::{EPOCH_RETURNS, Sampler, UNLIKE};
+use strata_policy::sampler::{LEAST_SECONDS, Sampler};
 use strata_store::StoreStats;
 use strata_sys::process_time;
 use strata_units::{PAGES_PER_LEAF, PageId};
@@ -40,17 +40,10 @@ const MOST_PROBES: f64 = 64.0;
 /// later.
 const FIRST_LEAVES: usize = 64;
 const LEAVES: usize = 8;
-/// An epoch lasts at least and at most so long.
-const EPOCH: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(15));
-/// But for a tenant that has had much less processor time than in the one before:
-/// no drift could be told.
-const LONGEST_EPOCH: Duration = Duration::from_secs(60);
 /// There is something to say after so long, if not after an epoch.
 const FIRST_WORD: Duration = Duration::from_secs(10);
 /// Its halves take turns so often.
 const TURN: Duration = Duration::from_millis(500);
-/// An epoch in which the tenant had less processor time than this says nothing.
-const LEAST_PROCESSOR_SECONDS: f64 = 0.05;
 /// How often what a tenant far from its budget has new is sampled.
 const SAMPLE_EVERY: Duration = Duration::from_secs(5);
 /// Pieces that a hundredth of the tenant is cut into, about: each splits a mapping
@@ -246,14 +239,8 @@ impl Advising {
             self.turned = now.0;
             self.sampler.turn(now.1);
         }
-        let lasted = now.0.duration_since(self.epochs[1]);
-        let enough = self.sampler.epoch_returns() >= EPOCH_RETURNS && lasted >= EPOCH.0;
-        let (before, had) = self.sampler.epoch_times(now.1);
-        let alike = had * UNLIKE >= before;
-        if self.searches == 0
-            || had < LEAST_PROCESSOR_SECONDS
-            || !(alike && (enough || lasted >= EPOCH.1) || lasted >= LONGEST_EPOCH)
-        {
+        let lasted = now.0.duration_since(self.epochs[1]).as_secs_f64();
+        if self.searches == 0 || !self.sampler.is_epoch_over(now.1, lasted) {
             return;
         }
         self.drift = self.sampler.drift(now.1).or(self.drift);
@@ -277,9 +264,7 @@ impl Advising {
             window,
             processor_seconds,
             is_enough: self.sampler.epochs() > 0
-                || self.searches > 0
-                    && window >= FIRST_WORD
-                    && processor_seconds >= LEAST_PROCESSOR_SECONDS,
+                || self.searches > 0 && window >= FIRST_WORD && processor_seconds >= LEAST_SECONDS,
             drift: self.drift,
         });
         true

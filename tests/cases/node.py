@@ -11,6 +11,7 @@ import subprocess
 import time
 
 import machine
+import vm
 from elsewhere import doctor, not_here
 from kernels import MANAGES, expect, in_guest
 from strata import Failure, configured
@@ -231,6 +232,26 @@ def node_order(run):
         program.finish()
 
 
+@case("node-qemu", native=False, own_daemon=True, seconds=120)
+def node_qemu(run):
+    """A virtual machine's memory lies on the node as a program's does."""
+    node = node_without_cpus()
+    if node is None:
+        not_here("this machine has no node without processors", "guest-node")
+    balance(False)
+    log = os.path.join(run.log_directory, "stratad-qemu.log")
+    with configured(run.daemon, 'node = "auto"\n', run.directory, log):
+        guest = vm.Machine(run)
+
+        def lies_there():
+            told, there = guest.program.stats()["node_bytes"], pages_on(guest.program.pid, node)
+            return told > 12 * MIB and abs(told - there * 4096) < 2 * MIB
+        run.daemon.wait_until(lies_there, "the machine's memory went to the node", 60)
+        run.note(f"{guest.program.stats()['node_bytes'] >> 20} MiB on node {node}")
+        guest.check()
+        guest.end()
+
+
 def bare_moves(pages, node):
     """Seconds of CPU that a bare loop of move_pages takes for a page, in batches of
     512 as Strata's, to `node` from memory that was just written."""
@@ -296,7 +317,9 @@ def node_cost(run):
 
 @case("guest-node", native=False, seconds=900)
 def guest_node(run):
-    # One after the other: one of them has the kernel move pages, too.
-    for name in ("node-tier", "node-order", "node-alloc", "node-cost"):
-        expect(in_guest(run, lambda version: version >= MANAGES, ["--only", name],
-                        hardware=HARDWARE), [name])
+    qemu = vm.files(run.tool("qemu-system-x86_64"))
+    # The first has the kernel move pages, too.
+    for names in (["node-tier"], ["node-order", "node-alloc", "node-qemu", "node-cost"]):
+        expect(in_guest(run, lambda version: version >= MANAGES,
+                        [word for name in names for word in ("--only", name)],
+                        hardware=HARDWARE, more=qemu), names)

@@ -8,6 +8,7 @@ import time
 import zlib
 
 import machine
+import vm
 from redis import Redis
 from strata import Failure, Skip
 from suite import ROOT, case
@@ -41,6 +42,17 @@ def speaker(run, *arguments, budget, **how):
         program.end_well()
     finally:
         os.close(end)
+
+
+@case("real-qemu", native=False, seconds=60)
+def real_qemu(run):
+    """A virtual machine's memory beyond its budget, read back byte for byte."""
+    guest = vm.Machine(run)
+    run.daemon.wait_until(lambda: guest.program.stats()["stored_bytes"] > 12 * vm.MIB,
+                          "the machine's memory was evicted", 30)
+    for _ in range(3):
+        guest.check()
+    guest.end()
 
 
 @case("real-redis", seconds=120)

@@ -34,14 +34,13 @@ pub const EPOCH_RETURNS: f64 = 4.0;
 /// foretells worse than either half of both, also when nothing has changed.
 const UNLIKE: f64 = 2.0;
 
-/// An epoch lasts at least and at most so many seconds...
+/// An epoch lasts at least and, for a tenant that works as before, at most so many
+/// seconds by the clock.
 const EPOCH_SECONDS: (f64, f64) = (5.0, 15.0);
-/// ...but for a tenant that has had much less of its own time than in the one before
-/// (no drift could be told), which waits for more until so many have passed...
-const LONGEST_EPOCH_SECONDS: f64 = 60.0;
-/// ...and beyond that as long as it has had less than this part: whoever rests does
-/// next to nothing for minutes, and that is not what it needs when it works.
-const RESTING_PART: f64 = 1.0 / 8.0;
+/// A tenant that works less has the epoch last until it has had as much of its own time
+/// as half of the one before, or of so much: for whoever rests it stands still, and what
+/// was seen of his work stays known.
+const FULL_SECONDS: f64 = 8.0;
 /// An epoch in which the tenant had less time of its own than this says nothing.
 pub const LEAST_SECONDS: f64 = 0.05;
 
@@ -331,12 +330,8 @@ impl Sampler {
     pub fn is_epoch_over(&self, now: f64, lasted_seconds: f64) -> bool {
         let (before, had) = self.epoch_times(now);
         let enough = self.epoch_returns() >= EPOCH_RETURNS && lasted_seconds >= EPOCH_SECONDS.0;
-        let may_end = if had * UNLIKE >= before {
-            enough || lasted_seconds >= EPOCH_SECONDS.1
-        } else {
-            lasted_seconds >= LONGEST_EPOCH_SECONDS && had >= before * RESTING_PART
-        };
-        may_end && had >= LEAST_SECONDS
+        let works = had * UNLIKE >= before.min(FULL_SECONDS);
+        works && (enough || lasted_seconds >= EPOCH_SECONDS.1) && had >= LEAST_SECONDS
     }
 
     /// It is the turn of the other half of the epoch's time. The owner calls it many

@@ -186,14 +186,15 @@ fn epochs_of_unlike_times_do_not_make_a_steady_tenant_change() {
 fn rest_is_not_taken_for_a_workload() {
     let mut sampler = Sampler::default();
     (0..100).for_each(|page| sampler.found(PageId(page), false, 0.0));
-    assert!(!sampler.is_epoch_over(8.0, 14.0) && sampler.is_epoch_over(8.0, 15.0));
-    sampler.end_epoch(8.0);
-    // Next to nothing for ten minutes: what it did before still counts.
-    assert!(!sampler.is_epoch_over(8.5, 600.0));
-    // A few seconds of work later, a quarter of its former pace, and its own pace.
-    assert!(!sampler.is_epoch_over(8.9, 610.0) && sampler.is_epoch_over(9.1, 610.0));
-    assert!(!sampler.is_epoch_over(10.0, 59.0) && sampler.is_epoch_over(10.0, 60.0));
+    assert!(!sampler.is_epoch_over(6.0, 14.0) && sampler.is_epoch_over(6.0, 15.0));
+    sampler.end_epoch(6.0);
+    // Next to nothing for an hour: what it did before still counts, until it has done
+    // half of that again.
+    assert!(!sampler.is_epoch_over(8.9, 3600.0) && sampler.is_epoch_over(9.0, 3600.0));
     assert!(!sampler.is_epoch_over(12.0, 14.0) && sampler.is_epoch_over(12.0, 15.0));
+    sampler.end_epoch(106.0);
+    // After a hundred seconds of work four are enough.
+    assert!(!sampler.is_epoch_over(109.9, 60.0) && sampler.is_epoch_over(110.0, 60.0));
     // One that only rests says nothing at all.
     assert!(!Sampler::default().is_epoch_over(0.01, 600.0));
 }

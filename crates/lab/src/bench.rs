@@ -71,6 +71,8 @@ pub(crate) struct Options {
     narrowing: matrix::Narrowing,
     #[command(flatten)]
     sizes: snapshots::Sizes,
+    #[command(flatten)]
+    totals: advise::Totals,
     /// Smaller and shorter: to see that all works, not to be quoted
     #[arg(long)]
     quick: bool,
@@ -125,7 +127,9 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             Part::Threads => programs::threads(&bench, &mut found),
             Part::Advise => advise::pinned(&bench, || advise::foretelling(&bench, &mut found)),
             Part::AdviseCost => advise::pinned(&bench, || advise::cost(&bench, &mut found)),
-            Part::AdviseShares => advise::pinned(&bench, || advise::sharing(&bench, &mut found)),
+            Part::AdviseShares => {
+                advise::pinned(&bench, || advise::sharing(&bench, &options.totals, &mut found))
+            }
             Part::Snapshots => snapshots::snapshots(&bench, &options.sizes, &mut found),
             Part::Tiers => tiers::tiers(&bench, &mut found),
         };

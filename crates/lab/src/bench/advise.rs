@@ -44,8 +44,14 @@ const WATCHED_AT: f64 = 0.8;
 const SETTLING_ROUNDS: u64 = 2;
 /// A server without Strata needs none but for its caches.
 const PLAIN_WARMUP: Duration = Duration::from_secs(1);
-/// Parts of what they want that four tenants get together.
-const TOTAL_PARTS: [f64; 2] = [0.6, 0.75];
+/// What four tenants get together.
+#[derive(clap::Args)]
+pub(super) struct Totals {
+    /// `advise-shares`: these parts of what the tenants want, in per cent
+    #[arg(long, value_delimiter = ',', default_value = "60,75",
+        value_parser = clap::value_parser!(u64).range(1..=100))]
+    totals: Vec<u64>,
+}
 
 /// A server, under Strata or without, and who drives it.
 struct Driven {
@@ -320,13 +326,14 @@ pub(super) fn cost(bench: &Bench, results: &mut PartResults) -> Result<()> {
 /// Four unlike tenants under one total: equal shares, then `advise --all --apply`.
 /// They are driven one after the other; the advisor's time stands still while a
 /// tenant has nothing to do.
-pub(super) fn sharing(bench: &Bench, results: &mut PartResults) -> Result<()> {
-    let mut sums = TOTAL_PARTS.map(|part| Series {
-        name: format!("sum of losses of four tenants, {:.0} % of what they want", part * 100.0),
+pub(super) fn sharing(bench: &Bench, totals: &Totals, results: &mut PartResults) -> Result<()> {
+    let series = |percent| Series {
+        name: format!("sum of losses of four tenants, {percent} % of what they want"),
         unit: "of 4".into(),
         left: side("advise --apply"),
         right: Some(side("equal shares")),
-    });
+    };
+    let mut sums: Vec<Series> = totals.totals.iter().map(series).collect();
     for repetition in 0..bench.repetitions {
         let what = format!("sharing out: {} of {}", repetition + 1, bench.repetitions);
         let progress = Progress::start(&what);
@@ -340,9 +347,8 @@ pub(super) fn sharing(bench: &Bench, results: &mut PartResults) -> Result<()> {
             wanted += total_bytes(&strata.stats(&one.name)?);
         }
         results.raw.push(json!({ "plenty": plenty, "lost": lost(&plenty) }));
-        for (part, sum) in TOTAL_PARTS.into_iter().zip(&mut sums) {
-            let total = (wanted as f64 * part) as u64;
-            results.raw.push(tenants.share_out(&strata, total, sum)?);
+        for (percent, sum) in totals.totals.iter().zip(&mut sums) {
+            results.raw.push(tenants.share_out(&strata, wanted / 100 * percent, sum)?);
         }
         for one in tenants.managed.into_iter().chain(tenants.plain) {
             one.server.stop()?;

@@ -1,6 +1,7 @@
 """The node tier: cold pages lie on a node without processors, in place, and hot
 ones come back. A guest has such a node (cases/kernels.py boots one for it)."""
 
+import contextlib
 import ctypes
 import json
 import mmap
@@ -112,6 +113,19 @@ def is_opposed(run, program):
     run.note(f"opposed {program.stats()['opposed_moves_total']}")
 
 
+@contextlib.contextmanager
+def on_node(run, configuration):
+    """A daemon with the node that this machine has, and a kernel that leaves pages
+    where they are: the node and the daemon's process. Skips where there is none."""
+    node = node_without_cpus()
+    if node is None:
+        not_here("this machine has no node without processors", "guest-node")
+    balance(False)
+    log = os.path.join(run.log_directory, "stratad-node.log")
+    with configured(run.daemon, 'node = "auto"\n' + configuration, run.directory, log) as daemon:
+        yield node, daemon
+
+
 def check(program):
     """The program reads and checks all of its memory."""
     program.answer("check")
@@ -120,17 +134,11 @@ def check(program):
 
 @case("node-tier", native=False, own_daemon=True, seconds=120)
 def node_tier(run):
-    node = node_without_cpus()
-    if node is None:
-        not_here("this machine has no node without processors", "guest-node")
-    findings, _ = doctor(run)
-    if findings["node tier"]["presence"] != "yes" or "NUMA balancing" not in findings:
-        raise Failure(f"doctor says {findings}")
-    refused(run)
-    balance(False)
-    text = f'node = "auto"\nnode_limit = "{LIMIT_MIB}MiB"\n'
-    log = os.path.join(run.log_directory, "stratad-node.log")
-    with configured(run.daemon, text, run.directory, log) as daemon:
+    with on_node(run, f'node_limit = "{LIMIT_MIB}MiB"\n') as (node, daemon):
+        findings, _ = doctor(run)
+        if findings["node tier"]["presence"] != "yes" or "NUMA balancing" not in findings:
+            raise Failure(f"doctor says {findings}")
+        refused(run)
         program = run.start("hold", "56", budget="24MiB")
         program.gate("ready")
         lies_there(run, program, node)
@@ -183,13 +191,7 @@ def node_tier(run):
 @case("node-alloc", native=False, own_daemon=True, seconds=120)
 def node_alloc(run):
     """Memory that a program asks for on the node."""
-    node = node_without_cpus()
-    if node is None:
-        not_here("this machine has no node without processors", "guest-node")
-    balance(False)
-    text = f'node = "auto"\nnode_limit = "{LIMIT_MIB}MiB"\n'
-    log = os.path.join(run.log_directory, "stratad-node.log")
-    with configured(run.daemon, text, run.directory, log):
+    with on_node(run, f'node_limit = "{LIMIT_MIB}MiB"\n') as (node, _):
         program = run.start("place", "node", budget="64MiB")
         program.gate("there")
         there, told = pages_on(program.pid, node), program.stats()["node_bytes"] // 4096
@@ -205,13 +207,7 @@ def node_alloc(run):
 def node_order(run):
     """With compressed memory first in the tiers' order the node's turn comes when that
     has half of the budget."""
-    node = node_without_cpus()
-    if node is None:
-        not_here("this machine has no node without processors", "guest-node")
-    balance(False)
-    text = 'node = "auto"\ntier_order = ["compressed", "node"]\n'
-    log = os.path.join(run.log_directory, "stratad-order.log")
-    with configured(run.daemon, text, run.directory, log):
+    with on_node(run, 'tier_order = ["compressed", "node"]\n') as (node, _):
         program = run.start("hold", "56", budget="32MiB")
         program.gate("ready")
         run.daemon.wait_until(lambda: program.stats()["stored_bytes"] > 16 * MIB,
@@ -235,12 +231,7 @@ def node_order(run):
 @case("node-qemu", native=False, own_daemon=True, seconds=120)
 def node_qemu(run):
     """A virtual machine's memory lies on the node as a program's does."""
-    node = node_without_cpus()
-    if node is None:
-        not_here("this machine has no node without processors", "guest-node")
-    balance(False)
-    log = os.path.join(run.log_directory, "stratad-qemu.log")
-    with configured(run.daemon, 'node = "auto"\n', run.directory, log):
+    with on_node(run, "") as (node, _):
         guest = vm.Machine(run)
 
         def lies_there():
@@ -289,13 +280,7 @@ def keeper_seconds(worker):
 def node_cost(run):
     """What a move to the node costs, and all of the keeper's work for these pages from
     their first touch on, beside a bare loop of the kernel's call; said, not judged."""
-    node = node_without_cpus()
-    if node is None:
-        not_here("this machine has no node without processors", "guest-node")
-    balance(False)
-    text = 'node = "auto"\nnode_limit = "128MiB"\nnode_bandwidth = "100GiB"\n'
-    log = os.path.join(run.log_directory, "stratad-node.log")
-    with configured(run.daemon, text, run.directory, log) as daemon:
+    with on_node(run, 'node_limit = "128MiB"\nnode_bandwidth = "100GiB"\n') as (node, daemon):
         worker = next(child for child in machine.children(daemon) if machine.alive(child))
         program = run.start("place", "node-much", budget="256MiB")
         program.gate("begin")

@@ -13,7 +13,7 @@ from strata import Failure
 
 MIB = 1 << 20
 CONTENT_MIB = 48
-# The budget of a tenant that has to give up about a third: QEMU takes some 20 MiB.
+# Less than half of what it takes: QEMU keeps what it loads a second time, for resets.
 BUDGET = "40MiB"
 LOADED_AT = 4 * MIB
 PROMPT = b"(qemu) "

@@ -83,38 +83,35 @@ fn tiers(tenant: &Tenant, store: &StoreStats) -> Vec<TierStats> {
         ..tier("dram", Latencies::Staged)
     };
     let stored = count(Counter::Evictions) - count(Counter::EvictionsUnchanged);
-    let compressed = TierStats {
-        used_bytes: store.dram_bytes.saturating_sub(store.staged_bytes),
-        pages: store.objects.saturating_sub(store.file_objects + staged_pages),
-        pages_in_total: stored + count(Counter::Promotions),
-        pages_out_total: count(Counter::FromCompressed) + count(Counter::Demotions),
-        ..tier("compressed", Latencies::Compressed)
-    };
-    let node = tenant.record().node.map(|node| TierStats {
-        // Nothing faults there.
-        tier: "node".to_owned(),
-        access: format!("node {}", node.node),
-        size_bytes: Some(node.limit_bytes),
-        used_bytes: tenant.node_pages() * PAGE_SIZE as u64,
-        pages: tenant.node_pages(),
-        pages_in_total: count(Counter::NodeDemotions),
-        pages_out_total: count(Counter::NodePromotions) + count(Counter::NodeEvictions),
-        ..EMPTY
-    });
-    let file = tenant.record().tier.as_ref().map(|(_, limit)| TierStats {
-        access: tenant.file_access().to_owned(),
-        size_bytes: Some(*limit),
-        used_bytes: store.file_bytes,
-        pages: store.file_objects,
-        pages_in_total: count(Counter::Demotions),
-        pages_out_total: count(Counter::FromFile) + count(Counter::Promotions),
-        ..tier("file", Latencies::File)
-    });
-    let (mut node, mut compressed, mut file) = (node, Some(compressed), file);
-    let below = tenant.record().tier_order.tiers().into_iter().filter_map(|tier| match tier {
-        Lower::Node => node.take(),
-        Lower::Compressed => compressed.take(),
-        Lower::File => file.take(),
+    let record = tenant.record();
+    let below = record.tier_order.tiers().into_iter().filter_map(|lower| match lower {
+        Lower::Node => record.node.map(|node| TierStats {
+            // Nothing faults there.
+            tier: "node".to_owned(),
+            access: format!("node {}", node.node),
+            size_bytes: Some(node.limit_bytes),
+            used_bytes: tenant.node_pages() * PAGE_SIZE as u64,
+            pages: tenant.node_pages(),
+            pages_in_total: count(Counter::NodeDemotions),
+            pages_out_total: count(Counter::NodePromotions) + count(Counter::NodeEvictions),
+            ..EMPTY
+        }),
+        Lower::Compressed => Some(TierStats {
+            used_bytes: store.dram_bytes.saturating_sub(store.staged_bytes),
+            pages: store.objects.saturating_sub(store.file_objects + staged_pages),
+            pages_in_total: stored + count(Counter::Promotions),
+            pages_out_total: count(Counter::FromCompressed) + count(Counter::Demotions),
+            ..tier("compressed", Latencies::Compressed)
+        }),
+        Lower::File => record.tier.as_ref().map(|(_, limit)| TierStats {
+            access: tenant.file_access().to_owned(),
+            size_bytes: Some(*limit),
+            used_bytes: store.file_bytes,
+            pages: store.file_objects,
+            pages_in_total: count(Counter::Demotions),
+            pages_out_total: count(Counter::FromFile) + count(Counter::Promotions),
+            ..tier("file", Latencies::File)
+        }),
     });
     std::iter::once(dram).chain(below).collect()
 }

@@ -60,9 +60,11 @@ impl TierOrder {
             }
             order.push(tier);
         }
-        let rest = Lower::ALL.into_iter().filter(|tier| !order.contains(tier));
-        let rest: Vec<Lower> = rest.collect();
-        order.extend(rest);
+        for tier in Lower::ALL {
+            if !order.contains(&tier) {
+                order.push(tier);
+            }
+        }
         let order = order.try_into().expect("each of three tiers is there once");
         Ok(Self(order))
     }
@@ -73,9 +75,14 @@ impl TierOrder {
         self.0
     }
 
-    /// Whether `tier` is filled before `other`.
+    /// Whether what is stored goes on to the file at once.
     #[must_use]
-    pub fn is_before(self, tier: Lower, other: Lower) -> bool {
+    pub fn is_file_first(self) -> bool {
+        self.is_before(Lower::File, Lower::Compressed)
+    }
+
+    /// Whether `tier` is filled before `other`.
+    fn is_before(self, tier: Lower, other: Lower) -> bool {
         let place = |wanted| self.0.iter().position(|&tier| tier == wanted);
         place(tier) < place(other)
     }

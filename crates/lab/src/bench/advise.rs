@@ -44,6 +44,7 @@ const WATCHED_AT: f64 = 0.8;
 const SETTLING_ROUNDS: u64 = 2;
 /// A server without Strata needs none but for its caches.
 const PLAIN_WARMUP: Duration = Duration::from_secs(1);
+
 /// What four tenants get together.
 #[derive(clap::Args)]
 pub(super) struct Totals {
@@ -105,21 +106,16 @@ impl Driven {
     }
 
     fn drive(&self, strata: &Strata, warmup: Duration, duration: Duration) -> Result<Drive> {
-        interrupt::check()?;
         let look = || -> (u64, Option<Stats>) {
             let times = process::times(self.server.pid()).unwrap_or_default();
             (times.cpu_ns, strata.stats(&self.name).ok())
         };
         let (mut begin, mut end) = ((0, None), (0, None));
-        let workload = Workload { warmup, duration, ..self.workload };
-        let run = self
-            .client
-            .run(&workload, &self.expect, &mut |moment| match moment {
-                Moment::MeasureBegins => begin = look(),
-                Moment::MeasureEnds => end = look(),
-                Moment::Tick { .. } => {}
-            })
-            .context("run")?;
+        let run = self.run(warmup, duration, &mut |moment| match moment {
+            Moment::MeasureBegins => begin = look(),
+            Moment::MeasureEnds => end = look(),
+            Moment::Tick { .. } => {}
+        })?;
         let brought_back = |stats: &Option<Stats>| {
             stats.as_ref().map(|stats| {
                 stats.faults_total - stats.zero_faults_total + stats.prefetched_pages_total
@@ -139,10 +135,18 @@ impl Driven {
 
     /// Operations a second.
     fn speed(&self, warmup: Duration, duration: Duration) -> Result<f64> {
+        Ok(self.run(warmup, duration, &mut |_| {})?.operations_per_second)
+    }
+
+    fn run(
+        &self,
+        warmup: Duration,
+        duration: Duration,
+        at: &mut dyn FnMut(Moment),
+    ) -> Result<Outcome> {
         interrupt::check()?;
         let workload = Workload { warmup, duration, ..self.workload };
-        let run = self.client.run(&workload, &self.expect, &mut |_| {}).context("run")?;
-        Ok(run.operations_per_second)
+        self.client.run(&workload, &self.expect, at).context("run")
     }
 
     fn set(&self, strata: &Strata, budget_bytes: u64) -> Result<()> {

@@ -3,7 +3,6 @@
 
 use strata_policy::Level;
 use strata_policy::exchange::{Compressed, Flow, Horizon, LOOK_EVERY, horizon};
-use strata_policy::order::Lower;
 
 use crate::counters::{Counter, Latencies};
 use crate::tenant::Tenant;
@@ -22,7 +21,7 @@ impl Exchange {
     pub(super) fn horizon(&mut self, tenant: &Tenant) -> Option<Level> {
         tenant.record.tier.as_ref()?;
         // Where the file comes first, nothing is to be in compressed memory.
-        if tenant.record.tier_order.is_before(Lower::File, Lower::Compressed) {
+        if tenant.record.tier_order.is_file_first() {
             return None;
         }
         let count = |counter| tenant.counters.get(counter);

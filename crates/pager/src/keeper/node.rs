@@ -116,18 +116,14 @@ impl NodeKeeper {
 impl Keeper<'_> {
     /// What may go to the node now: nothing before its turn in the tenant's order.
     pub(super) fn node_room_bytes(&self, store: &StoreStats) -> u64 {
-        let record = &self.tenant.record;
-        let stored = store.dram_bytes.saturating_sub(store.staged_bytes);
-        let is_its_turn = || {
-            let (budget, file) = (self.tenant.budget_bytes(), file_room_bytes(record, store));
-            record.tier_order.is_nodes_turn(budget, stored, file)
-        };
+        let tenant = self.tenant;
         // What is being captured for a snapshot stays where it is until it is whole.
-        match &self.node {
-            Some(node) if self.capturing.is_none() && is_its_turn() => {
-                node.tier.room_pages(self.tenant) * PAGE
-            }
-            _ => 0,
+        let Some(node) = self.node.as_ref().filter(|_| self.capturing.is_none()) else { return 0 };
+        let stored = store.dram_bytes.saturating_sub(store.staged_bytes);
+        let file = file_room_bytes(&tenant.record, store);
+        match tenant.record.tier_order.is_nodes_turn(tenant.budget_bytes(), stored, file) {
+            true => node.tier.room_pages(tenant) * PAGE,
+            false => 0,
         }
     }
 
@@ -139,7 +135,10 @@ impl Keeper<'_> {
         spaces: &[Arc<Space>],
     ) -> (usize, Vec<PageId>) {
         let tenant = self.tenant;
-        let room = (self.node_room_bytes(&tenant.store_stats()) / PAGE) as usize;
+        if self.node.is_none() {
+            return (0, victims);
+        }
+        let room = self.node_room_bytes(&tenant.store_stats());
         let Some(node) = self.node.as_mut().filter(|_| room > 0) else { return (0, victims) };
         let now = Instant::now();
         let mut went = 0;

@@ -3,7 +3,6 @@
 use std::sync::atomic::Ordering;
 
 use strata_policy::budget::{self, Observation, Packed};
-use strata_policy::order::Lower;
 use strata_store::StoreStats;
 
 use crate::copies::stored_page_cost;
@@ -43,7 +42,7 @@ impl Keeper<'_> {
             growth_bytes,
             node_room_bytes: self.node_room_bytes(&store),
             file_room_bytes: file_room_bytes(&tenant.record, &store),
-            file_first: tenant.record.tier_order.is_before(Lower::File, Lower::Compressed),
+            file_first: tenant.record.tier_order.is_file_first(),
             evicting: self.evicting,
         }
     }

@@ -48,6 +48,8 @@ pub(crate) enum Part {
     Threads,
     /// The advisor: foretold against missed
     Advise,
+    /// The same for MariaDB and a batch job
+    AdvisePrograms,
     /// What the advisor costs
     AdviseCost,
     /// Shares by its advice, against equal ones
@@ -126,6 +128,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             Part::Matrix => programs::matrix(&bench, &mut found),
             Part::Threads => programs::threads(&bench, &mut found),
             Part::Advise => advise::pinned(&bench, || advise::foretelling(&bench, &mut found)),
+            Part::AdvisePrograms => programs::foretelling_programs(&bench, &mut found),
             Part::AdviseCost => advise::pinned(&bench, || advise::cost(&bench, &mut found)),
             Part::AdviseShares => {
                 advise::pinned(&bench, || advise::sharing(&bench, &options.totals, &mut found))
@@ -177,6 +180,7 @@ impl Part {
                 "The file tier: faults beside reads of the device, sweeps beside kernel swap"
             }
             Self::Advise => "The advisor: what it foretells",
+            Self::AdvisePrograms => "The advisor: what it foretells of MariaDB and a graph walk",
             Self::AdviseCost => "The advisor: what it costs",
             Self::AdviseShares => "The advisor: shares by its advice",
             Self::Snapshots => "Snapshots: Strata, plain CRIU and Redis's own reload",

@@ -32,14 +32,14 @@ use std::time::Duration;
 use strata_api::{Advice, AdviceState, CurvePoint, Stats};
 
 /// A budget that a server is far from.
-const PLENTY_BYTES: u64 = 8 << 30;
+pub(super) const PLENTY_BYTES: u64 = 8 << 30;
 /// Shares of the pages that are to be in place. What is not is taken to cost this
 /// part of itself: the budgets need not hit the shares, they are foretold as what
 /// they are.
-const SHARES: [f64; 2] = [0.5, 0.33];
+pub(super) const SHARES: [f64; 2] = [0.5, 0.33];
 const STORED_PART: f64 = 0.4;
 /// Where the second foretelling is made.
-const WATCHED_AT: f64 = 0.8;
+pub(super) const WATCHED_AT: f64 = 0.8;
 /// The same requests again until the replacement has settled, in warm-ups.
 const SETTLING_ROUNDS: u64 = 2;
 /// A server without Strata needs none but for its caches.
@@ -116,13 +116,11 @@ impl Driven {
             Moment::MeasureEnds => end = look(),
             Moment::Tick { .. } => {}
         })?;
-        let brought_back = |stats: &Option<Stats>| {
-            stats.as_ref().map(|stats| {
-                stats.faults_total - stats.zero_faults_total + stats.prefetched_pages_total
-            })
-        };
-        let misses = brought_back(&end.1)
-            .zip(brought_back(&begin.1))
+        let misses = end
+            .1
+            .as_ref()
+            .map(brought_back)
+            .zip(begin.1.as_ref().map(brought_back))
             .map(|(end, begin)| end.saturating_sub(begin))
             .context("the tenant had no statistics")?;
         let operations = run.operations.max(1) as f64;
@@ -159,13 +157,24 @@ impl Driven {
     }
 }
 
+/// Pages brought back.
+pub(super) fn brought_back(stats: &Stats) -> u64 {
+    stats.faults_total - stats.zero_faults_total + stats.prefetched_pages_total
+}
+
+/// The budget with which about so many of the pages of a tenant, which costs `full`
+/// with all of them, are in place.
+pub(super) fn budget_bytes(full: u64, share: f64) -> u64 {
+    (full as f64 * (share + (1.0 - share) * STORED_PART)) as u64
+}
+
 /// How long a foretelling watches: several epochs of the advisor.
 fn watch_time(bench: &Bench) -> Duration {
     Duration::from_secs(if bench.quick { 15 } else { 60 })
 }
 
 /// Misses a request that `advice` foretells for a budget.
-fn foretold(advice: &Advice, budget_bytes: u64, cpu_seconds_per_op: f64) -> Result<f64> {
+pub(super) fn foretold(advice: &Advice, budget_bytes: u64, cpu_seconds_per_op: f64) -> Result<f64> {
     let after = advice.curve.partition_point(|point| point.budget_bytes < budget_bytes);
     let of = |point: &CurvePoint| (point.budget_bytes as f64, point.misses_per_second);
     let per_second =
@@ -236,8 +245,8 @@ fn foretell_once(
     let strata = Strata::start(&bench.janitor, &bench.plan.binaries)?;
     let driven = Driven::start(bench, &strata, "foretold", pattern, bench.plan.records)?;
     driven.drive(&strata, warmup, duration)?;
-    let full = total_bytes(&strata.stats(&driven.name)?) as f64;
-    let budget = |share: f64| (full * (share + (1.0 - share) * STORED_PART)) as u64;
+    let full = total_bytes(&strata.stats(&driven.name)?);
+    let budget = |share: f64| budget_bytes(full, share);
     driven.advice(&strata)?;
     let far = driven.drive(&strata, warmup, watch)?;
     let far = (driven.advice(&strata)?, far.cpu_seconds_per_op);
@@ -291,9 +300,8 @@ pub(super) fn cost(bench: &Bench, results: &mut PartResults) -> Result<()> {
             let driven =
                 Driven::start(bench, &strata, "cost", Pattern::Gaussian, bench.plan.records)?;
             if let Some(share) = share {
-                let full = total_bytes(&strata.stats(&driven.name)?) as f64;
-                let part = share + (1.0 - share) * STORED_PART;
-                driven.set(&strata, (full * part) as u64)?;
+                let full = total_bytes(&strata.stats(&driven.name)?);
+                driven.set(&strata, budget_bytes(full, share))?;
             }
             let duration = bench.plan.workload.duration;
             driven.drive(&strata, bench.plan.workload.warmup, duration)?;

@@ -8,6 +8,7 @@
 //! `programs/run.rs` (and `programs/mariadb.rs`), its surroundings in
 //! `programs/place.rs`.
 
+mod advised;
 mod mariadb;
 mod place;
 mod run;
@@ -22,7 +23,9 @@ use crate::{
     stage::Setup,
     subject::{Subject, last_line, scratch},
 };
+pub(super) use advised::foretelling_programs;
 use anyhow::{Context, Result, bail};
+use mariadb::Schedule;
 use place::Figures;
 use run::{Job, Trial};
 use std::{
@@ -244,7 +247,7 @@ pub(super) fn jvm(bench: &Bench, results: &mut PartResults) -> Result<()> {
     line.extend(["-cp".into(), directory.into(), "Lookups".into(), records.into()]);
     line.extend(bench.times().map(OsString::from));
     let data_bytes = if bench.quick { 128 << 20 } else { 800 << 20 };
-    let job = Job { name: "jvm", line, data_bytes };
+    let job = Job { name: "jvm", line, data_bytes, is_advised: false };
     gated(bench, results, &job, &per("lookups/s", "µs/lookup"))?;
     files.undo()
 }
@@ -259,15 +262,14 @@ pub(super) fn cpython(bench: &Bench, results: &mut PartResults) -> Result<()> {
     let mut line: Vec<OsString> = vec![python.into(), source.into(), orders.into()];
     line.extend(bench.times().map(OsString::from));
     let data_bytes = if bench.quick { 96 << 20 } else { 448 << 20 };
-    let job = Job { name: "cpython", line, data_bytes };
+    let job = Job { name: "cpython", line, data_bytes, is_advised: false };
     gated(bench, results, &job, &per("rounds/s", "µs/round"))?;
     files.undo()
 }
 
-/// `strata-lab walk …`.
-fn walk(bench: &Bench, what: &[&str], size_bytes: u64) -> Result<Vec<OsString>> {
+/// `strata-lab walk …`, warming up and measured for so many seconds.
+fn walk([warmup, seconds]: [&str; 2], what: &[&str], size_bytes: u64) -> Result<Vec<OsString>> {
     let program = std::env::current_exe().context("find this program")?;
-    let [warmup, seconds] = bench.times();
     let size = format!("{size_bytes} bytes");
     let options = ["--size", &size, "--warmup", warmup, "--seconds", seconds, "--gated"];
     let mut line: Vec<OsString> = vec![program.into(), "walk".into()];
@@ -278,14 +280,16 @@ fn walk(bench: &Bench, what: &[&str], size_bytes: u64) -> Result<Vec<OsString>> 
 /// Random walks and searches in a graph.
 pub(super) fn graph(bench: &Bench, results: &mut PartResults) -> Result<()> {
     let data_bytes = if bench.quick { 64 << 20 } else { 600 << 20 };
-    let job = Job { name: "graph", line: walk(bench, &["graph"], data_bytes)?, data_bytes };
+    let line = walk(bench.times(), &["graph"], data_bytes)?;
+    let job = Job { name: "graph", line, data_bytes, is_advised: false };
     gated(bench, results, &job, &per("vertices/s", "µs/vertex"))
 }
 
 /// Sweeps over a matrix.
 pub(super) fn matrix(bench: &Bench, results: &mut PartResults) -> Result<()> {
     let data_bytes = if bench.quick { 64 << 20 } else { 512 << 20 };
-    let job = Job { name: "matrix", line: walk(bench, &["matrix"], data_bytes)?, data_bytes };
+    let line = walk(bench.times(), &["matrix"], data_bytes)?;
+    let job = Job { name: "matrix", line, data_bytes, is_advised: false };
     gated(bench, results, &job, &per("pages/s", "µs/page"))
 }
 
@@ -295,7 +299,8 @@ pub(super) fn mariadb(bench: &Bench, results: &mut PartResults) -> Result<()> {
     let mut found = mariadb::PHASES.map(|phase| (phase, Pairs::all()));
     let outcome: Result<()> = (0..bench.repetitions).try_for_each(|_| {
         let mut one = |setup: Setup, what: &str| -> Result<Vec<Figures>> {
-            let figures = database.trial(bench, setup, &format!("mariadb: {what}"))?;
+            let schedule = Schedule::both(bench.times());
+            let figures = database.trial(bench, setup, &schedule, &format!("mariadb: {what}"))?;
             for one in &figures {
                 results.raw.push(serde_json::to_value(one)?);
             }
@@ -341,8 +346,8 @@ pub(super) fn threads(bench: &Bench, results: &mut PartResults) -> Result<()> {
     let outcome: Result<()> = (0..bench.repetitions).try_for_each(|_| {
         let mut turn = setups.map(|_| Vec::new());
         for count in COUNTS {
-            let line = walk(bench, &["threads", "--threads", count], data_bytes)?;
-            let job = Job { name: "threads", line, data_bytes };
+            let line = walk(bench.times(), &["threads", "--threads", count], data_bytes)?;
+            let job = Job { name: "threads", line, data_bytes, is_advised: false };
             for ((name, setup), turn) in setups.iter().zip(&mut turn) {
                 let what = format!("threads: {name}, {count}");
                 let faulting = Faulting::of(bench.program(*setup, &what, &job)?)?;

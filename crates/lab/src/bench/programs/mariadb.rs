@@ -49,6 +49,22 @@ pub(super) const PHASES: [Phase; 2] = [
     Phase { title: "read and write", script: "oltp_read_write" },
 ];
 
+/// What a trial does.
+pub(super) struct Schedule {
+    pub phases: &'static [Phase],
+    /// Warm-up and measured time of each phase, in seconds.
+    pub times: [&'static str; 2],
+    /// The advisor is asked, under Strata.
+    pub is_advised: bool,
+}
+
+impl Schedule {
+    /// Both phases.
+    pub(super) const fn both(times: [&'static str; 2]) -> Self {
+        Self { phases: &PHASES, times, is_advised: false }
+    }
+}
+
 /// The prepared data directory, and what is needed to use it.
 pub(super) struct Database {
     server: PathBuf,
@@ -192,16 +208,23 @@ impl Database {
         Ok(running)
     }
 
-    /// One trial: both phases, values checked before, between and after.
-    pub(super) fn trial(&self, bench: &Bench, setup: Setup, what: &str) -> Result<Vec<Figures>> {
+    /// One trial: its phases, values checked before, between and after.
+    pub(super) fn trial(
+        &self,
+        bench: &Bench,
+        setup: Setup,
+        schedule: &Schedule,
+        what: &str,
+    ) -> Result<Vec<Figures>> {
         crate::interrupt::check()?;
         let progress = Progress::start(what);
         let found = run::again(setup, |setup| {
             let janitor = &bench.janitor;
             let binaries = &bench.plan.binaries;
-            let (place, wrapping) =
+            let (mut place, wrapping) =
                 Place::make(janitor, setup, "mariadb", self.data_bytes, binaries)?;
-            let found = self.drive(bench, &place, &wrapping, &progress);
+            place.is_advised = schedule.is_advised;
+            let found = self.drive(bench, &place, &wrapping, schedule, &progress);
             let oom_killed = place.was_oom_killed();
             place.remove()?;
             Ok((found, oom_killed))
@@ -226,6 +249,7 @@ impl Database {
         bench: &Bench,
         place: &Place,
         wrapping: &Wrapping,
+        schedule: &Schedule,
         progress: &Progress,
     ) -> Result<Vec<Figures>> {
         let (data, files) = scratch(&bench.janitor, "mariadb")?;
@@ -248,9 +272,9 @@ impl Database {
         };
         sums(&running, &mut meter)?;
         let mut found = Vec::new();
-        for (number, phase) in PHASES.iter().enumerate() {
+        let [warmup, seconds] = schedule.times;
+        for (number, phase) in schedule.phases.iter().enumerate() {
             progress.part(&format!("{}: warming up", phase.title));
-            let [warmup, seconds] = bench.times();
             // Each on rows of its own; the same in all setups.
             let seed = 10 * number as u32 + 1;
             self.sysbench(bench, phase, &data, warmup, seed, &mut || meter.tick())?;

@@ -3,6 +3,7 @@
 //! in `run.rs` or, for the database, in `mariadb.rs`.
 
 use crate::{
+    bench::advise::brought_back,
     cgroup::Group,
     janitor::Janitor,
     process,
@@ -18,7 +19,7 @@ use std::{
     path::Path,
     time::{Duration, Instant},
 };
-use strata_api::Stats;
+use strata_api::{Advice, Stats};
 
 /// Asking `strata stats` costs a process.
 const SAMPLE_INTERVAL: Duration = Duration::from_secs(1);
@@ -26,6 +27,9 @@ const SAMPLE_INTERVAL: Duration = Duration::from_secs(1);
 /// The surroundings of one program. Fields drop in this order.
 pub(super) struct Place {
     pub(super) setup: Setup,
+    /// The advisor is asked: when the program is first seen, and at the end of the
+    /// measured time.
+    pub(super) is_advised: bool,
     group: Option<Group>,
     zram: Option<Zram>,
     strata: Option<(Strata, String)>,
@@ -40,7 +44,7 @@ impl Place {
         data_bytes: u64,
         binaries: &Path,
     ) -> Result<(Self, Wrapping)> {
-        let mut place = Self { setup, group: None, zram: None, strata: None };
+        let mut place = Self { setup, is_advised: false, group: None, zram: None, strata: None };
         let mut wrapping = Wrapping::default();
         match setup {
             Setup::DramOnly => {}
@@ -94,7 +98,15 @@ impl Place {
         Ok(sample)
     }
 
-    fn counters(&self, pid: u32) -> Result<Counters> {
+    fn advice(&self) -> Result<Option<Advice>> {
+        let Some((strata, tenant)) = self.strata.as_ref().filter(|_| self.is_advised) else {
+            return Ok(None);
+        };
+        let printed = strata.ask(&["advise", tenant, "--json"])?;
+        serde_json::from_str(&printed).map(Some).context("read what strata advise printed")
+    }
+
+    fn look(&self, pid: u32) -> Result<Look> {
         let program = process::times(pid).unwrap_or_default();
         let mut counters = Counters {
             server_cpu_ns: program.cpu_ns,
@@ -104,14 +116,16 @@ impl Place {
             daemon_cpu_ns: 0,
             soft_faults: 0,
         };
+        let mut stats = None;
         if let Some((strata, tenant)) = &self.strata {
             let times = strata.pids().into_iter().filter_map(process::times);
             counters.daemon_cpu_ns = times.map(|times| times.cpu_ns).sum();
-            let stats = strata.stats(tenant)?;
-            counters.faults = stats.faults_total;
-            counters.soft_faults = stats.soft_faults_total;
+            let newest = strata.stats(tenant)?;
+            counters.faults = newest.faults_total;
+            counters.soft_faults = newest.soft_faults_total;
+            stats = Some(newest);
         }
-        Ok(counters)
+        Ok(Look { counters, stats })
     }
 }
 
@@ -140,6 +154,10 @@ pub(super) struct Figures {
     /// Pages brought back: swap-ins, or faults served by Strata.
     pub faults: u64,
     pub faults_per_second: f64,
+    /// Misses as the advisor counts them, with Strata.
+    pub brought_back: Option<u64>,
+    /// What it said at the end, where it was asked.
+    pub advice: Option<Advice>,
     /// Mean over the measured time.
     pub memory: MemoryUse,
     /// Largest total seen from the start of the load on.
@@ -160,7 +178,7 @@ pub(super) struct Meter<'a> {
     last: Option<Instant>,
     peak_total_bytes: u64,
     measured: Vec<Sample>,
-    begin: Option<Counters>,
+    begin: Option<Look>,
 }
 
 impl<'a> Meter<'a> {
@@ -182,6 +200,9 @@ impl<'a> Meter<'a> {
         if self.begin.is_some() {
             self.measured.push(sample);
         }
+        if self.last.is_none() {
+            self.place.advice()?;
+        }
         self.last = Some(Instant::now());
         Ok(())
     }
@@ -189,16 +210,16 @@ impl<'a> Meter<'a> {
     /// The measured time begins.
     pub(super) fn begin(&mut self) -> Result<()> {
         self.measured.clear();
-        self.begin = Some(self.place.counters(self.pid).context("observe the program")?);
+        self.begin = Some(self.place.look(self.pid).context("observe the program")?);
         Ok(())
     }
 
     /// It is over: the counters of the end, to be asked for at once.
     pub(super) fn end(&mut self) -> Result<Window> {
-        let end = self.place.counters(self.pid).context("observe the program")?;
+        let end = self.place.look(self.pid).context("observe the program")?;
         self.sample()?;
         let begin = self.begin.take().context("the measured time never began")?;
-        Ok(Window { begin, end })
+        Ok(Window { begin, end, advice: self.place.advice()? })
     }
 
     /// What it comes to. `client_cpu_ns`: of a client that is a process of its
@@ -210,9 +231,7 @@ impl<'a> Meter<'a> {
         done: Done,
         client_cpu_ns: u64,
     ) -> Figures {
-        // Saturating: a worker that died and was replaced takes its counts along.
-        let spent =
-            |of: fn(&Counters) -> u64| of(&window.end).saturating_sub(of(&window.begin)) as f64;
+        let spent = |of: fn(&Counters) -> u64| window.of(|look| of(&look.counters)) as f64;
         let per_op = |spent_ns: f64| spent_ns / 1e3 / done.operations.max(1) as f64;
         let daemon_cpu_us_per_op = per_op(spent(|counters| counters.daemon_cpu_ns));
         let others_ns = spent(|counters| counters.client_cpu_ns) + client_cpu_ns as f64;
@@ -220,7 +239,8 @@ impl<'a> Meter<'a> {
         let mean = |of: fn(&Sample) -> u64| {
             self.measured.iter().map(of).sum::<u64>() / self.measured.len().max(1) as u64
         };
-        let faults = window.end.faults.saturating_sub(window.begin.faults);
+        let faults = window.of(|look| look.counters.faults);
+        let missed = |look: &Look| look.stats.as_ref().map_or(0, brought_back);
         let figures = Figures {
             program: program.to_owned(),
             setup: self.place.setup,
@@ -232,6 +252,8 @@ impl<'a> Meter<'a> {
             machine_cpu_us_per_op: per_op(machine_ns),
             faults,
             faults_per_second: faults as f64 / done.seconds,
+            brought_back: window.end.stats.is_some().then(|| window.of(missed)),
+            advice: window.advice.clone(),
             memory: MemoryUse {
                 resident_bytes: mean(|sample| sample.memory.resident_bytes),
                 compressed_bytes: mean(|sample| sample.memory.compressed_bytes),
@@ -264,9 +286,23 @@ impl Figures {
     }
 }
 
-/// Counters at both ends of the measured time.
-#[derive(Clone, Copy)]
+/// A look at a program and its surroundings.
+struct Look {
+    counters: Counters,
+    stats: Option<Stats>,
+}
+
+/// Both ends of the measured time.
 pub(super) struct Window {
-    begin: Counters,
-    end: Counters,
+    begin: Look,
+    end: Look,
+    advice: Option<Advice>,
+}
+
+impl Window {
+    /// By how much something has grown.
+    fn of(&self, of: impl Fn(&Look) -> u64) -> u64 {
+        // Saturating: a worker that died and was replaced takes its counts along.
+        of(&self.end).saturating_sub(of(&self.begin))
+    }
 }

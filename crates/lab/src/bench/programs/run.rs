@@ -40,6 +40,8 @@ pub(super) struct Job {
     pub line: Vec<OsString>,
     /// About what it holds.
     pub data_bytes: u64,
+    /// The advisor is asked about it, under Strata.
+    pub is_advised: bool,
 }
 
 /// A trial's figures, and what the program said itself.
@@ -121,7 +123,9 @@ pub(super) fn trial(
     progress: &Progress,
 ) -> Result<Trial> {
     let (mut found, oom_kills) = again(setup, |setup| {
-        let (place, wrapping) = Place::make(janitor, setup, job.name, job.data_bytes, binaries)?;
+        let (mut place, wrapping) =
+            Place::make(janitor, setup, job.name, job.data_bytes, binaries)?;
+        place.is_advised = job.is_advised;
         let found = lead(janitor, &place, &wrapping, job, progress);
         let oom_killed = place.was_oom_killed();
         place.remove()?;
@@ -213,7 +217,7 @@ mod tests {
 
     fn shell(script: &str) -> Job {
         let line = ["sh", "-c", script].map(OsString::from).to_vec();
-        Job { name: "shell", line, data_bytes: 0 }
+        Job { name: "shell", line, data_bytes: 0, is_advised: false }
     }
 
     fn directory(name: &str) -> PathBuf {

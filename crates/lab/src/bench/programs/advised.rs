@@ -1,0 +1,123 @@
+//! What the advisor foretells of programs other than Redis, and what is missed when
+//! the budget is set: a database, and a batch job that walks through a graph. The
+//! program is started anew for each budget.
+
+use super::{
+    super::advise::{PLENTY_BYTES, SHARES, WATCHED_AT, budget_bytes, foretold},
+    mariadb::{Database, PHASES, Schedule},
+    place::Figures,
+    run::Job,
+    walk,
+};
+use crate::{
+    bench::{
+        Bench,
+        report::{PartResults, Series, Side},
+    },
+    stage::Setup,
+};
+use anyhow::{Context, Result};
+use serde_json::json;
+
+/// Statements that sysbench's read-only transaction looks rows up with: ten for one row,
+/// four for a range.
+const STATEMENTS: f64 = 14.0;
+
+/// How a trial is run.
+#[derive(Clone, Copy)]
+struct Run {
+    budget_bytes: u64,
+    is_advised: bool,
+    /// Warm-up and measured time, in seconds.
+    times: [&'static str; 2],
+}
+
+/// All of the part.
+pub(in crate::bench) fn foretelling_programs(
+    bench: &Bench,
+    results: &mut PartResults,
+) -> Result<()> {
+    let database = Database::prepare(bench)?;
+    let trial = |run: Run, what: &str| {
+        let schedule =
+            Schedule { phases: &PHASES[..1], times: run.times, is_advised: run.is_advised };
+        let setup = Setup::Strata { dram_bytes: run.budget_bytes };
+        let figures = database.trial(bench, setup, &schedule, &format!("mariadb: {what}"))?;
+        figures.into_iter().next().context("no phase was run")
+    };
+    foretell(bench, "mariadb, read only", "statement", STATEMENTS, trial, results)?;
+    database.remove()?;
+
+    let data_bytes = if bench.quick { 64 << 20 } else { 600 << 20 };
+    let trial = |run: Run, what: &str| {
+        let line = walk(run.times, &["graph"], data_bytes)?;
+        let job = Job { name: "graph", line, data_bytes, is_advised: run.is_advised };
+        let setup = Setup::Strata { dram_bytes: run.budget_bytes };
+        Ok(bench.program(setup, &format!("graph: {what}"), &job)?.figures)
+    };
+    foretell(bench, "graph", "vertex", 1.0, trial, results)
+}
+
+/// Watches a program far from its budget and near it, then sets the budgets. `parts`:
+/// what an operation is divided into.
+fn foretell(
+    bench: &Bench,
+    name: &str,
+    unit: &str,
+    parts: f64,
+    trial: impl Fn(Run, &str) -> Result<Figures>,
+    results: &mut PartResults,
+) -> Result<()> {
+    let places = ["far from the budget", "near it"];
+    let mut series: Vec<Series> = SHARES
+        .iter()
+        .flat_map(|share| {
+            places.map(|place| Series {
+                name: format!("{name}, {:.0} % in place, foretold {place}", share * 100.0),
+                unit: format!("misses/{unit}"),
+                left: Side::new("foretold"),
+                right: Some(Side::new("measured")),
+            })
+        })
+        .collect();
+    let (watch, settle) =
+        if bench.quick { (["15", "2"], ["5", "2"]) } else { (["60", "8"], ["30", "8"]) };
+    for _ in 0..bench.repetitions {
+        let watched = |budget_bytes: u64, place: &str| {
+            let figures = trial(Run { budget_bytes, is_advised: true, times: watch }, place)?;
+            let advice = figures.advice.clone().context("the advisor was not asked")?;
+            // Of the program alone: the advisor's time is that.
+            let cpu_us = figures.program_cpu_us_per_op - figures.daemon_cpu_us_per_op;
+            anyhow::Ok((figures, advice, cpu_us / 1e6 / parts))
+        };
+        let far = watched(PLENTY_BYTES, places[0])?;
+        let full = far.0.memory.total_bytes();
+        let near = watched(budget_bytes(full, WATCHED_AT), places[1])?;
+        for (at, &share) in SHARES.iter().enumerate() {
+            let budget_bytes = budget_bytes(full, share);
+            let what = format!("{:.0} % in place", share * 100.0);
+            let figures = trial(Run { budget_bytes, is_advised: false, times: settle }, &what)?;
+            let missed = figures.brought_back.context("the tenant had no statistics")? as f64
+                / (figures.done.operations.max(1) as f64 * parts);
+            for (which, (_, advice, cpu_seconds)) in [&far, &near].into_iter().enumerate() {
+                if advice.curve.is_empty() {
+                    continue;
+                }
+                let series = &mut series[at * places.len() + which];
+                series.left.samples.push(foretold(advice, budget_bytes, *cpu_seconds)?);
+                if let Some(measured) = &mut series.right {
+                    measured.samples.push(missed);
+                }
+            }
+            results.raw.push(json!({ "share": share, "figures": figures }));
+        }
+        for (place, (figures, advice, _)) in places.iter().zip([&far, &near]) {
+            if advice.curve.is_empty() {
+                results.text += &format!("\n{name}, {place}: the advisor had nothing to say.\n");
+            }
+            results.raw.push(json!({ "watched": place, "figures": figures }));
+        }
+    }
+    results.series.extend(series.into_iter().filter(|series| !series.left.samples.is_empty()));
+    Ok(())
+}

@@ -14,6 +14,9 @@ const PAGE_BYTES: f64 = strata_units::PAGE_SIZE as f64;
 const HALVINGS: usize = 48;
 /// Points of a curve, by the share of the pages that has room.
 const POINTS: usize = 40;
+/// What a tenant costs varies by about this part: a budget that is to have room for
+/// everything has so much more. A page too few is a walk that misses again and again.
+const VARIES_PART: f64 = 64.0;
 /// Part of the budget above which stored pages go to the file tier.
 const STORED_PART: f64 = 0.5;
 /// Standard errors between an estimate and its bounds (95 %).
@@ -27,7 +30,10 @@ pub const TOO_FAST: f64 = 0.08;
 pub struct Facts {
     /// Its pages, wherever they are.
     pub pages: f64,
-    /// What a stored page costs in DRAM.
+    /// Part of them that is stored and costs nothing: of one value throughout. With
+    /// less room they are the first that are out.
+    pub free_pages: f64,
+    /// What any other stored page costs in DRAM.
     pub stored_page_bytes: f64,
     /// What it costs beside its pages: unmanaged memory and our records.
     pub fixed_bytes: f64,
@@ -61,7 +67,7 @@ impl Facts {
     /// ([`crate::budget`]), and what is kept free.
     fn cost_bytes(&self, in_place: f64, budget_bytes: f64) -> f64 {
         let out = self.pages - in_place;
-        let stored = out * self.stored_page_bytes.min(PAGE_BYTES - 1.0);
+        let stored = self.stored_bytes(out);
         let most_stored =
             if self.has_file_tier { budget_bytes * STORED_PART } else { f64::INFINITY };
         let staged = staged_share_bytes(budget_bytes, out * PAGE_BYTES);
@@ -88,9 +94,14 @@ impl Facts {
         high
     }
 
+    /// What so many pages that are out cost in the store.
+    fn stored_bytes(&self, out: f64) -> f64 {
+        (out - self.free_pages).max(0.0) * self.stored_page_bytes.min(PAGE_BYTES - 1.0)
+    }
+
     /// What it costs with nothing in place, at the least.
     fn least_bytes(&self, budget_bytes: f64) -> f64 {
-        let stored = if self.has_file_tier { 0.0 } else { self.pages * self.stored_page_bytes };
+        let stored = if self.has_file_tier { 0.0 } else { self.stored_bytes(self.pages) };
         self.fixed_bytes + stored + spare_bytes(budget_bytes)
     }
 }
@@ -151,6 +162,7 @@ pub fn points(curve: &Curve, facts: &Facts) -> Vec<Point> {
     points.dedup_by_key(|point| point.budget_bytes);
     // A hundredth of a room is no room for the last page: everything has it.
     if let Some(last) = points.last_mut() {
+        last.budget_bytes += (last.budget_bytes as f64 / VARIES_PART) as u64;
         (last.misses_per_second, last.loss, last.loss_at_most) = (0.0, 0.0, 0.0);
     }
     let mut most = f64::INFINITY;

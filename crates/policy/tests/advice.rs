@@ -241,6 +241,7 @@ fn budgets_and_rooms_are_each_others_inverse() {
     for (pages, has_file_tier) in [(1e5, false), (1e5, true), (3e3, false), (3e7, false)] {
         let facts = Facts {
             pages,
+            free_pages: 0.0,
             stored_page_bytes: 1500.0,
             fixed_bytes: pages * 300.0,
             miss_seconds: 18e-6,
@@ -260,6 +261,19 @@ fn budgets_and_rooms_are_each_others_inverse() {
 }
 
 #[test]
+fn pages_of_one_value_take_no_room_once_they_are_out() {
+    let facts = Facts { pages: 1e5, stored_page_bytes: 1500.0, ..Facts::default() };
+    let with_free = Facts { free_pages: 4e4, ..facts };
+    // With those out that cost nothing, the budget is the others' alone.
+    let budget = with_free.budget_bytes(0.6);
+    assert!((budget / (6e4 * 4096.0) - 1.0).abs() < 0.1, "{budget}");
+    assert!(facts.budget_bytes(0.6) - budget > 0.9 * 4e4 * 1500.0);
+    // The least is what the others cost in the store.
+    let least = with_free.budget_bytes(1e-6) / (6e4 * 1500.0);
+    assert!((1.0..1.1).contains(&least), "{least}");
+}
+
+#[test]
 fn a_curve_of_budgets_falls_to_nothing() {
     let mut watched = Watched::new();
     let mut stream = Stream::new(Use::Zipf, 5);
@@ -267,6 +281,7 @@ fn a_curve_of_budgets_falls_to_nothing() {
     let curve = Curve::of(&watched.sampler.seen(watched.now as f64)).expect("enough was seen");
     let facts = Facts {
         pages: PAGES as f64,
+        free_pages: 0.0,
         stored_page_bytes: 1500.0,
         fixed_bytes: 1e6,
         miss_seconds: 0.5,
@@ -276,6 +291,9 @@ fn a_curve_of_budgets_falls_to_nothing() {
     assert!(points.is_sorted_by(|a, b| a.budget_bytes < b.budget_bytes && a.loss >= b.loss));
     assert!(points.iter().all(|point| point.loss <= point.loss_at_most));
     assert!(points[0].loss > 0.1 && points.last().is_some_and(|last| last.loss == 0.0));
+    // Room for everything is room for what a tenant varies by, too.
+    let all = points.last().map_or(0.0, |last| last.budget_bytes as f64);
+    assert!(all > facts.budget_bytes(1.0) * 1.01, "{all}");
     for limit in [0.01, 0.05, 0.1] {
         let budget = budget_for(&points, limit, |point| point.loss).expect("there is one");
         let loss = between(&points, budget, |point| point.loss);

@@ -310,7 +310,9 @@ fn facts(tenant: &Tenant, seen: &Observation, miss_seconds: f64) -> Facts {
             bytes => bytes as f64,
         }
     } else {
-        stored_page_cost(&store) as f64
+        // What several pages share costs each of them a part.
+        let objects = store.objects.max(1) as f64;
+        stored_page_cost(&store) as f64 * objects / (objects + store.deduplicated_pages as f64)
     };
     // What is not registered yet will be when the budget presses.
     let in_space = seen.resident_bytes - seen.staged_bytes.min(seen.resident_bytes);
@@ -321,6 +323,7 @@ fn facts(tenant: &Tenant, seen: &Observation, miss_seconds: f64) -> Facts {
     };
     Facts {
         pages: in_place as f64 / PAGE as f64 + away,
+        free_pages: store.fill_pages as f64,
         stored_page_bytes,
         fixed_bytes: (fixed + seen.metadata_bytes) as f64,
         miss_seconds,

@@ -139,6 +139,26 @@ def advise_native(run):
     load.end()
 
 
+@case("advise-reserved", native=False, own_daemon=True, seconds=180)
+def advise_reserved(run):
+    """Far from its budget, in address space that is nearly all reserved: what is sampled
+    is what is used, and the program keeps its room for mappings."""
+    program = run.start("reserve", "64", budget="1GiB")
+    program.gate("ready")
+    said = wait_for(run, program.name, "steady", 120)
+    if not 60 * MIB <= said["pages"] * 4096 <= 80 * MIB:
+        raise Failure(f"of 64 MiB it says {said['pages']} pages")
+    registered = machine.registered_bytes(program.pid)
+    mappings = len(machine.read(f"/proc/{program.pid}/maps").splitlines())
+    if not 0 < registered <= 3 * MIB or mappings > 2200:
+        raise Failure(f"{registered} bytes are registered, in {mappings} mappings")
+    run.note(f"{registered >> 10} KiB registered, {mappings} mappings")
+    program.answer("map")
+    program.gate("mapped")
+    program.answer("end")
+    program.finish(pressed=False)
+
+
 @case("advise-jump", native=False, own_daemon=True, seconds=240)
 def advise_jump(run):
     """A hot set that moves on and on is not advised on."""

@@ -38,6 +38,9 @@ const CONTROL_BLOCK_PAGES: (u64, u64) = (1, 3);
 const REGISTERED_AT_ONCE: usize = 64;
 /// One piece in so many is registered for the advisor.
 const SAMPLE_PART: u32 = 112;
+/// ...and so many pieces at most: each is a mapping of its own, and with some 65,000 of
+/// them (`vm.max_map_count`) a process gets no more memory.
+const MOST_PIECES: usize = 1024;
 /// Pages whose entries are changed under one hold of the gate.
 const CHUNK_BYTES: u64 = 16 << 20;
 
@@ -201,9 +204,10 @@ fn register_some(space: &Arc<Space>, tenant: &Arc<Tenant>, wanted: impl Fn(Range
     true
 }
 
-/// Registers a sample of what is eligible, for the advisor: one piece in
-/// [`SAMPLE_PART`], by a hash of where it lies, and never more than a hundredth.
-/// Returns whether the process was there.
+/// Registers a sample of what is eligible and in DRAM, for the advisor: one piece in
+/// [`SAMPLE_PART`], by a hash of where it lies, and never more than a hundredth of that
+/// or [`MOST_PIECES`]. What is reserved and was never touched is not looked at, however
+/// large it is. Returns whether the process was there.
 pub(crate) fn register_sample(space: &Arc<Space>, tenant: &Arc<Tenant>, piece_bytes: u64) -> bool {
     let Some(agent) = space.agent() else { return true };
     let Ok(maps) = read_maps(agent.pid) else { return false };
@@ -213,31 +217,39 @@ pub(crate) fn register_sample(space: &Arc<Space>, tenant: &Arc<Tenant>, piece_by
     }
     let mut stacks = stacks_of(control);
     stacks.extend(stack_pointers(agent.pid));
-    let eligible: Vec<Range> = maps
-        .iter()
-        .filter(|mapping| eligible(mapping, &agent, &stacks))
-        .map(|mapping| mapping.range)
-        .collect();
-    let all_bytes: u64 = eligible.iter().map(|range| range.len()).sum();
+    let mut present_bytes = 0;
+    let mut pieces = Vec::new();
+    for mapping in maps.iter().filter(|mapping| eligible(mapping, &agent, &stacks)) {
+        let whole = mapping.range.start.div_ceil(piece_bytes)..mapping.range.end / piece_bytes;
+        let found = |present: Range| {
+            present_bytes += present.len();
+            let touched = present.start / piece_bytes..present.end.div_ceil(piece_bytes);
+            for number in touched.start.max(whole.start)..touched.end.min(whole.end) {
+                let hash = sampler::hash(PageId(number as u32));
+                if hash.is_multiple_of(SAMPLE_PART) && pieces.last() != Some(&number) {
+                    pieces.push(number);
+                }
+            }
+        };
+        if present_ranges(agent.pid, mapping.range, found).is_err() {
+            return false;
+        }
+    }
     let mut new = Vec::new();
     {
         let gate = lock(&space.gate);
         let mut sampled: u64 = gate.registered.iter().map(|range| range.len()).sum();
-        for range in eligible {
-            let first = range.start.div_ceil(piece_bytes);
-            for number in first..range.end / piece_bytes {
-                let piece = Range { start: number * piece_bytes, end: (number + 1) * piece_bytes };
-                if !sampler::hash(PageId(number as u32)).is_multiple_of(SAMPLE_PART)
-                    || gate.is_registered(piece)
-                {
-                    continue;
-                }
-                sampled += piece_bytes;
-                if sampled * 100 > all_bytes {
-                    break;
-                }
-                new.push(piece);
+        let most = MOST_PIECES.saturating_sub(gate.registered.len());
+        for number in pieces {
+            let piece = Range { start: number * piece_bytes, end: (number + 1) * piece_bytes };
+            if gate.is_registered(piece) {
+                continue;
             }
+            sampled += piece_bytes;
+            if sampled * 100 > present_bytes || new.len() >= most {
+                break;
+            }
+            new.push(piece);
         }
     }
     if new.is_empty() {

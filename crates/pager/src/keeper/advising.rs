@@ -336,14 +336,15 @@ impl Keeper<'_> {
     fn sample(&mut self, spaces: &[Arc<Space>], seen: &Observation) {
         let tenant = self.tenant;
         let Some(advising) = &mut self.advising else { return };
-        let piece_bytes = match advising.sampled {
+        let before = match advising.sampled {
             Some((when, _)) if when.elapsed() < SAMPLE_EVERY => return,
             Some((_, piece_bytes)) => piece_bytes,
             None if spaces.iter().filter_map(|space| space.pid()).any(has_huge_pages) => HUGE_PIECE,
-            None => (seen.unmanaged_bytes / 100 / PIECES)
-                .next_power_of_two()
-                .clamp(SMALLEST_PIECE, HUGE_PIECE),
+            None => SMALLEST_PIECE,
         };
+        // Of a tenant that has grown they are larger, and not more.
+        let piece_bytes =
+            (seen.unmanaged_bytes / 100 / PIECES).next_power_of_two().clamp(before, HUGE_PIECE);
         for space in spaces {
             if !register_sample(space, tenant, piece_bytes) {
                 space.set_gone();

@@ -8,6 +8,7 @@
 
 mod answer;
 mod control_block;
+mod damon;
 mod event;
 mod file;
 mod futex;
@@ -33,6 +34,9 @@ mod unix_diag;
 
 pub use answer::{IoctlCall, IoctlListener, ask_about_ioctl};
 pub use control_block::ControlBlock;
+pub use damon::{
+    DAMON_PERIOD, DAMON_RANGES, DAMON_SAMPLES, Damon, DamonOwner, DamonRange, DamonRefusal,
+};
 pub use event::EventFd;
 pub use file::{OPEN_NO_LINK, file_system_bytes, try_lock};
 pub use futex::{futex_wait, futex_wake};

@@ -18,6 +18,7 @@ pub mod replacement;
 pub mod replay;
 pub mod sampler;
 mod table;
+pub mod warmth;
 
 pub use gap::Level;
 pub use replacement::{Census, Pages, Replacement};

@@ -300,6 +300,156 @@ def node_cost(run):
              f"them {spent / moved * 1e6:.2f} us")
 
 
+def kdamonds(name):
+    return os.path.join("/sys/kernel/mm/damon/admin/kdamonds", name)
+
+
+def damon_files():
+    """All that DAMON's directory says, but for what a running one counts."""
+    said = {}
+    for place, _, names in os.walk(kdamonds("")):
+        for name in names:
+            if "/stats" not in place and "/tried_regions" not in place:
+                said[os.path.join(place, name)] = machine.read(os.path.join(place, name))
+    return said
+
+
+def set_damon(name, text):
+    with open(kdamonds(name), "w") as file:
+        file.write(str(text))
+
+
+@contextlib.contextmanager
+def somebody_elses(pid):
+    """A kdamond that watches a process, and is nobody's of Strata's; gives what it
+    says. Skips where there can be none."""
+    context = "0/contexts/0/"
+    try:
+        set_damon("nr_kdamonds", 1)
+        set_damon("0/contexts/nr_contexts", 1)
+        operations = machine.read(kdamonds(context + "avail_operations")).split()
+        if "fvaddr" not in operations:
+            not_here(f"this kernel's DAMON can only {operations}", "guest-damon")
+        set_damon(context + "operations", "vaddr")
+        set_damon(context + "targets/nr_targets", 1)
+        set_damon(context + "targets/0/pid_target", pid)
+        set_damon("0/state", "on")
+        yield damon_files()
+    finally:
+        if machine.read(kdamonds("0/state")).strip() == "on":
+            set_damon("0/state", "off")
+        set_damon("nr_kdamonds", 0)
+
+
+def count_on(pid, node, start, pages):
+    """How many of the pages of a process from `start` on the kernel finds on a node."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    addresses = (ctypes.c_void_p * pages)(*(start + page * 4096 for page in range(pages)))
+    status = (ctypes.c_int * pages)()
+    if libc.syscall(279, pid, ctypes.c_ulong(pages), addresses, None, status, 2) < 0:
+        raise Failure(f"move_pages: {os.strerror(ctypes.get_errno())}")
+    return list(status).count(node)
+
+
+def becomes_hot(run, program, node):
+    """A quarter of a program, one that is on the node, is used again with room under
+    the budget: how long until it is back, and by how many faults."""
+    run.daemon.strata("set", program.name, "--dram", "24MiB")
+    run.daemon.wait_until(lambda: program.stats()["node_bytes"] > 32 * MIB,
+                          "cold pages went to the node", 60)
+    lines = machine.read(f"/proc/{program.pid}/maps").splitlines()
+    ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
+    start = next(start for start, end in ranges if end - start >= 64 * MIB)
+    quarter = 64 * MIB // 4096 // 4
+
+    def there(number):
+        return count_on(program.pid, node, start + number * quarter * 4096, quarter)
+    number = max(range(4), key=there)
+    first, before = there(number), program.stats()
+    if first < quarter // 2:
+        raise Failure(f"{first} of {quarter} pages of a quarter that is not used are on the node")
+    run.daemon.strata("set", program.name, "--dram", "56MiB")
+    began, spent = time.monotonic(), {}
+    program.answer(f"quarter {number}")
+    program.gate("ready")
+
+    def came_back():
+        kdamond = machine.read(kdamonds("0/pid")).strip()
+        if kdamond.isdigit() and (told := machine.read(f"/proc/{kdamond}/schedstat").split()):
+            spent[kdamond] = int(told[0]) / 1e9
+        time.sleep(0.25)  # the look at all these pages is no small load
+        return there(number) < first // 5
+    run.daemon.wait_until(came_back, "a quarter that is used came back from the node", 120)
+    seconds = time.monotonic() - began
+    program.answer("quiet")
+    program.gate("ready")
+
+    def stays():
+        told = program.stats()["node_bytes"]
+        time.sleep(0.5)  # moved is moved, counted a moment later
+        return program.stats()["node_bytes"] == told
+    run.daemon.wait_until(stays, "no more pages come", 60)
+    after = program.stats()
+    faults, seen = (after[name] - before[name]
+                    for name in ("soft_faults_total", "damon_promotions_total"))
+    return seen, f"{first} pages on the node, four of five of them back in {seconds:.0f} s, " \
+                 f"{faults} soft faults, {seen} pages by DAMON; the kdamond there took " \
+                 f"{sum(spent.values()):.2f} s of a processor"
+
+
+def looks(run, other_than=None):
+    """Waits for Strata to look; the kdamond's number."""
+    def looking():
+        told = machine.read(kdamonds("0/pid")).strip()
+        return told if told not in ("", "-1", other_than) else None
+    return run.daemon.wait_until(looking, "the kernel watches the node for Strata", 60)
+
+
+@case("node-damon", native=False, own_daemon=True, seconds=240)
+def node_damon(run):
+    """What is used on the node is seen by DAMON, and by probes alone where DAMON is
+    somebody else's: that one is left as it is."""
+    if machine.read(kdamonds("nr_kdamonds")).strip() != "0":
+        not_here("this kernel has no DAMON, or somebody uses it", "guest-damon")
+    with on_node(run, 'node_limit = "128MiB"\n') as (node, daemon):
+        with somebody_elses(os.getpid()) as said:
+            if "used by somebody else" not in doctor(run)[0]["DAMON"]["detail"]:
+                raise Failure(f"doctor says {doctor(run)[0]['DAMON']}")
+            program = run.start("hold", "64", budget="24MiB")
+            program.gate("ready")
+            seen, told = becomes_hot(run, program, node)
+            run.note(f"without DAMON: {told}")
+            if seen:
+                raise Failure(f"{seen} pages came by a DAMON that is somebody else's")
+            if (now := damon_files()) != said:
+                changed = [name for name in {*now, *said} if now.get(name) != said.get(name)]
+                raise Failure(f"somebody else's DAMON was changed: {changed}")
+        looks(run)
+        if "in use by Strata" not in doctor(run)[0]["DAMON"]["detail"]:
+            raise Failure(f"doctor says {doctor(run)[0]['DAMON']}")
+        seen, told = becomes_hot(run, program, node)
+        run.note(f"with it: {told}")
+        if not seen:
+            raise Failure(f"DAMON saw nothing: {told}")
+
+        # In the middle of a look: the next worker takes over what the dead one left.
+        watched = looks(run)
+        worker = next(child for child in machine.children(daemon) if machine.alive(child))
+        os.kill(worker, signal.SIGKILL)
+        looks(run, watched)
+        seen, told = becomes_hot(run, program, node)
+        run.note(f"after the worker's death: {told}")
+        if not seen or program.stats()["worker_restarts_total"] != 1:
+            raise Failure(f"the next worker's DAMON saw nothing: {told}, {program.stats()}")
+        check(program)
+        if lost := program.stats()["lost_pages_total"]:
+            raise Failure(f"{lost} pages lost")
+        program.answer("end")
+        program.finish()
+    if (left := machine.read(kdamonds("nr_kdamonds")).strip()) != "0":
+        raise Failure(f"the daemon has ended and left {left} kdamond(s)")
+
+
 @case("guest-node", native=False, seconds=900)
 def guest_node(run):
     qemu = vm.files(run.tool("qemu-system-x86_64"))
@@ -308,3 +458,10 @@ def guest_node(run):
         expect(in_guest(run, lambda version: version >= MANAGES,
                         [word for name in names for word in ("--only", name)],
                         hardware=HARDWARE, more=qemu), names)
+
+
+@case("guest-damon", native=False, seconds=900)
+def guest_damon(run):
+    names = ["node-damon"]
+    expect(in_guest(run, lambda version: version >= MANAGES, ["--only", *names],
+                    hardware=HARDWARE), names)

@@ -6,6 +6,9 @@
  *   hold SIZE_MIB         after the fill, gate "ready"; answers:
  *     check               reads and checks everything, then "ready" again
  *     write               writes a quarter anew, then "ready" again
+ *     quarter N           from now on a thread reads and checks the quarter N (0 to 3)
+ *                         over and over, then "ready" again
+ *     quiet               no more, then "ready" again
  *     end                 checks everything and ends
  *   hold SIZE_MIB load    two threads read, check and write until the gate
  *                         "running" is answered, then everything is checked
@@ -51,6 +54,15 @@ static void *work(void *thread)
     return NULL;
 }
 
+static void *read_quarter(void *quarter)
+{
+    size_t first = pages / 4 * (uintptr_t)quarter;
+    while (!atomic_load(&stop))
+        for (size_t i = 0; i < pages / 4 && !atomic_load(&stop); i++)
+            check_page(first + i);
+    return NULL;
+}
+
 int main(int argc, char **argv)
 {
     t_start();
@@ -78,10 +90,20 @@ int main(int argc, char **argv)
         check_all();
         t_done();
     }
+    pthread_t reader;
     for (;;) {
         const char *answer = t_gate("ready");
         if (!strcmp(answer, "check"))
             check_all();
+        else if (!strncmp(answer, "quarter ", 8)) {
+            void *quarter = (void *)strtoul(answer + 8, NULL, 10);
+            T_ASSERT((errno = pthread_create(&reader, NULL, read_quarter, quarter)) == 0, "%s",
+                     t_error());
+        } else if (!strcmp(answer, "quiet")) {
+            atomic_store(&stop, true);
+            pthread_join(reader, NULL);
+            atomic_store(&stop, false);
+        }
         else if (!strcmp(answer, "write"))
             for (size_t i = 0; i < pages; i += 4)
                 write_page(i);

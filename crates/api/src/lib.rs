@@ -512,6 +512,10 @@ pub struct Stats {
     /// to the node within ten seconds.
     #[serde(default)]
     pub opposed_moves_total: u64,
+    /// Pages that came back from the node because DAMON, the kernel's access monitor, saw
+    /// them used.
+    #[serde(default)]
+    pub damon_promotions_total: u64,
     /// Processor time that moving pages to the node and back took, microseconds.
     #[serde(default)]
     pub node_move_us_total: u64,

@@ -74,6 +74,7 @@ pub(crate) fn stats(name: &str) -> strata_api::Stats {
         evictions_refused_total: 12,
         lost_pages_total: 0,
         opposed_moves_total: 0,
+        damon_promotions_total: 0,
         node_move_us_total: 0,
         fault_latency_us: strata_api::Latency { p50: 8.5, p99: 41.0, p999: 160.0 },
         tiers: vec![tier("dram", ""), tier("compressed", ""), tier("file", "io_uring")],

@@ -18,6 +18,7 @@ mod statistics;
 mod supervisor;
 mod tenants;
 mod tier;
+mod watcher;
 mod worker;
 
 use std::io::{self, Write};

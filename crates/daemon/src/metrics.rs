@@ -31,7 +31,7 @@ macro_rules! metrics {
 
 /// Every number in [`Stats`] but the user id, which is a label, and the
 /// latencies, which have a quantile. Names that end in `_total` are counters.
-const METRICS: [Metric; 28] = metrics! {
+const METRICS: [Metric; 29] = metrics! {
     budget_bytes: "DRAM budget of the tenant.",
     resident_bytes: "Managed pages in DRAM, staged ones included.",
     staged_bytes: "Part of resident_bytes that is out of the address space, kept raw.",
@@ -57,6 +57,7 @@ const METRICS: [Metric; 28] = metrics! {
     evictions_refused_total: "Evictions that the kernel refused.",
     lost_pages_total: "Stored pages that could not be read back intact.",
     opposed_moves_total: "Pages that somebody else moved back from or to the node within ten seconds.",
+    damon_promotions_total: "Pages that came back from the node because DAMON saw them used.",
     node_move_us_total: "Microseconds of processor time that moving pages to the node and back took.",
     worker_restarts_total: "Times that the worker was replaced under the tenant.",
     uptime_seconds: "Seconds since the tenant's start.",
@@ -330,6 +331,7 @@ mod tests {
             evictions_refused_total: 28,
             lost_pages_total: 29,
             opposed_moves_total: 62,
+            damon_promotions_total: 64,
             node_move_us_total: 63,
             fault_latency_us: Latency { p50: 30.5, p99: 31.5, p999: 32.5 },
             tiers: vec![TierStats {

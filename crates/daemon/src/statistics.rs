@@ -55,6 +55,7 @@ pub(crate) fn of(tenant: &Tenant) -> Stats {
         evictions_refused_total: count(Counter::EvictionsRefused),
         lost_pages_total: count(Counter::LostPages),
         opposed_moves_total: count(Counter::OpposedMoves),
+        damon_promotions_total: count(Counter::DamonPromotions),
         node_move_us_total: count(Counter::NodeMoveNanoseconds) / 1000,
         fault_latency_us: Latency { p50, p99, p999 },
         tiers: tiers(tenant, &store),

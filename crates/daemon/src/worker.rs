@@ -17,6 +17,7 @@ use crate::control::{ControlServer, Limits};
 use crate::snapshots::{Snapshots, schedules};
 use crate::supervisor::Inheritance;
 use crate::tenants::Tenants;
+use crate::watcher::Watcher;
 use crate::{agents, metrics, statistics};
 
 /// Exit status: nothing is left to do.
@@ -69,16 +70,29 @@ fn start(inheritance: &Inheritance) -> anyhow::Result<()> {
             eprintln!("stratad: no metrics at {address}: {error}");
         }
     }
+    let watcher = Arc::new(watcher(inheritance, &tenants));
     let tidied = Arc::clone(&tenants);
     let private = inheritance.private;
+    let watched = Arc::clone(&watcher);
     std::thread::Builder::new()
         .name("tidy".into())
-        .spawn(move || tidy(&tidied, &snapshots, private))?;
+        .spawn(move || tidy(&tidied, &snapshots, private, watched.as_ref().as_ref()))?;
     loop {
         if wait_for_signal() == Signal::Terminate && terminate(&tenants) {
+            if let Some(watcher) = &*watcher {
+                watcher.end();
+            }
             return control.stop().context("cannot stop listening");
         }
     }
+}
+
+/// Who watches what is used on the node, where there is one to be watched.
+fn watcher(inheritance: &Inheritance, tenants: &Arc<Tenants>) -> Option<Watcher> {
+    inheritance.config.node?;
+    Watcher::start(tenants)
+        .inspect_err(|error| eprintln!("stratad: no thread to watch the node: {error}"))
+        .ok()
 }
 
 /// Closes what a dead worker opened and no record names. A userfaultfd whose
@@ -97,7 +111,7 @@ fn close_litter(inheritance: &Inheritance) -> anyhow::Result<()> {
 
 /// Ends tenants whose processes are gone; a private daemon with the last of
 /// them.
-fn tidy(tenants: &Tenants, snapshots: &Snapshots, private: bool) {
+fn tidy(tenants: &Tenants, snapshots: &Snapshots, private: bool, watcher: Option<&Watcher>) {
     let mut busy = Instant::now();
     let mut had_tenant = false;
     let (mut ended, mut looked) = (Vec::new(), Instant::now());
@@ -121,6 +135,9 @@ fn tidy(tenants: &Tenants, snapshots: &Snapshots, private: bool) {
         }
         let idle = if had_tenant { TIDY_EVERY * 2 } else { PRIVATE_IDLE };
         if private && tenants.is_empty() && busy.elapsed() > idle && tenants.close_if_empty() {
+            if let Some(watcher) = watcher {
+                watcher.end();
+            }
             std::process::exit(DONE);
         }
     }

@@ -58,6 +58,8 @@ pub enum Counter {
     NodeEvictions,
     /// Pages that somebody else moved back within ten seconds.
     OpposedMoves,
+    /// Pages moved from the node to DRAM because DAMON saw them used.
+    DamonPromotions,
 }
 
 /// A wait counts as no longer than this in what a miss takes on average: a few

@@ -8,6 +8,7 @@ mod evicting;
 mod exchange;
 mod node;
 mod observe;
+mod sensed;
 mod taking;
 
 use std::collections::BTreeMap;

@@ -45,6 +45,7 @@ mod streams;
 mod tenant;
 mod unwritten;
 mod usage;
+mod watching;
 
 #[cfg(test)]
 mod map_tests;
@@ -60,6 +61,8 @@ mod ring_tests;
 mod serve_tests;
 #[cfg(test)]
 mod testing;
+#[cfg(test)]
+mod watching_tests;
 
 pub use advice::{Advice, AdviceState};
 pub use counters::{Counter, Counters, Latencies};
@@ -74,3 +77,4 @@ pub use snapshot::{Captured, Freeze, SnapshotError, SnapshotRequest, Standing};
 pub use space::Space;
 pub use strata_store::StoreStats;
 pub use tenant::{Hail, ReleaseRefused, Tenant, TenantSpec, Usage};
+pub use watching::{Seen, Watch};

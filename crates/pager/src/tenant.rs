@@ -27,6 +27,7 @@ use crate::share::Share;
 use crate::snapshot::{Memory, SnapshotOrder};
 use crate::space::{Agent, AgentRanges, Space, lock};
 pub use crate::usage::Usage;
+use crate::watching::Watching;
 use crate::{handler, keeper, release};
 
 const SIGKILL: i32 = 9;
@@ -166,6 +167,8 @@ pub struct Tenant {
     pub(crate) placement: Placement,
     /// Agents whose spaces were released.
     pub(crate) released_agents: Mutex<Vec<Arc<Agent>>>,
+    /// What is being watched of it, and what was seen.
+    pub(crate) watching: Mutex<Watching>,
 }
 
 impl Tenant {
@@ -256,6 +259,7 @@ impl Tenant {
             graves: Mutex::default(),
             released_agents: Mutex::default(),
             placement: Placement::default(),
+            watching: Mutex::default(),
         })
     }
 

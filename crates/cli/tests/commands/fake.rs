@@ -158,6 +158,7 @@ pub(crate) fn stats(name: &str) -> Stats {
         evictions_refused_total: 0,
         lost_pages_total: 0,
         opposed_moves_total: 0,
+        damon_promotions_total: 0,
         node_move_us_total: 0,
         fault_latency_us: Latency::default(),
         tiers: vec![],

@@ -4,8 +4,8 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use strata_sys::FEATURES_REQUIRED;
 use strata_sys::probe::{self, Way, feature};
+use strata_sys::{Damon, DamonOwner, DamonRefusal, FEATURES_REQUIRED};
 
 use super::{Files, Finding, Presence};
 
@@ -292,17 +292,34 @@ fn same_page_merging(files: &Files) -> Finding {
         .without("merging the resident pages of VMs (stored pages are deduplicated without it)")
 }
 
+/// What it can watch is listed only where it is set up: that is done for a moment where
+/// nobody uses it, and a daemon of ours that does has it locked.
 fn damon(files: &Files) -> Finding {
-    let there = files.exists("/sys/kernel/mm/damon/admin");
-    let operations =
-        files.read("/sys/kernel/mm/damon/admin/kdamonds/0/contexts/0/avail_operations");
-    let detail = match (there, operations) {
-        (false, _) => "not in this kernel".to_owned(),
-        (true, None) => "there".to_owned(),
-        (true, Some(operations)) => format!("there: {}", operations.replace('\n', " ")),
+    let lost = "seeing what is used on a node tier: probes find it, later";
+    let mut damon = Damon::at(&files.path("/sys/kernel/mm/damon/admin/kdamonds"));
+    let owner = damon.owner();
+    if owner == DamonOwner::Absent {
+        return Finding::new("DAMON", Presence::No, "not in this kernel").without(lost);
+    }
+    let listed = damon.try_operations();
+    let in_use = owner == DamonOwner::Strata || listed == Err(DamonRefusal::Shared);
+    let by = match owner {
+        _ if in_use => "in use by Strata",
+        DamonOwner::Other => "used by somebody else: Strata leaves it alone",
+        DamonOwner::Unseen => "only root may look",
+        _ => "",
     };
-    Finding::yes_or_no("DAMON", there, detail)
-        .without("a second opinion on what is hot; Strata judges by faults")
+    let names = listed.map(|names| names.join(" ")).unwrap_or_default();
+    let said: Vec<&str> =
+        [names.as_str(), by].into_iter().filter(|text| !text.is_empty()).collect();
+    let detail = match said.is_empty() {
+        true => "there".to_owned(),
+        false => format!("there: {}", said.join(", ")),
+    };
+    let can = names.is_empty() || names.split(' ').any(|name| name == "fvaddr");
+    let ours = in_use || owner == DamonOwner::Nobody;
+    let presence = if can && ours { Presence::Yes } else { Presence::Partly };
+    Finding::new("DAMON", presence, detail).without(lost)
 }
 
 fn idle_pages(files: &Files) -> Finding {

@@ -147,6 +147,40 @@ fn a_node_tier_says_who_else_moves_pages() {
 }
 
 #[test]
+fn whose_damon_is_is_told() {
+    const DAMON: &str = "/sys/kernel/mm/damon/admin/kdamonds";
+    let tree = |name, count, sample_us: &str, operations| {
+        let context = format!("{DAMON}/0/contexts/0");
+        Tree::new(
+            name,
+            &[
+                (&format!("{DAMON}/nr_kdamonds"), count),
+                (&format!("{context}/avail_operations"), operations),
+                (&format!("{context}/monitoring_attrs/intervals/sample_us"), sample_us),
+            ],
+        )
+    };
+    let theirs = tree("damon-theirs", "1\n", "5000\n", "paddr\n");
+    let finding = theirs.finding("DAMON");
+    let detail = "there: paddr, used by somebody else: Strata leaves it alone";
+    assert_eq!((finding.presence, finding.detail.as_str()), (Presence::Partly, detail));
+    assert_ne!(finding.lost, "");
+    let ours = tree("damon-ours", "1\n", "49937\n", "vaddr\nfvaddr\npaddr\n");
+    let finding = ours.finding("DAMON");
+    let detail = "there: vaddr fvaddr paddr, in use by Strata";
+    assert_eq!((finding.presence, finding.detail.as_str()), (Presence::Yes, detail));
+    // A daemon that rests between two looks holds the lock.
+    let resting = Tree::new("damon-resting", &[(&format!("{DAMON}/nr_kdamonds"), "0\n")]);
+    let lock = std::fs::File::open(resting.0.path(&format!("{DAMON}/nr_kdamonds"))).expect("there");
+    assert!(strata_sys::try_lock(std::os::fd::AsFd::as_fd(&lock)).expect("locked"));
+    let finding = resting.finding("DAMON");
+    assert_eq!(
+        (finding.presence, finding.detail.as_str()),
+        (Presence::Yes, "there: in use by Strata")
+    );
+}
+
+#[test]
 fn only_what_is_essential_blocks() {
     let optional = Finding::new("a", Presence::No, "x").without("y");
     let partly = Finding::new("b", Presence::Partly, "x").without("y").essential();

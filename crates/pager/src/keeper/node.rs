@@ -2,11 +2,12 @@
 //! there is room, those that stay cold there go on to the store, and those that are
 //! found hot come back.
 //!
-//! Nobody sees the uses of a page that is in place. So of every 2 MiB on the node one
-//! page every few seconds is evicted as a *probe*: it is staged, and if somebody asks
-//! for it soon, it is in DRAM by that fault, and its neighbours on the node follow in
-//! place, as far as there is room under the budget. A probe for which nobody asks goes
-//! on to compressed memory: what is cold on the node does.
+//! Strata does not see the uses of a page that is in place. The kernel does: what DAMON
+//! saw, where it is to be had, is judged in `sensed.rs`. Everywhere, of every 2 MiB on
+//! the node one page every few seconds is evicted as a *probe*: it is staged, and if
+//! somebody asks for it soon, it is in DRAM by that fault, and its neighbours on the
+//! node follow in place, as far as there is room under the budget. A probe for which
+//! nobody asks goes on to compressed memory: what is cold on the node does.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -18,6 +19,7 @@ use strata_units::wire::BATCH_PAGES;
 use strata_units::{LeafIndex, PAGES_PER_LEAF, PageId, SpaceId};
 
 use super::observe::file_room_bytes;
+use super::sensed::Sensed;
 use super::{Keeper, PAGE};
 use crate::counters::Counter;
 use crate::entry::Entry;
@@ -29,6 +31,8 @@ use crate::tenant::Tenant;
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// In so many looks each leaf is probed once...
 const PROBE_LOOKS: usize = 50;
+/// ...or, while all of the node is watched, in so many...
+const PROBE_LOOKS_WATCHED: usize = 200;
 /// ...of which no look takes more than so many.
 const MOST_PROBES: usize = 64;
 /// A probe that is back within this time was warm.
@@ -55,7 +59,7 @@ const SPARE_PART: u64 = 64;
 
 /// See the module's text.
 pub(super) struct NodeKeeper {
-    tier: NodeTier,
+    pub(super) tier: NodeTier,
     looked: Instant,
     surveyed: usize,
     searched: usize,
@@ -67,6 +71,8 @@ pub(super) struct NodeKeeper {
     warm: VecDeque<PageId>,
     /// Pages that programs said to be hot.
     asked: VecDeque<PageId>,
+    /// What was seen to be used.
+    pub(super) sensed: Sensed,
 }
 
 impl NodeKeeper {
@@ -82,12 +88,14 @@ impl NodeKeeper {
             probes: BTreeMap::new(),
             warm: VecDeque::new(),
             asked: VecDeque::new(),
+            sensed: Sensed::default(),
         })
     }
 
     pub(super) fn memory_bytes(&self) -> usize {
         self.tier.memory_bytes()
             + (self.warm.capacity() + self.asked.capacity()) * size_of::<PageId>()
+            + self.sensed.memory_bytes()
     }
 
     /// A page came back to DRAM by a fault: a probe?
@@ -135,9 +143,8 @@ impl Keeper<'_> {
         spaces: &[Arc<Space>],
     ) -> (usize, Vec<PageId>) {
         let tenant = self.tenant;
-        if self.node.is_none() {
-            return (0, victims);
-        }
+        let Some(node) = &mut self.node else { return (0, victims) };
+        node.sensed.gave_up(&victims, Instant::now());
         let room = self.node_room_bytes(&tenant.store_stats());
         let Some(node) = self.node.as_mut().filter(|_| room > 0) else { return (0, victims) };
         let now = Instant::now();
@@ -221,43 +228,48 @@ impl Keeper<'_> {
         let mut warm = std::mem::take(&mut node.warm);
         warm.retain(|&page| !tenant.is_for_node(page));
         let most = (tenant.headroom_pages() / 2).max(0) as usize;
-        let later = self.bring_back(asked.into(), most, spaces);
+        let (_, later) = self.bring_back(asked.into(), most, spaces);
         if let Some(node) = &mut self.node {
             node.asked.extend(later);
         }
         let spare = (tenant.budget_bytes() / SPARE_PART / PAGE) as i64;
         let most = (tenant.headroom_pages() - spare).max(0) as usize;
-        self.bring_back(warm.into(), most, spaces);
+        let (came, _) = self.bring_back(warm.into(), most, spaces);
+        self.judge_sight(spaces);
+        self.bring_sensed(most - came.min(most), spaces);
         self.probe(spaces);
         if tenant.node_pages() > 0 { LOOK_EVERY } else { Duration::MAX }
     }
 
-    /// Brings up to `most` of `pages` back in place; returns those for which there is no
-    /// room now.
-    fn bring_back(
+    /// Brings up to `most` of `pages` back in place; returns how many came, and those for
+    /// which there is no room now.
+    pub(super) fn bring_back(
         &mut self,
         mut pages: Vec<PageId>,
         most: usize,
         spaces: &[Arc<Space>],
-    ) -> Vec<PageId> {
+    ) -> (usize, Vec<PageId>) {
         let tenant = self.tenant;
-        let Some(node) = &mut self.node else { return Vec::new() };
+        let Some(node) = &mut self.node else { return (0, Vec::new()) };
         pages.retain(|&page| tenant.map.get(page) == Entry::OnNode);
         pages.sort_unstable();
         pages.dedup();
         let later = pages.split_off(most.min(node.tier.affordable_pages()).min(pages.len()));
         let now = Instant::now();
+        let mut came = 0;
         for (space, pages) in by_space(tenant, pages, spaces) {
-            node.tier.promote(tenant, space, &pages, now);
+            came += node.tier.promote(tenant, space, &pages, now);
         }
-        later
+        (came, later)
     }
 
     /// Evicts a page here and there from the node, to see whether somebody wants it.
     fn probe(&mut self, spaces: &[Arc<Space>]) {
         let tenant = self.tenant;
         let Some(node) = self.node.as_mut().filter(|_| tenant.node_pages() > 0) else { return };
-        let leaves = (tenant.leaf_count() as usize).div_ceil(PROBE_LOOKS);
+        let all_is_seen = node.sensed.sees_all(node.looked);
+        let looks = if all_is_seen { PROBE_LOOKS_WATCHED } else { PROBE_LOOKS };
+        let leaves = (tenant.leaf_count() as usize).div_ceil(looks);
         node.looks = node.looks.wrapping_add(1);
         let mut probes = Vec::new();
         for _ in 0..leaves.min(SEARCHED_LEAVES) {

@@ -17,7 +17,7 @@ def field_kib(path, name):
     """The number after `name:` in a file like /proc/PID/status, in KiB."""
     for line in read(path).splitlines():
         if line.startswith(name + ":"):
-            return int(line.split()[1])
+            return int(line[len(name) + 1:].split()[0])
     return 0
 
 

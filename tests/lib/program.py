@@ -18,10 +18,12 @@ _number = 0
 class Program:
     """`gate()` waits for the program's next word, `answer()` lets it go on."""
 
-    def __init__(self, case, arguments, budget, name=None, env=None, fails=False, uid=None):
+    def __init__(self, case, arguments, budget, name=None, env=None, fails=False, uid=None,
+                 native=False):
         global _number
         _number += 1
         self.case = case
+        self.native = case.native or native
         self.name = name or f"{case.name}-{_number}"
         self.budget = budget
         self.fails = fails
@@ -38,7 +40,7 @@ class Program:
         if case.soak:
             environment["STRATA_TEST_SOAK"] = "1"
         command = [str(a) for a in arguments]
-        if case.native:
+        if self.native:
             environment["STRATA_TEST_NATIVE"] = "1"
         else:
             environment["STRATA_SOCKET"] = case.daemon.socket_path
@@ -131,7 +133,7 @@ class Program:
 
     def assert_pressed(self):
         """A case that never evicted anything has tested nothing."""
-        if self.case.native:
+        if self.native:
             return
         stats = self.stats()
         self.case.note(f"evictions {stats['evictions_total']} faults {stats['faults_total']}")

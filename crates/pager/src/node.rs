@@ -335,7 +335,7 @@ impl NodeTier {
             // Its keeper will see.
             NodeRefusal::Gone => return,
             NodeRefusal::Forbidden => {
-                "stratad may not move pages of its processes (CAP_SYS_NICE)".to_owned()
+                "stratad may not move pages of its processes (CAP_SYS_PTRACE)".to_owned()
             }
             NodeRefusal::NoNode => {
                 format!("node {node} is not there, or its processes may not use it (cpuset)")

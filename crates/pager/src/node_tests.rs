@@ -295,7 +295,7 @@ fn a_refusal_is_said_once_and_tried_again_later() {
     let Some(mut world) = world(SPEC, 10) else { return };
     let said = |world: &World| -> BTreeMap<bool, usize> {
         world.tenant.notes().iter().fold(BTreeMap::new(), |mut sum, note| {
-            *sum.entry(note.contains("CAP_SYS_NICE")).or_default() += 1;
+            *sum.entry(note.contains("CAP_SYS_PTRACE")).or_default() += 1;
             sum
         })
     };

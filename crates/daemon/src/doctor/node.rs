@@ -2,8 +2,9 @@
 
 use super::{Files, Finding, Presence};
 
-/// Bit of `CAP_SYS_NICE` in `/proc/self/status`.
-const CAP_SYS_NICE: u32 = 23;
+/// Bit of `CAP_SYS_PTRACE` in `/proc/self/status`: `move_pages` asks for the right to
+/// read the process. (`CAP_SYS_NICE` is for pages that processes share; those stay.)
+const CAP_SYS_PTRACE: u32 = 19;
 const NODES: &str = "/sys/devices/system/node";
 
 /// Nodes by name, and which of them are without a processor.
@@ -32,9 +33,9 @@ fn rights(files: &Files, nodes: &[String]) -> Finding {
     let status = files.read("/proc/self/status").unwrap_or_default();
     let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
     let bits = effective.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok()).unwrap_or(0);
-    let may = bits & (1 << CAP_SYS_NICE) != 0;
+    let may = bits & (1 << CAP_SYS_PTRACE) != 0;
     let has = if may { "with" } else { "without" };
-    let detail = format!("{}, {has} CAP_SYS_NICE", nodes.join(" "));
+    let detail = format!("{}, {has} CAP_SYS_PTRACE", nodes.join(" "));
     Finding::yes_or_no("node tier", may, detail).without("moving pages there (run stratad as root)")
 }
 

@@ -129,10 +129,10 @@ fn a_node_tier_says_who_else_moves_pages() {
             ],
         )
     };
-    let quiet = tree("quiet", "CapEff:\t0000000000800000\n", "0\n", "false\n");
-    let busy = tree("busy", "CapEff:\t0000000000080000\n", "2\n", "true\n");
+    let quiet = tree("quiet", "CapEff:\t0000000000080000\n", "0\n", "false\n");
+    let busy = tree("busy", "CapEff:\t0000000000800000\n", "2\n", "true\n");
     for (name, word, other) in [
-        ("node tier", "node1, with CAP_SYS_NICE", "without CAP_SYS_NICE"),
+        ("node tier", "node1, with CAP_SYS_PTRACE", "without CAP_SYS_PTRACE"),
         ("NUMA balancing", "off", "tiering"),
         ("kernel demotion", "off", "on"),
     ] {

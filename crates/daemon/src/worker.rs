@@ -70,16 +70,16 @@ fn start(inheritance: &Inheritance) -> anyhow::Result<()> {
             eprintln!("stratad: no metrics at {address}: {error}");
         }
     }
-    let watcher = Arc::new(watcher(inheritance, &tenants));
+    let watcher = watcher(inheritance, &tenants).map(Arc::new);
     let tidied = Arc::clone(&tenants);
     let private = inheritance.private;
-    let watched = Arc::clone(&watcher);
+    let watched = watcher.clone();
     std::thread::Builder::new()
         .name("tidy".into())
-        .spawn(move || tidy(&tidied, &snapshots, private, watched.as_ref().as_ref()))?;
+        .spawn(move || tidy(&tidied, &snapshots, private, watched.as_deref()))?;
     loop {
         if wait_for_signal() == Signal::Terminate && terminate(&tenants) {
-            if let Some(watcher) = &*watcher {
+            if let Some(watcher) = &watcher {
                 watcher.end();
             }
             return control.stop().context("cannot stop listening");

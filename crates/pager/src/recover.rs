@@ -29,7 +29,7 @@ use crate::entry::Entry;
 use crate::events::done_reading;
 use crate::page_map::{PageMap, Piece};
 use crate::registry::{RING_MESSAGES, Registry, SpaceAddress, SpaceField, TenantRecord};
-use crate::space::{Agent, AgentRanges, Space, lock};
+use crate::space::{Agent, AgentRanges, EVERYTHING, Space, lock};
 use crate::tenant::{Tenant, store_config};
 
 fn store_descriptors(record: &TenantRecord) -> io::Result<Descriptors> {
@@ -208,7 +208,7 @@ impl Tenant {
     fn settle_after_death(&self, space: &Space) {
         let pid = space.pid();
         let mut gate = lock(&space.gate);
-        let pieces = gate.pages_in(Range { start: 0, end: 1 << 52 });
+        let pieces = gate.pages_in(EVERYTHING);
         for (_, leaf, part) in pieces {
             for (address, page) in crate::space::ids_in(leaf, part) {
                 match self.map.get(page) {

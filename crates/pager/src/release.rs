@@ -8,12 +8,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use strata_sys::{Range, available_bytes, read_maps};
+use strata_sys::{available_bytes, read_maps};
 use strata_units::PAGE_SIZE;
 
 use crate::entry::Entry;
 use crate::evict::Evictor;
-use crate::space::{Space, ids_in, lock};
+use crate::space::{EVERYTHING, Space, ids_in, lock};
 use crate::tenant::{Order, ReleaseRefused, Tenant};
 
 /// DRAM that stays free for the rest of the machine.
@@ -27,8 +27,6 @@ pub(crate) const KEEPER_PATIENCE: Duration = Duration::from_secs(45);
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 /// Pages asked for at a time.
 const PAGES_AT_A_TIME: usize = 2048;
-
-const EVERYTHING: Range = Range { start: 0, end: 1 << 52 };
 
 /// What the keeper and the one who asked know of each other. A keeper can be
 /// held up for as long as a program likes: what it reads from a process may be

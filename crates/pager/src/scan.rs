@@ -10,8 +10,8 @@ use std::sync::atomic::Ordering;
 
 use strata_policy::sampler;
 use strata_sys::{
-    Mapping, Range, Registration, page_presence, present_ranges, read_mapping_flags, read_maps,
-    stack_pointers,
+    Mapping, ProcessPages, Range, Registration, page_presence, present_ranges, read_mapping_flags,
+    read_maps, stack_pointers,
 };
 use strata_units::wire::Control;
 use strata_units::{PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
@@ -19,7 +19,7 @@ use strata_units::{PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
 use crate::entry::Entry;
 use crate::handler;
 use crate::registry::SpaceField;
-use crate::space::{Agent, Space, lock};
+use crate::space::{Agent, EVERYTHING, Space, lock};
 use crate::tenant::Tenant;
 
 /// Smaller mappings are left alone: glibc's own threshold for giving an
@@ -217,6 +217,7 @@ pub(crate) fn register_sample(space: &Arc<Space>, tenant: &Arc<Tenant>, piece_by
     }
     let mut stacks = stacks_of(control);
     stacks.extend(stack_pointers(agent.pid));
+    let Ok(pages) = ProcessPages::open(agent.pid) else { return true };
     let mut present_bytes = 0;
     let mut pieces = Vec::new();
     for mapping in maps.iter().filter(|mapping| eligible(mapping, &agent, &stacks)) {
@@ -231,8 +232,9 @@ pub(crate) fn register_sample(space: &Arc<Space>, tenant: &Arc<Tenant>, piece_by
                 }
             }
         };
-        if present_ranges(agent.pid, mapping.range, found).is_err() {
-            return false;
+        // Whether it is gone is told where something is registered.
+        if pages.present(mapping.range, found).is_err() {
+            return true;
         }
     }
     let mut new = Vec::new();
@@ -391,7 +393,7 @@ pub(crate) fn adjust_child(space: &Space, tenant: &Tenant, agent: &Agent) -> io:
         .map(|mapping| mapping.range)
         .collect();
     let inherits = |address: u64| kept.iter().any(|range| range.contains(address));
-    for (_, leaf, part) in gate.pages_in(Range { start: 0, end: 1 << 52 }) {
+    for (_, leaf, part) in gate.pages_in(EVERYTHING) {
         if kept.iter().any(|range| range.start <= part.start && part.end <= range.end) {
             continue;
         }
@@ -433,7 +435,7 @@ pub(crate) fn settle_shared(space: &Space, tenant: &Tenant) {
     let parent = tenant.registry.space_field(space.id, SpaceField::Parent).load(Ordering::Relaxed);
     let parent = parent.checked_sub(1).and_then(|id| tenant.space(SpaceId(id)));
     let mut left = false;
-    let pieces = lock(&space.gate).pages_in(Range { start: 0, end: 1 << 52 });
+    let pieces = lock(&space.gate).pages_in(EVERYTHING);
     let shared = Entry::Resident { shared: true };
     for (_, leaf, part) in pieces {
         let mut present = Vec::new();

@@ -18,7 +18,7 @@ use crate::pace::Pace;
 use crate::page_map::Piece;
 use crate::scan::Excluded;
 use crate::settings::Setting;
-use crate::space::{Space, lock};
+use crate::space::{EVERYTHING, Space, lock};
 use crate::tenant::{Order, Tenant};
 
 /// Without any page captured for so long, the snapshot is given up.
@@ -379,14 +379,13 @@ impl Taken<'_> {
                 .ok_or_else(|| failed("this daemon has 8192 processes and snapshots already"))?;
             self.spaces.push((Arc::clone(space), snapshot));
             let excluded = excluded(space);
-            let everything = Range { start: 0, end: 1 << 52 };
             let agent = space.agent();
             self.processes.push(Captured {
                 pid,
                 memory: snapshot,
                 restart: agent.as_ref().and_then(|agent| agent.restart),
                 own: agent.map_or(Range { start: 0, end: 0 }, |agent| agent.ranges.own),
-                needed: excluded.within(everything),
+                needed: excluded.within(EVERYTHING),
                 settings: lock(&space.gate).settings.ranges().to_vec(),
             });
             let maps = read_maps(pid).map_err(failed)?;

@@ -245,6 +245,9 @@ pub(crate) fn add_run(runs: &mut Vec<Range>, range: Range) {
     }
 }
 
+/// More than any process has.
+pub(crate) const EVERYTHING: Range = Range { start: 0, end: 1 << 52 };
+
 /// The addresses of the pages of `range`, beside their ids in `leaf`.
 pub(crate) fn ids_in(leaf: LeafIndex, range: Range) -> impl Iterator<Item = (u64, PageId)> {
     (range.start..range.end).step_by(PAGE_SIZE).map(move |address| {

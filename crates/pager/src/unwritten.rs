@@ -27,7 +27,7 @@ use crate::entry::Entry;
 use crate::page_map::Piece;
 use crate::page_set::{Bits, PageSet};
 use crate::registry::Registry;
-use crate::space::{Gate, lock};
+use crate::space::{EVERYTHING, Gate, lock};
 use crate::tenant::Tenant;
 
 /// More places to which memory was moved are taken for everywhere.
@@ -60,7 +60,7 @@ impl Gate {
     /// `mremap` moved pages to `range`, and their protection with them.
     pub(crate) fn note_moved(&mut self, range: Range) {
         if self.moved.len() == MOST_MOVED {
-            self.moved = vec![Range { start: 0, end: 1 << 52 }];
+            self.moved = vec![EVERYTHING];
         }
         self.moved.push(range);
     }

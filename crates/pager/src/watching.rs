@@ -11,7 +11,7 @@ use strata_sys::Range;
 use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, SpaceId};
 
 use crate::entry::Entry;
-use crate::space::{Space, ids_in, lock};
+use crate::space::{EVERYTHING, Space, ids_in, lock};
 use crate::tenant::Tenant;
 
 /// A few pages elsewhere within a run do not end it: what is seen of it is seen of its
@@ -118,8 +118,7 @@ impl Tenant {
         from: u64,
         most: usize,
     ) -> (Vec<Range>, Option<u64>) {
-        let everything = Range { start: 0, end: 1 << 52 };
-        let pieces = lock(&space.gate).pages_in(everything);
+        let pieces = lock(&space.gate).pages_in(EVERYTHING);
         let is_there = |entry: Entry| entry == Entry::OnNode;
         let compared = COMPARED.min(most / 4);
         let (mut ranges, mut next) = (Vec::new(), None);

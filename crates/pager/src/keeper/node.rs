@@ -14,7 +14,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use strata_store::StoreStats;
-use strata_sys::Range;
 use strata_units::wire::BATCH_PAGES;
 use strata_units::{LeafIndex, PAGES_PER_LEAF, PageId, SpaceId};
 
@@ -24,7 +23,7 @@ use super::{Keeper, PAGE};
 use crate::counters::Counter;
 use crate::entry::Entry;
 use crate::node::{Kernel, MOVED_AT_ONCE, NodeTier};
-use crate::space::{Space, ids_in, lock};
+use crate::space::{EVERYTHING, Space, ids_in, lock};
 use crate::tenant::Tenant;
 
 /// How often the node is attended to.
@@ -296,7 +295,7 @@ impl Keeper<'_> {
         let tenant = self.tenant;
         let Some(node) = &mut self.node else { return };
         for space in tenant.space_list() {
-            let pieces = lock(&space.gate).pages_in(Range { start: 0, end: 1 << 52 });
+            let pieces = lock(&space.gate).pages_in(EVERYTHING);
             for (_, leaf, part) in pieces {
                 let pages: Vec<PageId> = ids_in(leaf, part).map(|(_, page)| page).collect();
                 node.tier.empty(tenant, &space, &pages, Instant::now());

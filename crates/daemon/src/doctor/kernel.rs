@@ -9,9 +9,6 @@ use strata_sys::{Damon, DamonOwner, DamonRefusal, FEATURES_REQUIRED};
 
 use super::{Files, Finding, Presence};
 
-/// Bit of `CAP_SYS_PTRACE` in `/proc/self/status`.
-const CAP_SYS_PTRACE: u32 = 19;
-
 pub(super) const NAME: &str = "kernel";
 pub(super) const PRIVILEGES: &str = "privileges";
 
@@ -54,15 +51,25 @@ fn kernel(files: &Files) -> Finding {
 
 fn privileges(files: &Files) -> Finding {
     let status = files.read("/proc/self/status").unwrap_or_default();
-    let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name));
-    let uid = field("Uid:").and_then(|uids| uids.split_whitespace().nth(1)).unwrap_or("?");
-    let capabilities =
-        field("CapEff:").and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok()).unwrap_or(0);
-    let ptrace = capabilities & (1 << CAP_SYS_PTRACE) != 0;
-    let has = if ptrace { "with" } else { "without" };
-    Finding::yes_or_no(PRIVILEGES, ptrace, format!("uid {uid}, {has} CAP_SYS_PTRACE"))
+    let uids = status.lines().find_map(|line| line.strip_prefix("Uid:"));
+    let uid = uids.and_then(|uids| uids.split_whitespace().nth(1)).unwrap_or("?");
+    let (ptrace, said) = may_ptrace(files);
+    Finding::yes_or_no(PRIVILEGES, ptrace, format!("uid {uid}, {said}"))
         .without("a daemon of your own (a system stratad serves you all the same: sudo systemctl start stratad)")
         .essential()
+}
+
+/// Whether this process may read others and move their pages, and how that is said.
+pub(super) fn may_ptrace(files: &Files) -> (bool, &'static str) {
+    /// Bit of `CAP_SYS_PTRACE`.
+    const BIT: u64 = 1 << 19;
+    let status = files.read("/proc/self/status").unwrap_or_default();
+    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    let bits = effective.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok()).unwrap_or(0);
+    match bits & BIT != 0 {
+        true => (true, "with CAP_SYS_PTRACE"),
+        false => (false, "without CAP_SYS_PTRACE"),
+    }
 }
 
 fn userfaultfd(files: &Files) -> Vec<Finding> {
@@ -309,14 +316,14 @@ fn damon(files: &Files) -> Finding {
         DamonOwner::Unseen => "only root may look",
         _ => "",
     };
-    let names = listed.map(|names| names.join(" ")).unwrap_or_default();
-    let said: Vec<&str> =
-        [names.as_str(), by].into_iter().filter(|text| !text.is_empty()).collect();
-    let detail = match said.is_empty() {
-        true => "there".to_owned(),
-        false => format!("there: {}", said.join(", ")),
+    let names = listed.unwrap_or_default();
+    let can = names.is_empty() || names.iter().any(|name| name == "fvaddr");
+    let names = names.join(" ");
+    let detail = match (names.as_str(), by) {
+        ("", "") => "there".to_owned(),
+        (said, "") | ("", said) => format!("there: {said}"),
+        (names, by) => format!("there: {names}, {by}"),
     };
-    let can = names.is_empty() || names.split(' ').any(|name| name == "fvaddr");
     let ours = in_use || owner == DamonOwner::Nobody;
     let presence = if can && ours { Presence::Yes } else { Presence::Partly };
     Finding::new("DAMON", presence, detail).without(lost)

@@ -1,10 +1,8 @@
 //! The node tier: whether it can be had, and who else moves pages between nodes.
 
+use super::kernel::may_ptrace;
 use super::{Files, Finding, Presence};
 
-/// Bit of `CAP_SYS_PTRACE` in `/proc/self/status`: `move_pages` asks for the right to
-/// read the process. (`CAP_SYS_NICE` is for pages that processes share; those stay.)
-const CAP_SYS_PTRACE: u32 = 19;
 const NODES: &str = "/sys/devices/system/node";
 
 /// Nodes by name, and which of them are without a processor.
@@ -29,13 +27,11 @@ pub(super) fn findings(files: &Files) -> Vec<Finding> {
     vec![rights(files, &without_cpu), balancing(files), demotion(files)]
 }
 
+/// `move_pages` asks for the right to read the process. (`CAP_SYS_NICE` is for pages
+/// that processes share; those stay.)
 fn rights(files: &Files, nodes: &[String]) -> Finding {
-    let status = files.read("/proc/self/status").unwrap_or_default();
-    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
-    let bits = effective.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok()).unwrap_or(0);
-    let may = bits & (1 << CAP_SYS_PTRACE) != 0;
-    let has = if may { "with" } else { "without" };
-    let detail = format!("{}, {has} CAP_SYS_PTRACE", nodes.join(" "));
+    let (may, said) = may_ptrace(files);
+    let detail = format!("{}, {said}", nodes.join(" "));
     Finding::yes_or_no("node tier", may, detail).without("moving pages there (run stratad as root)")
 }
 

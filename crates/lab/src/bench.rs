@@ -6,6 +6,7 @@
 
 mod advise;
 mod cells;
+mod foretelling;
 mod matrix;
 mod parts;
 mod plot;

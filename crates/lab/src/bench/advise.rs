@@ -7,6 +7,7 @@
 
 use super::{
     Bench,
+    foretelling::{Foretelling, PLENTY_BYTES, SHARES, WATCHED_AT, brought_back, budget_bytes},
     report::{PartResults, Series, Side},
 };
 use crate::{
@@ -25,21 +26,12 @@ use crate::{
     strata::{Strata, total_bytes},
     trial::Plan,
 };
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use serde::Serialize;
 use serde_json::json;
 use std::time::Duration;
-use strata_api::{Advice, AdviceState, CurvePoint, Stats};
+use strata_api::{AdviceState, Stats};
 
-/// A budget that a server is far from.
-pub(super) const PLENTY_BYTES: u64 = 8 << 30;
-/// Shares of the pages that are to be in place. What is not is taken to cost this
-/// part of itself: the budgets need not hit the shares, they are foretold as what
-/// they are.
-pub(super) const SHARES: [f64; 2] = [0.5, 0.33];
-const STORED_PART: f64 = 0.4;
-/// Where the second foretelling is made.
-pub(super) const WATCHED_AT: f64 = 0.8;
 /// The same requests again until the replacement has settled, in warm-ups.
 const SETTLING_ROUNDS: u64 = 2;
 /// A server without Strata needs none but for its caches.
@@ -150,43 +142,11 @@ impl Driven {
     fn set(&self, strata: &Strata, budget_bytes: u64) -> Result<()> {
         strata.ask(&["set", &self.name, "--dram", &format!("{budget_bytes} bytes")]).map(drop)
     }
-
-    fn advice(&self, strata: &Strata) -> Result<Advice> {
-        serde_json::from_str(&strata.ask(&["advise", &self.name, "--json"])?)
-            .context("read what strata advise printed")
-    }
-}
-
-/// Pages brought back.
-pub(super) fn brought_back(stats: &Stats) -> u64 {
-    stats.faults_total - stats.zero_faults_total + stats.prefetched_pages_total
-}
-
-/// The budget with which about so many of the pages of a tenant, which costs `full`
-/// with all of them, are in place.
-pub(super) fn budget_bytes(full: u64, share: f64) -> u64 {
-    (full as f64 * (share + (1.0 - share) * STORED_PART)) as u64
 }
 
 /// How long a foretelling watches: several epochs of the advisor.
 fn watch_time(bench: &Bench) -> Duration {
     Duration::from_secs(if bench.quick { 15 } else { 60 })
-}
-
-/// Misses a request that `advice` foretells for a budget.
-pub(super) fn foretold(advice: &Advice, budget_bytes: u64, cpu_seconds_per_op: f64) -> Result<f64> {
-    let after = advice.curve.partition_point(|point| point.budget_bytes < budget_bytes);
-    let of = |point: &CurvePoint| (point.budget_bytes as f64, point.misses_per_second);
-    let per_second =
-        match (after.checked_sub(1).and_then(|at| advice.curve.get(at)), advice.curve.get(after)) {
-            (Some(before), Some(after)) => {
-                let ((from, most), (to, least)) = (of(before), of(after));
-                most + (least - most) * (budget_bytes as f64 - from) / (to - from)
-            }
-            (Some(only), None) | (None, Some(only)) => of(only).1,
-            (None, None) => bail!("the advisor said nothing of {}", advice.name),
-        };
-    Ok(per_second * cpu_seconds_per_op)
 }
 
 fn side(name: &str) -> Side {
@@ -207,28 +167,14 @@ pub(super) fn pinned(bench: &Bench, part: impl FnOnce() -> Result<()>) -> Result
 /// What is foretold, and what is missed then.
 pub(super) fn foretelling(bench: &Bench, results: &mut PartResults) -> Result<()> {
     for pattern in [Pattern::Gaussian, Pattern::Zipf, Pattern::ScanHot, Pattern::Uniform] {
-        let mut series: Vec<Series> = SHARES
-            .iter()
-            .flat_map(|share| {
-                ["far from the budget", "near it"].map(|place| Series {
-                    name: format!(
-                        "{}, {:.0} % in place, foretold {place}",
-                        pattern.name(),
-                        share * 100.0
-                    ),
-                    unit: "misses/op".into(),
-                    left: side("foretold"),
-                    right: Some(side("measured")),
-                })
-            })
-            .collect();
+        let mut foretelling = Foretelling::new(&pattern.name(), "op");
         for repetition in 0..bench.repetitions {
             let what = format!("{}: {} of {}", pattern.name(), repetition + 1, bench.repetitions);
             let progress = Progress::start(&what);
-            foretell_once(bench, pattern, &mut series, results)?;
+            foretell_once(bench, pattern, &mut foretelling, results)?;
             progress.finish(&what);
         }
-        results.series.append(&mut series);
+        results.series.extend(foretelling.into_series());
     }
     Ok(())
 }
@@ -236,7 +182,7 @@ pub(super) fn foretelling(bench: &Bench, results: &mut PartResults) -> Result<()
 fn foretell_once(
     bench: &Bench,
     pattern: Pattern,
-    series: &mut [Series],
+    foretelling: &mut Foretelling,
     results: &mut PartResults,
 ) -> Result<()> {
     let warmup = bench.plan.workload.warmup;
@@ -247,25 +193,19 @@ fn foretell_once(
     driven.drive(&strata, warmup, duration)?;
     let full = total_bytes(&strata.stats(&driven.name)?);
     let budget = |share: f64| budget_bytes(full, share);
-    driven.advice(&strata)?;
+    strata.advice(&driven.name)?;
     let far = driven.drive(&strata, warmup, watch)?;
-    let far = (driven.advice(&strata)?, far.cpu_seconds_per_op);
+    let far = (strata.advice(&driven.name)?, far.cpu_seconds_per_op);
     driven.set(&strata, budget(WATCHED_AT))?;
     let near = driven.drive(&strata, warmup, watch)?;
-    let near = (driven.advice(&strata)?, near.cpu_seconds_per_op);
+    let near = (strata.advice(&driven.name)?, near.cpu_seconds_per_op);
     for (at, &share) in SHARES.iter().enumerate() {
         driven.set(&strata, budget(share))?;
         for _ in 0..SETTLING_ROUNDS {
             driven.drive(&strata, warmup, duration)?;
         }
         let drive = driven.drive(&strata, warmup, duration)?;
-        for (which, (advice, cpu)) in [&far, &near].into_iter().enumerate() {
-            let series = &mut series[at * 2 + which];
-            series.left.samples.push(foretold(advice, budget(share), *cpu)?);
-            if let Some(measured) = &mut series.right {
-                measured.samples.push(drive.misses_per_op);
-            }
-        }
+        foretelling.add(at, budget(share), [&far, &near], drive.misses_per_op)?;
         results.raw.push(json!({
             "pattern": pattern, "share": share, "budget_bytes": budget(share), "run": drive.run,
             "misses_per_op": drive.misses_per_op, "stats": strata.stats(&driven.name)?,
@@ -306,7 +246,7 @@ pub(super) fn cost(bench: &Bench, results: &mut PartResults) -> Result<()> {
             let duration = bench.plan.workload.duration;
             driven.drive(&strata, bench.plan.workload.warmup, duration)?;
             let on = || -> Result<f64> {
-                driven.advice(&strata)?;
+                strata.advice(&driven.name)?;
                 Ok(driven.drive(&strata, pause, window)?.run.operations_per_second)
             };
             let off = || -> Result<f64> {
@@ -439,7 +379,7 @@ impl<'a> Tenants<'a> {
     ) -> Result<serde_json::Value> {
         for one in &self.managed {
             one.set(strata, total / self.managed.len() as u64)?;
-            one.advice(strata)?;
+            strata.advice(&one.name)?;
         }
         self.drive(SETTLING_ROUNDS)?;
         for one in &self.managed {
@@ -456,7 +396,7 @@ impl<'a> Tenants<'a> {
         if let Some(right) = &mut sum.right {
             right.samples.push(lost(&equal));
         }
-        let state = |one: &Driven| one.advice(strata).map(|advice| advice.state);
+        let state = |one: &Driven| strata.advice(&one.name).map(|advice| advice.state);
         let states = self.managed.iter().map(state).collect::<Result<Vec<AdviceState>>>()?;
         Ok(json!({
             "total_bytes": total, "equal": equal, "advised": advised, "states": states,

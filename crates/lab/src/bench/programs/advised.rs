@@ -3,17 +3,14 @@
 //! program is started anew for each budget.
 
 use super::{
-    super::advise::{PLENTY_BYTES, SHARES, WATCHED_AT, budget_bytes, foretold},
+    super::foretelling::{Foretelling, PLACES, PLENTY_BYTES, SHARES, WATCHED_AT, budget_bytes},
     mariadb::{Database, PHASES, Schedule},
     place::Figures,
     run::Job,
     walk,
 };
 use crate::{
-    bench::{
-        Bench,
-        report::{PartResults, Series, Side},
-    },
+    bench::{Bench, report::PartResults},
     stage::Setup,
 };
 use anyhow::{Context, Result};
@@ -68,18 +65,7 @@ fn foretell(
     trial: impl Fn(Run, &str) -> Result<Figures>,
     results: &mut PartResults,
 ) -> Result<()> {
-    let places = ["far from the budget", "near it"];
-    let mut series: Vec<Series> = SHARES
-        .iter()
-        .flat_map(|share| {
-            places.map(|place| Series {
-                name: format!("{name}, {:.0} % in place, foretold {place}", share * 100.0),
-                unit: format!("misses/{unit}"),
-                left: Side::new("foretold"),
-                right: Some(Side::new("measured")),
-            })
-        })
-        .collect();
+    let mut foretelling = Foretelling::new(name, unit);
     let (watch, settle) =
         if bench.quick { (["15", "2"], ["5", "2"]) } else { (["60", "8"], ["30", "8"]) };
     for _ in 0..bench.repetitions {
@@ -88,36 +74,27 @@ fn foretell(
             let advice = figures.advice.clone().context("the advisor was not asked")?;
             // Of the program alone: the advisor's time is that.
             let cpu_us = figures.program_cpu_us_per_op - figures.daemon_cpu_us_per_op;
-            anyhow::Ok((figures, advice, cpu_us / 1e6 / parts))
+            anyhow::Ok((figures, (advice, cpu_us / 1e6 / parts)))
         };
-        let far = watched(PLENTY_BYTES, places[0])?;
+        let far = watched(PLENTY_BYTES, PLACES[0])?;
         let full = far.0.memory.total_bytes();
-        let near = watched(budget_bytes(full, WATCHED_AT), places[1])?;
+        let near = watched(budget_bytes(full, WATCHED_AT), PLACES[1])?;
         for (at, &share) in SHARES.iter().enumerate() {
             let budget_bytes = budget_bytes(full, share);
             let what = format!("{:.0} % in place", share * 100.0);
             let figures = trial(Run { budget_bytes, is_advised: false, times: settle }, &what)?;
             let missed = figures.brought_back.context("the tenant had no statistics")? as f64
                 / (figures.done.operations.max(1) as f64 * parts);
-            for (which, (_, advice, cpu_seconds)) in [&far, &near].into_iter().enumerate() {
-                if advice.curve.is_empty() {
-                    continue;
-                }
-                let series = &mut series[at * places.len() + which];
-                series.left.samples.push(foretold(advice, budget_bytes, *cpu_seconds)?);
-                if let Some(measured) = &mut series.right {
-                    measured.samples.push(missed);
-                }
-            }
+            foretelling.add(at, budget_bytes, [&far.1, &near.1], missed)?;
             results.raw.push(json!({ "share": share, "figures": figures }));
         }
-        for (place, (figures, advice, _)) in places.iter().zip([&far, &near]) {
+        for (place, (figures, (advice, _))) in PLACES.iter().zip([&far, &near]) {
             if advice.curve.is_empty() {
                 results.text += &format!("\n{name}, {place}: the advisor had nothing to say.\n");
             }
             results.raw.push(json!({ "watched": place, "figures": figures }));
         }
     }
-    results.series.extend(series.into_iter().filter(|series| !series.left.samples.is_empty()));
+    results.series.extend(foretelling.into_series());
     Ok(())
 }

@@ -3,7 +3,7 @@
 //! in `run.rs` or, for the database, in `mariadb.rs`.
 
 use crate::{
-    bench::advise::brought_back,
+    bench::foretelling::brought_back,
     cgroup::Group,
     janitor::Janitor,
     process,
@@ -102,8 +102,7 @@ impl Place {
         let Some((strata, tenant)) = self.strata.as_ref().filter(|_| self.is_advised) else {
             return Ok(None);
         };
-        let printed = strata.ask(&["advise", tenant, "--json"])?;
-        serde_json::from_str(&printed).map(Some).context("read what strata advise printed")
+        strata.advice(tenant).map(Some)
     }
 
     fn look(&self, pid: u32) -> Result<Look> {

@@ -15,7 +15,7 @@ import machine
 import vm
 from elsewhere import doctor, not_here
 from kernels import MANAGES, expect, in_guest
-from strata import Failure, configured
+from strata import Failure, configured, worker_of
 from suite import case
 
 MIB = 1 << 20
@@ -145,8 +145,7 @@ def node_tier(run):
         run.note(f"{program.stats()['node_bytes'] >> 20} MiB on node {node}")
 
         before = program.stats()["node_bytes"]
-        workers = [child for child in machine.children(daemon) if machine.alive(child)]
-        os.kill(workers[0], signal.SIGKILL)
+        os.kill(worker_of(daemon), signal.SIGKILL)
 
         def goes_on():
             stats = run.daemon.stats(program.name)
@@ -260,7 +259,8 @@ def bare_moves(pages, node):
                         (ctypes.c_int * count)()))
     began = time.thread_time()
     for count, addresses, nodes, status in batches:
-        if libc.syscall(279, 0, ctypes.c_ulong(count), addresses, nodes, status, 2) < 0:
+        if libc.syscall(machine.SYS_MOVE_PAGES, 0, ctypes.c_ulong(count), addresses, nodes, status,
+                        2) < 0:
             raise Failure(f"move_pages: {os.strerror(ctypes.get_errno())}")
     spent = time.thread_time() - began
     if (moved := sum(list(status).count(node) for _, _, _, status in batches)) < pages * 99 // 100:
@@ -281,7 +281,7 @@ def node_cost(run):
     """What a move to the node costs, and all of the keeper's work for these pages from
     their first touch on, beside a bare loop of the kernel's call; said, not judged."""
     with on_node(run, 'node_limit = "128MiB"\nnode_bandwidth = "100GiB"\n') as (node, daemon):
-        worker = next(child for child in machine.children(daemon) if machine.alive(child))
+        worker = worker_of(daemon)
         program = run.start("place", "node-much", budget="256MiB")
         program.gate("begin")
         # Whoever touches the node's memory first pays for it: never Strata alone.
@@ -343,12 +343,7 @@ def somebody_elses(pid):
 
 def count_on(pid, node, start, pages):
     """How many of the pages of a process from `start` on the kernel finds on a node."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    addresses = (ctypes.c_void_p * pages)(*(start + page * 4096 for page in range(pages)))
-    status = (ctypes.c_int * pages)()
-    if libc.syscall(279, pid, ctypes.c_ulong(pages), addresses, None, status, 2) < 0:
-        raise Failure(f"move_pages: {os.strerror(ctypes.get_errno())}")
-    return list(status).count(node)
+    return machine.nodes_of_pages(pid, start, pages).count(node)
 
 
 def becomes_hot(run, program, node):
@@ -434,8 +429,7 @@ def node_damon(run):
 
         # In the middle of a look: the next worker takes over what the dead one left.
         watched = looks(run)
-        worker = next(child for child in machine.children(daemon) if machine.alive(child))
-        os.kill(worker, signal.SIGKILL)
+        os.kill(worker_of(daemon), signal.SIGKILL)
         looks(run, watched)
         seen, told = becomes_hot(run, program, node)
         run.note(f"after the worker's death: {told}")

@@ -16,7 +16,7 @@ import machine
 from elsewhere import not_here
 from kernels import MANAGES, expect, in_guest
 from node import BALANCING, MIB, keeper_seconds, node_without_cpus, on_node
-from strata import Failure
+from strata import Failure, worker_of
 from suite import case
 
 # Node 1 is said to be slower, too (HMAT): else it counts as DRAM for the kernel, which
@@ -48,7 +48,7 @@ LOOK_EVERY_S = 2
 # Warm-up, window and looks after the change over; figures to quote are a soak's.
 SHORT_S = (6, 6, (5, 10))
 LONG_S = (20, 16, (5, 10, 20, 40))
-SYS_MBIND, SYS_MOVE_PAGES, MPOL_BIND = 237, 279, 2
+SYS_MBIND, MPOL_BIND = 237, 2
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -150,17 +150,11 @@ def leave(run, ballast, roles, size):
 
 class Region:
     def __init__(self, pid, start):
-        self.pid, self.count = pid, REGION_MIB * MIB // 4096
-        self.addresses = (ctypes.c_void_p * self.count)(*(start + page * 4096
-                                                         for page in range(self.count)))
+        self.pid, self.start, self.count = pid, start, REGION_MIB * MIB // 4096
 
     def places(self, node):
         """Parts of it: in DRAM, on the node, and neither (stored by Strata)."""
-        status = (ctypes.c_int * self.count)()
-        if LIBC.syscall(SYS_MOVE_PAGES, self.pid, ctypes.c_ulong(self.count), self.addresses, None,
-                        status, 0) != 0:
-            raise Failure(f"move_pages: {os.strerror(ctypes.get_errno())}")
-        found = list(status)
+        found = machine.nodes_of_pages(self.pid, self.start, self.count)
         there = [found.count(place) / self.count for place in (HOME, node)]
         return (*there, 1 - sum(there))
 
@@ -277,7 +271,7 @@ def subject(run, name, roles, worker=None):
 
 
 def under_strata(run, name, node, daemon, dram):
-    worker = next(child for child in machine.children(daemon) if machine.alive(child))
+    worker = worker_of(daemon)
     roles = Roles(run, node, budget=f"{int(dram) >> 10}KiB")
     run.daemon.wait_until(lambda: moved_by_strata(roles)[0] > 0,
                           "Strata moves pages to the node", 60)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 
 import machine
-from strata import Failure, configured
+from strata import Failure, configured, worker_of
 from suite import case
 
 
@@ -64,8 +64,7 @@ def through_the_file(run, daemon, tier, megabytes, budget, accesses, size_bytes)
     if os.listdir(tier) != ["strata-tier"]:
         raise Failure(f"the tier's files have names: {os.listdir(tier)}")
     before = program.stats()["file_faults_total"]
-    workers = [child for child in machine.children(daemon) if machine.alive(child)]
-    os.kill(workers[0], signal.SIGKILL)
+    os.kill(worker_of(daemon), signal.SIGKILL)
 
     def goes_on():
         stats = run.daemon.stats(program.name)

@@ -1,7 +1,10 @@
 """What /proc and the cgroup file systems say. Reads only, changes nothing."""
 
 import collections
+import ctypes
 import os
+
+SYS_MOVE_PAGES = 279
 
 
 def read(path):
@@ -66,6 +69,17 @@ def descriptors(pid):
             seen.add(status.st_ino)
             total += status.st_blocks * 512
     return kinds, total
+
+
+def nodes_of_pages(pid, start, count):
+    """Where the kernel finds the pages of a process from `start` on: a node's number,
+    or the error of a page that is not there, negative."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    addresses = (ctypes.c_void_p * count)(*(start + page * 4096 for page in range(count)))
+    status = (ctypes.c_int * count)()
+    if libc.syscall(SYS_MOVE_PAGES, pid, ctypes.c_ulong(count), addresses, None, status, 0) != 0:
+        raise OSError(ctypes.get_errno(), "move_pages")
+    return list(status)
 
 
 def anonymous_bytes(pids):

@@ -134,12 +134,8 @@ class Daemon:
         return sorted(t["name"] for t in listed if t["name"] != "keeper")
 
     def worker(self):
-        """The pid of the process that does the work. What was restored may be a
-        child of the supervisor as well."""
-        name = machine.read(f"/proc/{self.pid}/comm")
-        found = [child for child in machine.children(self.pid)
-                 if machine.alive(child) and machine.read(f"/proc/{child}/comm") == name]
-        return found[0] if len(found) == 1 else None
+        """The pid of the process that does the work."""
+        return worker_of(self.pid)
 
     def footprint(self):
         """(descriptors by kind, bytes of memory files) of the supervisor, whose
@@ -200,6 +196,15 @@ class Daemon:
                 except ProcessLookupError:
                     pass
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def worker_of(supervisor):
+    """The pid of the process that does a daemon's work. What was restored may be a
+    child of the supervisor as well."""
+    name = machine.read(f"/proc/{supervisor}/comm")
+    found = [child for child in machine.children(supervisor)
+             if machine.alive(child) and machine.read(f"/proc/{child}/comm") == name]
+    return found[0] if len(found) == 1 else None
 
 
 @contextlib.contextmanager

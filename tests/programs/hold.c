@@ -103,12 +103,12 @@ int main(int argc, char **argv)
             atomic_store(&stop, true);
             pthread_join(reader, NULL);
             atomic_store(&stop, false);
-        }
-        else if (!strcmp(answer, "write"))
+        } else if (!strcmp(answer, "write")) {
             for (size_t i = 0; i < pages; i += 4)
                 write_page(i);
-        else
+        } else {
             break;
+        }
     }
     check_all();
     t_done();

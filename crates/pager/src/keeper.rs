@@ -8,6 +8,7 @@ mod evicting;
 mod exchange;
 mod node;
 mod observe;
+mod rest;
 mod sensed;
 mod taking;
 
@@ -25,6 +26,7 @@ use strata_units::wire::BATCH_PAGES;
 use strata_units::{ByteSize, LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
 
 use advising::Advising;
+use rest::{Gauge, LONGEST, NextLook, Seen};
 
 use crate::counters::Counter;
 use crate::ending::FORGOTTEN_PER_ROUND;
@@ -149,6 +151,9 @@ struct Keeper<'a> {
     machine: Machine,
     /// Of packing that nothing asks for.
     packing: Pace,
+    gauge: Option<Gauge>,
+    /// When it was looked at last.
+    seen: Option<Seen>,
     exchange: exchange::Exchange,
     /// Where there is one.
     node: Option<node::NodeKeeper>,
@@ -168,47 +173,55 @@ struct Over {
     stuck: bool,
 }
 
+impl<'a> Keeper<'a> {
+    fn new(tenant: &'a Arc<Tenant>) -> Self {
+        let now = Instant::now();
+        Self {
+            tenant,
+            replacement: Replacement::new(),
+            evictor: Evictor::new(),
+            excluded: BTreeMap::new(),
+            pinned: Vec::new(),
+            scanned: now,
+            unmanaged_at_scan: 0,
+            settled_shared: now,
+            settle_shared_every: SETTLE_SHARED_EVERY,
+            swept_leaf: 0,
+            swept_at: 0,
+            evicting: false,
+            evicted_last: now,
+            resident_before: 0,
+            attended_at_scan: Vec::new(),
+            time_before: 0,
+            quiet_rounds: 0,
+            over: None,
+            trainer: None,
+            capturing: None,
+            torn: None,
+            advised: Advised::default(),
+            machine: Machine::new(),
+            packing: Pace::default(),
+            gauge: None,
+            seen: None,
+            exchange: exchange::Exchange::default(),
+            node: node::NodeKeeper::of(tenant, now),
+            stands_down: false,
+            snapshot_begun: now,
+            advising: None,
+        }
+    }
+}
+
 pub(crate) fn run(tenant: &Arc<Tenant>) {
     strata_sys::set_thread_name(&format!("keeper-{}", tenant.id));
-    let now = Instant::now();
-    let mut keeper = Keeper {
-        tenant,
-        replacement: Replacement::new(),
-        evictor: Evictor::new(),
-        excluded: BTreeMap::new(),
-        pinned: Vec::new(),
-        scanned: now,
-        unmanaged_at_scan: 0,
-        settled_shared: now,
-        settle_shared_every: SETTLE_SHARED_EVERY,
-        swept_leaf: 0,
-        swept_at: 0,
-        evicting: false,
-        evicted_last: now,
-        resident_before: 0,
-        attended_at_scan: Vec::new(),
-        time_before: 0,
-        quiet_rounds: 0,
-        over: None,
-        trainer: None,
-        capturing: None,
-        torn: None,
-        advised: Advised::default(),
-        machine: Machine::new(),
-        packing: Pace::default(),
-        exchange: exchange::Exchange::default(),
-        node: node::NodeKeeper::of(tenant, now),
-        stands_down: false,
-        snapshot_begun: now,
-        advising: None,
-    };
+    let mut keeper = Keeper::new(tenant);
     // An earlier worker may have died over a snapshot.
     for space in tenant.space_list() {
         space.unpark();
     }
-    let mut next_look = Duration::ZERO;
+    let mut next_look = NextLook::after(Duration::ZERO);
     loop {
-        for order in wait_for_orders(tenant, next_look) {
+        for order in keeper.wait(next_look) {
             match order {
                 Order::Release(answer, progress) => {
                     keeper.empty_node();
@@ -235,20 +248,11 @@ pub(crate) fn run(tenant: &Arc<Tenant>) {
     }
 }
 
-fn wait_for_orders(tenant: &Tenant, patience: Duration) -> Vec<Order> {
-    let inbox = lock(&tenant.inbox);
-    let (mut inbox, _) = tenant
-        .inbox_filled
-        .wait_timeout_while(inbox, patience, |inbox| !inbox.woken)
-        .unwrap_or_else(std::sync::PoisonError::into_inner);
-    inbox.woken = false;
-    std::mem::take(&mut inbox.orders)
-}
-
 impl Keeper<'_> {
-    /// Looks and acts once; says when to look again at the latest.
-    fn round(&mut self) -> Duration {
+    /// Looks and acts once; says when to look again.
+    fn round(&mut self) -> NextLook {
         let tenant = self.tenant;
+        self.note_state();
         self.take_arrivals();
         tenant.collect_ended();
         let spaces = self.living_spaces();
@@ -262,7 +266,7 @@ impl Keeper<'_> {
         *lock(&tenant.usage) = usage;
         if tenant.is_released() {
             tenant.may_exceed.store(true, Ordering::Relaxed);
-            return if forgets { Duration::ZERO } else { RESCAN_EVERY };
+            return NextLook::after(if forgets { Duration::ZERO } else { RESCAN_EVERY });
         }
         let budget = tenant.budget_bytes();
         self.set_headroom(budget, usage);
@@ -306,19 +310,23 @@ impl Keeper<'_> {
         let exhausted = was_managed && self.is_stuck(&progress);
         self.say_exhausted(exhausted, &actions, usage, budget);
         if progress.more || forgets {
-            return Duration::ZERO;
+            return NextLook::after(Duration::ZERO);
         }
         let next_look = Duration::from_micros(actions.next_look_us).min(node_rest);
         let next_look = if heeds { next_look.min(QUIET_LOOK) } else { next_look };
         if let Some(capturing) = &self.capturing {
-            return capturing.rest().min(next_look).min(patience);
+            return NextLook::after(capturing.rest().min(next_look).min(patience));
         }
         let time = tenant.counters.get(Counter::PolicyTime);
         let quiet = time == self.time_before && was_managed && !shares;
         self.quiet_rounds = if quiet { self.quiet_rounds + 1 } else { 0 };
         self.time_before = time;
         let least = if self.quiet_rounds >= QUIET_ROUNDS { QUIET_LOOK } else { Duration::ZERO };
-        next_look.max(least).min(patience)
+        let after = next_look.max(least).min(patience);
+        if heeds || shares || !self.may_rest(&actions, progress) {
+            return NextLook::after(after);
+        }
+        NextLook { after, at_rest: LONGEST.min(node_rest).min(patience).max(after) }
     }
 
     /// Whether the tenant has been over its budget for a while and hardly

@@ -1,0 +1,284 @@
+//! Between two looks. A look costs a tenth of a millisecond, and a tenant near its
+//! budget may grow at any time; but most tenants do nothing most of the time. One for
+//! which there is nothing to do rests: as often as it would be looked at, one read tells
+//! whether its memory can have changed.
+//!
+//! What cannot be told that way waits for [`LONGEST`]: memory of the store that a program
+//! gave back, a new part of a program of unchanged size.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use strata_policy::budget::Actions;
+
+use super::{Keeper, Progress, QUIET_LOOK, QUIET_ROUNDS};
+use crate::counters::Counter;
+use crate::space::lock;
+use crate::tenant::{Order, Tenant};
+
+/// A tenant is looked at this often at least.
+pub(super) const LONGEST: Duration = Duration::from_millis(100);
+/// More than the files that are read have.
+const MOST_BYTES: usize = 256;
+
+/// When to look again.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct NextLook {
+    /// At the latest...
+    pub(super) after: Duration,
+    /// ...unless nothing has changed: then at this.
+    pub(super) at_rest: Duration,
+}
+
+impl NextLook {
+    pub(super) const fn after(after: Duration) -> Self {
+        Self { after, at_rest: after }
+    }
+}
+
+/// A file that says how much memory a tenant has, and what it said.
+#[derive(Debug)]
+pub(super) struct Gauge {
+    path: String,
+    file: File,
+    said: ([u8; MOST_BYTES], usize),
+}
+
+impl Gauge {
+    fn open(path: String) -> Option<Self> {
+        let file = File::open(&path).ok()?;
+        let mut gauge = Self { path, file, said: ([0; MOST_BYTES], 0) };
+        gauge.said = gauge.read()?;
+        Some(gauge)
+    }
+
+    fn again(mut self) -> Option<Self> {
+        self.said = self.read()?;
+        Some(self)
+    }
+
+    fn read(&self) -> Option<([u8; MOST_BYTES], usize)> {
+        let mut bytes = [0; MOST_BYTES];
+        let count = self.file.read_at(&mut bytes, 0).ok()?;
+        (count > 0 && count < MOST_BYTES).then_some((bytes, count))
+    }
+}
+
+/// What a tenant was like when it was looked at last.
+#[derive(PartialEq, Eq, Debug)]
+pub(super) struct Seen {
+    policy_time: u64,
+    /// By space: hints given so far.
+    hints: Vec<u64>,
+}
+
+impl Seen {
+    /// Nothing of a tenant whose processes are not all attended and well.
+    fn of(tenant: &Tenant) -> Option<Self> {
+        let spaces = tenant.space_list();
+        let hints = spaces.iter().map(|space| {
+            let well = !space.is_gone() && !space.has_strays.load(Ordering::Acquire);
+            let agent = space.agent().filter(|_| well)?;
+            Some(agent.control.control().hints.tail.load(Ordering::Relaxed))
+        });
+        Some(Self {
+            policy_time: tenant.counters.get(Counter::PolicyTime),
+            hints: hints.collect::<Option<_>>()?,
+        })
+    }
+}
+
+impl Keeper<'_> {
+    /// Waits for orders, or until it is time to look.
+    pub(super) fn wait(&mut self, next: NextLook) -> Vec<Order> {
+        let due = Instant::now() + next.at_rest;
+        let mut rests = next.at_rest > next.after;
+        let is_managed = self.tenant.under_pressure.load(Ordering::Relaxed);
+        loop {
+            let left = due.saturating_duration_since(Instant::now());
+            let quiet = is_managed && self.quiet_rounds >= QUIET_ROUNDS;
+            let patience = if quiet { next.after.max(QUIET_LOOK) } else { next.after };
+            if let Some(orders) = wait_for_orders(self.tenant, patience.min(left)) {
+                return orders;
+            }
+            rests &= patience < left && self.is_unchanged();
+            if !rests {
+                return Vec::new();
+            }
+            self.quiet_rounds += 1;
+        }
+    }
+
+    /// Notes what the tenant is like. To be done before it is looked at: what changes
+    /// from now on is a change.
+    pub(super) fn note_state(&mut self) {
+        let tenant = self.tenant;
+        self.seen = Seen::of(tenant);
+        let path = self.seen.as_ref().and_then(|_| gauge_path(tenant));
+        self.gauge = path.and_then(|path| match self.gauge.take() {
+            Some(gauge) if gauge.path == path => gauge.again(),
+            _ => Gauge::open(path),
+        });
+    }
+
+    /// Whether a round has left nothing to go on with, so that the tenant may rest.
+    pub(super) fn may_rest(&self, actions: &Actions, progress: Progress) -> bool {
+        let asks = actions.evict_pages > 0
+            || actions.settle_pages > 0
+            || actions.drop_kept_bytes > 0
+            || actions.repack_pages > 0
+            || actions.demote_bytes > 0
+            || actions.cannot_by_bytes > 0;
+        let goes_on = asks || progress.shrank_bytes > 0 || self.capturing.is_some();
+        !goes_on && self.pinned.is_empty() && self.gauge.is_some()
+    }
+
+    fn is_unchanged(&self) -> bool {
+        let gauge = self.gauge.as_ref();
+        gauge.is_some_and(|gauge| gauge.read().as_ref() == Some(&gauge.said))
+            && Seen::of(self.tenant) == self.seen
+    }
+}
+
+/// Where the kernel tells how much memory a tenant has, pages that processes share once,
+/// as [`crate::usage::measure`] counts them.
+fn gauge_path(tenant: &Tenant) -> Option<String> {
+    let spaces = tenant.space_list();
+    match spaces.as_slice() {
+        [] => None,
+        [one] => Some(format!("/proc/{}/statm", one.pid()?)),
+        _ => {
+            let directory = tenant.record.cgroup.as_ref()?;
+            let path = |name| Path::new(directory).join(name);
+            // Version 2 and version 1.
+            [path("memory.current"), path("memory.usage_in_bytes")]
+                .into_iter()
+                .find(|path| path.exists())?
+                .into_os_string()
+                .into_string()
+                .ok()
+        }
+    }
+}
+
+/// `None`: nothing came in all the time.
+fn wait_for_orders(tenant: &Tenant, patience: Duration) -> Option<Vec<Order>> {
+    let inbox = lock(&tenant.inbox);
+    let (mut inbox, _) = tenant
+        .inbox_filled
+        .wait_timeout_while(inbox, patience, |inbox| !inbox.woken)
+        .unwrap_or_else(PoisonError::into_inner);
+    std::mem::take(&mut inbox.woken).then(|| std::mem::take(&mut inbox.orders))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixDatagram;
+    use std::process::{Child, Command, Stdio};
+    use std::sync::Arc;
+
+    use strata_sys::{ControlBlock, Range, SeqPacket};
+
+    use super::*;
+    use crate::tenant::Hail;
+    use crate::testing;
+
+    const HANGS: Duration = Duration::from_secs(20);
+
+    /// A tenant of one process that sleeps.
+    fn asleep() -> Option<(Arc<Tenant>, Child)> {
+        let tenant = testing::tenant();
+        let uffd = testing::userfaultfd()?;
+        let mut command = Command::new("sleep");
+        let child = command.arg("1000").stdout(Stdio::null()).stderr(Stdio::null());
+        let child = child.spawn().expect("a child");
+        let (socket, _) = UnixDatagram::pair().expect("sockets");
+        let own = Range { start: 0, end: 0 };
+        let hail = Hail { pid: child.id(), transfer: 4096, own, restart: 0 };
+        let block = ControlBlock::create().expect("a control block");
+        tenant.attach(uffd, block, SeqPacket::adopt(socket.into()), hail).expect("a space");
+        Some((tenant, child))
+    }
+
+    /// Notes what a tenant is like, and again until it does not change by itself.
+    fn settle(keeper: &mut Keeper<'_>) {
+        let begun = Instant::now();
+        loop {
+            keeper.note_state();
+            std::thread::sleep(Duration::from_millis(5));
+            if keeper.is_unchanged() {
+                return;
+            }
+            assert!(begun.elapsed() < HANGS, "a sleeping process changes");
+        }
+    }
+
+    #[test]
+    fn whatever_may_need_the_keeper_ends_a_rest() {
+        let Some((tenant, mut child)) = asleep() else { return };
+        let mut keeper = Keeper::new(&tenant);
+        let space = tenant.space_list().remove(0);
+        let rest = NextLook { after: Duration::from_micros(100), at_rest: HANGS * 2 };
+        let mut ends = |cause: &dyn Fn()| {
+            settle(&mut keeper);
+            cause();
+            let begun = Instant::now();
+            keeper.wait(rest);
+            begun.elapsed() < HANGS
+        };
+        assert!(ends(&|| tenant.wake_keeper()), "somebody wants something");
+        let agent = space.agent().expect("attached");
+        assert!(ends(&|| assert!(agent.control.control().hints.push(4096, 8192))), "a hint");
+        assert!(
+            ends(&|| {
+                tenant.counters.add(Counter::PolicyTime, 1);
+            }),
+            "a page came"
+        );
+        let other = testing::userfaultfd().map(|uffd| testing::space(&tenant, uffd));
+        assert!(ends(&|| tenant.adopt_space(other.clone().expect("as before"))), "a process more");
+        tenant.bury(&other.expect("as before"));
+        assert!(ends(&|| space.has_strays.store(true, Ordering::Release)), "pages on their way");
+        space.has_strays.store(false, Ordering::Release);
+        let pid = child.id();
+        let killed =
+            || assert!(Command::new("kill").args(["-9", &pid.to_string()]).status().is_ok());
+        assert!(ends(&killed), "its process has ended");
+        child.wait().expect("it was killed");
+        keeper.note_state();
+        assert!(keeper.gauge.is_none(), "of nobody");
+    }
+
+    #[test]
+    fn a_rest_has_an_end() {
+        let Some((tenant, mut child)) = asleep() else { return };
+        let mut keeper = Keeper::new(&tenant);
+        settle(&mut keeper);
+        let rest = NextLook { after: Duration::from_millis(1), at_rest: Duration::from_millis(20) };
+        lock(&tenant.inbox).woken = false;
+        assert!(keeper.wait(rest).is_empty());
+        assert!(keeper.is_unchanged(), "it slept");
+        child.kill().expect("it sleeps");
+        child.wait().expect("it was killed");
+    }
+
+    #[test]
+    fn a_gauge_tells_memory_that_came() {
+        let path = std::env::temp_dir().join(format!("strata-gauge-{}", std::process::id()));
+        std::fs::write(&path, "4096\n").expect("file");
+        let gauge = Gauge::open(path.to_str().expect("a name").into()).expect("it was written");
+        assert_eq!(gauge.read().as_ref(), Some(&gauge.said));
+        std::fs::write(&path, "8192\n").expect("file");
+        assert_ne!(gauge.read().as_ref(), Some(&gauge.said));
+        let gauge = gauge.again().expect("it is there");
+        assert_eq!(gauge.read().as_ref(), Some(&gauge.said));
+        std::fs::write(&path, "").expect("file");
+        assert!(gauge.read().is_none() && gauge.again().is_none(), "it says nothing");
+        std::fs::remove_file(&path).expect("file");
+        assert!(Gauge::open(path.to_str().expect("a name").into()).is_none());
+    }
+}

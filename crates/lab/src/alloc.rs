@@ -119,6 +119,9 @@ pub(crate) struct TouchOptions {
     /// Read pages in order, again and again, and look at none before
     #[arg(long)]
     in_order: bool,
+    /// Seconds to sleep with it in the end
+    #[arg(long, default_value_t = 0)]
+    rest_seconds: u64,
 }
 
 /// What `touch` saw.
@@ -194,7 +197,10 @@ pub(crate) fn touch(options: &TouchOptions) -> Result<()> {
             pages_read += 1;
         }
     }
-    print(&TouchResult::since(started, pages_read, misses, &latencies))
+    print(&TouchResult::since(started, pages_read, misses, &latencies))?;
+    thread::sleep(Duration::from_secs(options.rest_seconds));
+    black_box(&memory);
+    Ok(())
 }
 
 /// What memory is filled with, 1 KiB at a time.

@@ -35,6 +35,8 @@ pub(crate) enum Part {
     Start,
     /// Fault latency, and Strata's own memory per page and object
     Fault,
+    /// What the daemon takes for a program that sleeps
+    Rest,
     /// MariaDB under sysbench
     Mariadb,
     /// Lookups in a JVM's heap
@@ -122,6 +124,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             Part::Alloc => parts::alloc(&bench, &mut found),
             Part::Start => parts::start(&bench, &mut found),
             Part::Fault => parts::fault(&bench, &mut found),
+            Part::Rest => parts::rest(&bench, &mut found),
             Part::Mariadb => programs::mariadb(&bench, &mut found),
             Part::Jvm => programs::jvm(&bench, &mut found),
             Part::Cpython => programs::cpython(&bench, &mut found),
@@ -171,6 +174,7 @@ impl Part {
             Self::Alloc => "Fresh memory: MiB/s",
             Self::Start => "From start to main",
             Self::Fault => "Faults and Strata's own memory",
+            Self::Rest => "Programs that sleep: what the daemon takes",
             Self::Mariadb => "MariaDB (InnoDB, sysbench): Strata against zram, the same total DRAM",
             Self::Jvm => "JVM heap: Strata against zram, the same total DRAM",
             Self::Cpython => "CPython objects: Strata against zram, the same total DRAM",

@@ -10,6 +10,7 @@ use crate::{
     bare::BareResult,
     interrupt,
     keys::Pattern,
+    process,
     progress::Progress,
     redis::server::Wrapping,
     stage::Setup,
@@ -20,7 +21,7 @@ use anyhow::{Context, Result, bail};
 use std::{
     process::{Child, Stdio},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 use strata_api::Stats;
 
@@ -275,6 +276,63 @@ pub(super) fn fault(bench: &Bench, results: &mut PartResults) -> Result<()> {
             unit: unit.into(),
             left,
             right: bare.next(),
+        })
+        .collect();
+    Ok(())
+}
+
+/// A program that sleeps: what the daemon takes for it, near its budget and far from
+/// it, beside a daemon without a tenant.
+pub(super) fn rest(bench: &Bench, results: &mut PartResults) -> Result<()> {
+    /// Until all is packed that is to be.
+    const SETTLING: Duration = Duration::from_secs(4);
+    let (window, rest_seconds) =
+        if bench.quick { (Duration::from_secs(2), "8") } else { (Duration::from_secs(10), "16") };
+    let mut strata = Strata::start(&bench.janitor, &bench.plan.binaries)?;
+    strata.keep(&bench.janitor)?;
+    let percent = |strata: &Strata| -> f64 {
+        let cpu_ns = || -> u64 {
+            let times = strata.pids().into_iter().filter_map(process::times);
+            times.map(|times| times.cpu_ns).sum()
+        };
+        let (before, began) = (cpu_ns(), Instant::now());
+        thread::sleep(window);
+        (cpu_ns() - before) as f64 / 1e7 / began.elapsed().as_secs_f64()
+    };
+    // Of 64 MiB.
+    let places = [
+        ("exceeded by a third", 48),
+        ("used to nine tenths", 74),
+        ("used by half", 128),
+        ("used to a tenth", 640),
+    ];
+    let mut sides = places.map(|_| Side::new("daemon"));
+    let mut alone = Side::new("no tenant");
+    for repetition in 0..bench.repetitions {
+        interrupt::check()?;
+        alone.samples.push(percent(&strata));
+        for (place, (_, budget_mib)) in places.iter().enumerate() {
+            interrupt::check()?;
+            let name = format!("rest-{}-{repetition}-{place}", std::process::id());
+            let wrapping = strata.wrapping(&name, budget_mib << 20);
+            let arguments =
+                ["touch", "--size", "64MiB", "--seconds", "1", "--rest-seconds", rest_seconds];
+            let child = subject(&wrapping, &arguments)?;
+            thread::sleep(SETTLING);
+            sides[place].samples.push(percent(&strata));
+            let (_, stats) = watch(&strata, &name, child)?;
+            results.raw.push(serde_json::to_value(&stats)?);
+        }
+    }
+    strata.stop()?;
+    results.series = places
+        .iter()
+        .zip(sides)
+        .map(|((place, _), left)| Series {
+            name: format!("asleep, budget {place}"),
+            unit: "% of a core".into(),
+            left,
+            right: Some(alone.clone()),
         })
         .collect();
     Ok(())

@@ -46,6 +46,9 @@ const FIRST_WORD: Duration = Duration::from_secs(10);
 const TURN: Duration = Duration::from_millis(500);
 /// How often what a tenant far from its budget has new is sampled.
 const SAMPLE_EVERY: Duration = Duration::from_secs(5);
+/// Finding it walks the page tables of all that the tenant has: one part of the time,
+/// and so many without.
+const SAMPLE_REST: u32 = 400;
 /// Pieces that a hundredth of the tenant is cut into, about: each splits a mapping
 /// in the kernel and takes a leaf of the page map, and the more there are, the more
 /// they tell.
@@ -104,6 +107,15 @@ impl ProcessorClock {
     }
 }
 
+/// Pieces of a tenant that were registered to be watched.
+#[derive(Clone, Copy)]
+struct Sampled {
+    /// When what is new is looked for.
+    next: Instant,
+    /// With huge pages as large as these, which a smaller piece would cost one, too.
+    piece_bytes: u64,
+}
+
 /// What the keeper knows of watched pages.
 pub(super) struct Advising {
     sampler: Sampler,
@@ -121,10 +133,8 @@ pub(super) struct Advising {
     drift: Option<(f64, f64)>,
     turned: Instant,
     published: Instant,
-    /// When pieces of a tenant far from its budget were last registered, and how
-    /// large they are. With huge pages as large as these, which a smaller piece
-    /// would cost one, too.
-    sampled: Option<(Instant, u64)>,
+    /// Of a tenant far from its budget.
+    sampled: Option<Sampled>,
     /// Faults that waited, pages that came ahead of any, and nanoseconds waited, at
     /// the beginnings of the epochs.
     waits: [Waits; 2],
@@ -336,9 +346,10 @@ impl Keeper<'_> {
     fn sample(&mut self, spaces: &[Arc<Space>], seen: &Observation) {
         let tenant = self.tenant;
         let Some(advising) = &mut self.advising else { return };
+        let began = Instant::now();
         let before = match advising.sampled {
-            Some((when, _)) if when.elapsed() < SAMPLE_EVERY => return,
-            Some((_, piece_bytes)) => piece_bytes,
+            Some(Sampled { next, .. }) if began < next => return,
+            Some(Sampled { piece_bytes, .. }) => piece_bytes,
             None if spaces.iter().filter_map(|space| space.pid()).any(has_huge_pages) => HUGE_PIECE,
             None => SMALLEST_PIECE,
         };
@@ -350,7 +361,8 @@ impl Keeper<'_> {
                 space.set_gone();
             }
         }
-        advising.sampled = Some((Instant::now(), piece_bytes));
+        let rest = SAMPLE_EVERY.max(began.elapsed() * SAMPLE_REST);
+        advising.sampled = Some(Sampled { next: Instant::now() + rest, piece_bytes });
     }
 
     /// Watches pages, if anybody wants to know. When to look again at the latest.

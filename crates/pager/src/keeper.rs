@@ -6,6 +6,8 @@ mod advised;
 mod advising;
 mod evicting;
 mod exchange;
+mod huge;
+mod lookout;
 mod node;
 mod observe;
 mod rest;
@@ -26,7 +28,7 @@ use strata_units::wire::BATCH_PAGES;
 use strata_units::{ByteSize, LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
 
 use advising::Advising;
-use rest::{Gauge, LONGEST, NextLook, Seen};
+use rest::{LONGEST, NextLook, State};
 
 use crate::counters::Counter;
 use crate::ending::FORGOTTEN_PER_ROUND;
@@ -151,9 +153,10 @@ struct Keeper<'a> {
     machine: Machine,
     /// Of packing that nothing asks for.
     packing: Pace,
-    gauge: Option<Gauge>,
-    /// When it was looked at last.
-    seen: Option<Seen>,
+    /// What the tenant was like when it was looked at last.
+    state: Option<State>,
+    /// Looks that it has spared itself one after the other.
+    left_out: u32,
     exchange: exchange::Exchange,
     /// Where there is one.
     node: Option<node::NodeKeeper>,
@@ -201,8 +204,8 @@ impl<'a> Keeper<'a> {
             advised: Advised::default(),
             machine: Machine::new(),
             packing: Pace::default(),
-            gauge: None,
-            seen: None,
+            state: None,
+            left_out: 0,
             exchange: exchange::Exchange::default(),
             node: node::NodeKeeper::of(tenant, now),
             stands_down: false,

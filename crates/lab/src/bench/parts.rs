@@ -284,10 +284,10 @@ pub(super) fn fault(bench: &Bench, results: &mut PartResults) -> Result<()> {
 /// A program that sleeps: what the daemon takes for it, near its budget and far from
 /// it, beside a daemon without a tenant.
 pub(super) fn rest(bench: &Bench, results: &mut PartResults) -> Result<()> {
-    /// Until all is packed that is to be.
-    const SETTLING: Duration = Duration::from_secs(4);
+    /// Until all is read, and packed that is to be.
+    const SETTLING: Duration = Duration::from_secs(20);
     let (window, rest_seconds) =
-        if bench.quick { (Duration::from_secs(2), "8") } else { (Duration::from_secs(10), "16") };
+        if bench.quick { (Duration::from_secs(2), "26") } else { (Duration::from_secs(10), "40") };
     let mut strata = Strata::start(&bench.janitor, &bench.plan.binaries)?;
     strata.keep(&bench.janitor)?;
     let percent = |strata: &Strata| -> f64 {
@@ -299,37 +299,43 @@ pub(super) fn rest(bench: &Bench, results: &mut PartResults) -> Result<()> {
         thread::sleep(window);
         (cpu_ns() - before) as f64 / 1e7 / began.elapsed().as_secs_f64()
     };
-    // Of 64 MiB.
+    // How many at once, of 64 MiB each.
     let places = [
-        ("exceeded by a third", 48),
-        ("used to nine tenths", 74),
-        ("used by half", 128),
-        ("used to a tenth", 640),
+        ("budget exceeded by a third", 1, 48),
+        ("budget used to nine tenths", 1, 74),
+        ("sixteen of them", 16, 74),
+        ("budget used by half", 1, 128),
+        ("budget used to a tenth", 1, 640),
     ];
     let mut sides = places.map(|_| Side::new("daemon"));
-    let mut alone = Side::new("no tenant");
+    let mut alone = Side::new("no such tenant");
     for repetition in 0..bench.repetitions {
         interrupt::check()?;
         alone.samples.push(percent(&strata));
-        for (place, (_, budget_mib)) in places.iter().enumerate() {
+        for (place, &(_, count, budget_mib)) in places.iter().enumerate() {
             interrupt::check()?;
-            let name = format!("rest-{}-{repetition}-{place}", std::process::id());
-            let wrapping = strata.wrapping(&name, budget_mib << 20);
-            let arguments =
-                ["touch", "--size", "64MiB", "--seconds", "1", "--rest-seconds", rest_seconds];
-            let child = subject(&wrapping, &arguments)?;
+            let mut asleep = Vec::new();
+            for number in 0..count {
+                let name = format!("rest-{}-{repetition}-{place}-{number}", std::process::id());
+                let wrapping = strata.wrapping(&name, budget_mib << 20);
+                let arguments =
+                    ["touch", "--size", "64MiB", "--seconds", "1", "--rest-seconds", rest_seconds];
+                asleep.push((name, subject(&wrapping, &arguments)?));
+            }
             thread::sleep(SETTLING);
             sides[place].samples.push(percent(&strata));
-            let (_, stats) = watch(&strata, &name, child)?;
-            results.raw.push(serde_json::to_value(&stats)?);
+            for (name, child) in asleep {
+                let (_, stats) = watch(&strata, &name, child)?;
+                results.raw.push(serde_json::to_value(&stats)?);
+            }
         }
     }
     strata.stop()?;
     results.series = places
         .iter()
         .zip(sides)
-        .map(|((place, _), left)| Series {
-            name: format!("asleep, budget {place}"),
+        .map(|((place, ..), left)| Series {
+            name: format!("asleep, {place}"),
             unit: "% of a core".into(),
             left,
             right: Some(alone.clone()),

@@ -1,7 +1,8 @@
 //! Between two looks. A look costs a tenth of a millisecond, and a tenant near its
 //! budget may grow at any time; but most tenants do nothing most of the time. One for
 //! which there is nothing to do rests: as often as it would be looked at, one read tells
-//! whether its memory can have changed.
+//! whether its memory can have changed. After some of these its keeper sleeps, and the
+//! [`lookout`] reads for it.
 //!
 //! What cannot be told that way waits for [`LONGEST`]: memory of the store that a program
 //! gave back, a new part of a program of unchanged size.
@@ -15,13 +16,15 @@ use std::time::{Duration, Instant};
 
 use strata_policy::budget::Actions;
 
-use super::{Keeper, Progress, QUIET_LOOK, QUIET_ROUNDS};
+use super::{Keeper, Progress, QUIET_LOOK, QUIET_ROUNDS, lookout};
 use crate::counters::Counter;
 use crate::space::lock;
 use crate::tenant::{Order, Tenant};
 
 /// A tenant is looked at this often at least.
 pub(super) const LONGEST: Duration = Duration::from_millis(100);
+/// Looks left out by a keeper itself, before the lookout does it for all that rest.
+const OWN_READS: u32 = 16;
 /// More than the files that are read have.
 const MOST_BYTES: usize = 256;
 
@@ -42,7 +45,7 @@ impl NextLook {
 
 /// A file that says how much memory a tenant has, and what it said.
 #[derive(Debug)]
-pub(super) struct Gauge {
+struct Gauge {
     path: String,
     file: File,
     said: ([u8; MOST_BYTES], usize),
@@ -69,8 +72,14 @@ impl Gauge {
 }
 
 /// What a tenant was like when it was looked at last.
+#[derive(Debug)]
+pub(super) struct State {
+    gauge: Gauge,
+    seen: Seen,
+}
+
 #[derive(PartialEq, Eq, Debug)]
-pub(super) struct Seen {
+struct Seen {
     policy_time: u64,
     /// By space: hints given so far.
     hints: Vec<u64>,
@@ -92,37 +101,74 @@ impl Seen {
     }
 }
 
+impl State {
+    /// `before`: of an earlier look. None: of this tenant it cannot be told.
+    fn of(tenant: &Tenant, before: Option<Self>) -> Option<Self> {
+        let seen = Seen::of(tenant)?;
+        let path = gauge_path(tenant)?;
+        let gauge = match before {
+            Some(Self { gauge, .. }) if gauge.path == path => gauge.again(),
+            _ => Gauge::open(path),
+        };
+        Some(Self { gauge: gauge?, seen })
+    }
+
+    /// Whether the tenant is like that still.
+    pub(super) fn is_unchanged(&self, tenant: &Tenant) -> bool {
+        self.gauge.read().as_ref() == Some(&self.gauge.said)
+            && Seen::of(tenant).as_ref() == Some(&self.seen)
+    }
+}
+
 impl Keeper<'_> {
     /// Waits for orders, or until it is time to look.
     pub(super) fn wait(&mut self, next: NextLook) -> Vec<Order> {
+        let tenant = self.tenant;
         let due = Instant::now() + next.at_rest;
-        let mut rests = next.at_rest > next.after;
-        let is_managed = self.tenant.under_pressure.load(Ordering::Relaxed);
+        let rests = next.at_rest > next.after;
+        let is_managed = tenant.under_pressure.load(Ordering::Relaxed);
         loop {
             let left = due.saturating_duration_since(Instant::now());
             let quiet = is_managed && self.quiet_rounds >= QUIET_ROUNDS;
-            let patience = if quiet { next.after.max(QUIET_LOOK) } else { next.after };
-            if let Some(orders) = wait_for_orders(self.tenant, patience.min(left)) {
+            let every = if quiet { next.after.max(QUIET_LOOK) } else { next.after };
+            if rests && every < left && self.left_out >= OWN_READS {
+                return self.wait_for_the_lookout(every, left);
+            }
+            if let Some(orders) = wait_for_orders(tenant, every.min(left)) {
                 return orders;
             }
-            rests &= patience < left && self.is_unchanged();
-            if !rests {
+            if !rests || every >= left {
                 return Vec::new();
             }
+            if !self.state.as_ref().is_some_and(|state| state.is_unchanged(tenant)) {
+                self.left_out = 0;
+                return Vec::new();
+            }
+            self.left_out += 1;
             self.quiet_rounds += 1;
         }
+    }
+
+    fn wait_for_the_lookout(&mut self, every: Duration, left: Duration) -> Vec<Order> {
+        let tenant = self.tenant;
+        if !lookout::enter(tenant, &mut self.state, every) {
+            self.left_out = 0;
+            return wait_for_orders(tenant, every).unwrap_or_default();
+        }
+        let orders = wait_for_orders(tenant, left);
+        let Some(went) = lookout::leave(tenant) else { return orders.unwrap_or_default() };
+        self.state = Some(went.state);
+        self.quiet_rounds += went.looks;
+        if went.changed {
+            self.left_out = 0;
+        }
+        orders.unwrap_or_default()
     }
 
     /// Notes what the tenant is like. To be done before it is looked at: what changes
     /// from now on is a change.
     pub(super) fn note_state(&mut self) {
-        let tenant = self.tenant;
-        self.seen = Seen::of(tenant);
-        let path = self.seen.as_ref().and_then(|_| gauge_path(tenant));
-        self.gauge = path.and_then(|path| match self.gauge.take() {
-            Some(gauge) if gauge.path == path => gauge.again(),
-            _ => Gauge::open(path),
-        });
+        self.state = State::of(self.tenant, self.state.take());
     }
 
     /// Whether a round has left nothing to go on with, so that the tenant may rest.
@@ -134,13 +180,7 @@ impl Keeper<'_> {
             || actions.demote_bytes > 0
             || actions.cannot_by_bytes > 0;
         let goes_on = asks || progress.shrank_bytes > 0 || self.capturing.is_some();
-        !goes_on && self.pinned.is_empty() && self.gauge.is_some()
-    }
-
-    fn is_unchanged(&self) -> bool {
-        let gauge = self.gauge.as_ref();
-        gauge.is_some_and(|gauge| gauge.read().as_ref() == Some(&gauge.said))
-            && Seen::of(self.tenant) == self.seen
+        !goes_on && self.pinned.is_empty() && self.state.is_some()
     }
 }
 
@@ -204,13 +244,17 @@ mod tests {
         Some((tenant, child))
     }
 
+    fn is_unchanged(keeper: &Keeper<'_>) -> bool {
+        keeper.state.as_ref().is_some_and(|state| state.is_unchanged(keeper.tenant))
+    }
+
     /// Notes what a tenant is like, and again until it does not change by itself.
     fn settle(keeper: &mut Keeper<'_>) {
         let begun = Instant::now();
         loop {
             keeper.note_state();
             std::thread::sleep(Duration::from_millis(5));
-            if keeper.is_unchanged() {
+            if is_unchanged(keeper) {
                 return;
             }
             assert!(begun.elapsed() < HANGS, "a sleeping process changes");
@@ -225,12 +269,18 @@ mod tests {
         let rest = NextLook { after: Duration::from_micros(100), at_rest: HANGS * 2 };
         let mut ends = |cause: &dyn Fn()| {
             settle(&mut keeper);
-            cause();
-            let begun = Instant::now();
-            keeper.wait(rest);
-            begun.elapsed() < HANGS
+            // By the keeper itself, then by the lookout.
+            (0..2).all(|turn| {
+                lock(&tenant.inbox).woken = false;
+                keeper.left_out = turn * OWN_READS;
+                if turn == 0 {
+                    cause();
+                }
+                let begun = Instant::now();
+                keeper.wait(rest);
+                begun.elapsed() < HANGS
+            })
         };
-        assert!(ends(&|| tenant.wake_keeper()), "somebody wants something");
         let agent = space.agent().expect("attached");
         assert!(ends(&|| assert!(agent.control.control().hints.push(4096, 8192))), "a hint");
         assert!(
@@ -250,7 +300,7 @@ mod tests {
         assert!(ends(&killed), "its process has ended");
         child.wait().expect("it was killed");
         keeper.note_state();
-        assert!(keeper.gauge.is_none(), "of nobody");
+        assert!(keeper.state.is_none(), "of nobody");
     }
 
     #[test]
@@ -258,10 +308,16 @@ mod tests {
         let Some((tenant, mut child)) = asleep() else { return };
         let mut keeper = Keeper::new(&tenant);
         settle(&mut keeper);
+        // The first by itself, the second by the lookout.
         let rest = NextLook { after: Duration::from_millis(1), at_rest: Duration::from_millis(20) };
         lock(&tenant.inbox).woken = false;
-        assert!(keeper.wait(rest).is_empty());
-        assert!(keeper.is_unchanged(), "it slept");
+        for _ in 0..2 {
+            let begun = keeper.left_out;
+            assert!(keeper.wait(rest).is_empty());
+            assert!(is_unchanged(&keeper) && keeper.left_out >= begun, "it slept");
+            keeper.left_out = OWN_READS;
+        }
+        assert!(keeper.quiet_rounds > 0, "looks were left out");
         child.kill().expect("it sleeps");
         child.wait().expect("it was killed");
     }

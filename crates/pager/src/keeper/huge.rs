@@ -15,6 +15,7 @@ use strata_sys::{ProcessPages, Range};
 use strata_units::{LeafIndex, PAGES_PER_LEAF, PageId};
 
 use super::Keeper;
+use crate::entry::Entry;
 use crate::events::address_of;
 use crate::space::Space;
 
@@ -65,12 +66,13 @@ impl Keeper<'_> {
             return Divided { single: pages, ..Divided::default() };
         }
         let evicted = self.evict_pages(huge.clone(), spaces);
+        // An agent that is late has not moved it yet.
         huge.retain(|&page| {
-            let stays = tenant.map.get(page).is_own_dram();
-            if let Some(node) = self.node.as_mut().filter(|_| !stays) {
+            let left = matches!(tenant.map.get(page), Entry::Stored(_));
+            if let Some(node) = self.node.as_mut().filter(|_| left) {
                 node.divided.insert(page.leaf());
             }
-            stays
+            !left
         });
         let in_huge = |page: &PageId| huge.iter().any(|one| one.leaf() == page.leaf());
         let there = pages.into_iter().filter(|&page| tenant.map.get(page).is_own_dram());

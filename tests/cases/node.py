@@ -187,33 +187,6 @@ def node_tier(run):
         program.finish()
 
 
-@case("node-huge", native=False, own_daemon=True, seconds=120)
-def node_huge(run):
-    """Parts of huge pages move to the node: a page in each that is pinned stays."""
-    with on_node(run, 'node_limit = "128MiB"\n') as (node, _):
-        program = run.start("place", "node-huge", budget="512MiB")
-        program.gate("huge")
-        huge = machine.field_kib(f"/proc/{program.pid}/smaps_rollup", "AnonHugePages") >> 10
-        if huge < 48:
-            raise Failure(f"{huge} MiB of 64 in huge pages")
-        program.answer("go")
-        first = int(program.gate().split()[1])
-        # The kernel gives huge pages of a farther node rather than none.
-        before = machine.nodes_of_pages(program.pid, first, (huge - 2) * MIB // 4096)[::512]
-        run.daemon.strata("set", program.name, "--dram", "32MiB")
-        run.daemon.wait_until(lambda: program.stats()["node_bytes"] > 16 * MIB,
-                              "cold pages went to the node", 60)
-        pages = machine.nodes_of_pages(program.pid, first, (huge - 2) * MIB // 4096)
-        went = sum(then != node and now == node for then, now in zip(before, pages[::512]))
-        told = f"{pages.count(node)} of {len(pages)} pages on node {node}, {went} of " \
-            f"{len(before) - before.count(node)} pinned ones went there"
-        if went:
-            raise Failure(told)
-        run.note(f"{huge} MiB in huge pages, {told}")
-        program.answer("go")
-        program.finish()
-
-
 @case("node-alloc", native=False, own_daemon=True, seconds=120)
 def node_alloc(run):
     """Memory that a program asks for on the node."""
@@ -475,8 +448,7 @@ def node_damon(run):
 def guest_node(run):
     qemu = vm.files(run.tool("qemu-system-x86_64"))
     # The first has the kernel move pages, too.
-    for names in (["node-tier"], ["node-order", "node-alloc", "node-huge", "node-qemu",
-                                     "node-cost"]):
+    for names in (["node-tier"], ["node-order", "node-alloc", "node-qemu", "node-cost"]):
         expect(in_guest(run, lambda version: version >= MANAGES,
                         [word for name in names for word in ("--only", name)],
                         hardware=HARDWARE, more=qemu), names)

@@ -256,22 +256,6 @@ static void node(void)
     MUST(release(room, bytes), 0);
 }
 
-/* In each huge page one page is pinned. */
-static void node_huge(void)
-{
-    const size_t huge = 2 * MIB;
-    char *first = (char *)(((uintptr_t)memory + huge - 1) & ~(huge - 1));
-    char text[64];
-    T_SYS(madvise(memory, BYTES, MADV_HUGEPAGE));
-    t_fill(memory, BYTES, 1);
-    t_gate("huge");
-    for (char *at = first; at + huge <= memory + BYTES; at += huge)
-        MUST(advise(at + 7 * PAGE, PAGE, STRATA_PIN), 0);
-    snprintf(text, sizeof text, "pinned %zu", (size_t)(first + 7 * PAGE));
-    t_gate(text);
-    t_check(memory, BYTES, 1);
-}
-
 /* Much of it, moved there once: what that costs is measured outside. */
 static void node_much(void)
 {
@@ -478,7 +462,6 @@ int main(int argc, char **argv)
         {"hints", hints}, {"pins", pins},   {"survive", survive}, {"tiers", tiers},
     {"node", node},
     {"node-much", node_much},
-    {"node-huge", node_huge},
         {"storm", storm}, {"alone", alone}, {"hostile", hostile}, {"sequential", sequential},
         {"restored", restored},
     };

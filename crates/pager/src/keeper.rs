@@ -6,7 +6,6 @@ mod advised;
 mod advising;
 mod evicting;
 mod exchange;
-mod huge;
 mod lookout;
 mod node;
 mod observe;

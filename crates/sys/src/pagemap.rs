@@ -17,7 +17,6 @@ const PAGEMAP_SCAN: libc::c_ulong = iowr_of(b'f', 16, size_of::<ScanArg>());
 const PAGE_IS_WRITTEN: u64 = 1 << 1;
 const PAGE_IS_PRESENT: u64 = 1 << 3;
 const PAGE_IS_SWAPPED: u64 = 1 << 4;
-const PAGE_IS_HUGE: u64 = 1 << 6;
 /// Ranges taken in one call.
 const REGIONS: usize = 512;
 
@@ -162,16 +161,6 @@ impl ProcessPages {
         scan(&self.pagemap, range, PAGE_IS_WRITTEN, |part, written| each(part, written == 0))
     }
 
-    /// Whether there is a huge page in `range`, mapped as one.
-    ///
-    /// # Errors
-    /// When the address space is gone.
-    pub fn has_huge(&self, range: Range) -> io::Result<bool> {
-        let mut has = false;
-        scan(&self.pagemap, range, PAGE_IS_HUGE, |_, found| has |= found != 0)?;
-        Ok(has)
-    }
-
     /// For each of the `count` pages from `address` on: whether it is there and
     /// write-protected by a userfaultfd.
     ///
@@ -233,42 +222,6 @@ mod tests {
         // SAFETY: the mapping made above.
         unsafe { libc::munmap(base, BYTES) };
         assert_eq!(pages, touched);
-    }
-
-    #[test]
-    fn a_huge_page_is_told_until_it_is_divided() {
-        const HUGE: usize = 2 << 20;
-        // SAFETY: a new private mapping.
-        let base = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                2 * HUGE,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
-                -1,
-                0,
-            )
-        };
-        assert_ne!(base, libc::MAP_FAILED);
-        let start = (base as usize).next_multiple_of(HUGE);
-        let at = start as *mut libc::c_void;
-        // SAFETY: inside the mapping, of which no reference exists.
-        unsafe {
-            libc::madvise(at, HUGE, libc::MADV_HUGEPAGE);
-            libc::memset(at, 1, HUGE);
-        }
-        let pages = ProcessPages::open(std::process::id()).expect("this process");
-        let range = Range { start: start as u64, end: (start + HUGE) as u64 };
-        let is_huge = || pages.has_huge(range).expect("this process can be looked at");
-        if is_huge() {
-            // SAFETY: as above; a part of a huge page with rights of its own is none.
-            unsafe { libc::mprotect(at, PAGE as usize, libc::PROT_READ) };
-            assert!(!is_huge(), "it is divided");
-        } else {
-            println!("skipped: the kernel gave no huge page");
-        }
-        // SAFETY: the mapping made above.
-        unsafe { libc::munmap(base, 2 * HUGE) };
     }
 
     #[test]

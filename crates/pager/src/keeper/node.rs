@@ -9,7 +9,7 @@
 //! node follow in place, as far as there is room under the budget. A probe for which
 //! nobody asks goes on to compressed memory: what is cold on the node does.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -70,8 +70,6 @@ pub(super) struct NodeKeeper {
     warm: VecDeque<PageId>,
     /// Pages that programs said to be hot.
     asked: VecDeque<PageId>,
-    /// Of these a page was evicted before others were moved (`huge.rs`).
-    pub(super) divided: BTreeSet<LeafIndex>,
     /// What was seen to be used.
     pub(super) sensed: Sensed,
 }
@@ -89,14 +87,12 @@ impl NodeKeeper {
             probes: BTreeMap::new(),
             warm: VecDeque::new(),
             asked: VecDeque::new(),
-            divided: BTreeSet::new(),
             sensed: Sensed::default(),
         })
     }
 
     pub(super) fn memory_bytes(&self) -> usize {
         self.tier.memory_bytes()
-            + self.divided.len() * size_of::<LeafIndex>() * 2
             + (self.warm.capacity() + self.asked.capacity()) * size_of::<PageId>()
             + self.sensed.memory_bytes()
     }
@@ -149,31 +145,24 @@ impl Keeper<'_> {
         let Some(node) = &mut self.node else { return (0, victims) };
         node.sensed.gave_up(&victims, Instant::now());
         let room = self.node_room_bytes(&tenant.store_stats());
-        if room == 0 {
-            return (0, victims);
-        }
+        let Some(node) = self.node.as_mut().filter(|_| room > 0) else { return (0, victims) };
         let now = Instant::now();
         let mut went = 0;
         let mut others = Vec::new();
         for (space, pages) in by_space(tenant, victims, spaces) {
-            let divided = self.divide_huge(space, pages, spaces);
-            let Some(node) = &mut self.node else { break };
-            let stay = node.tier.demote(tenant, space, &divided.single, now);
-            went += divided.evicted + divided.single.len() - stay.len();
+            let stay = node.tier.demote(tenant, space, &pages, now);
+            went += pages.len() - stay.len();
             others.extend(stay);
-            others.extend(divided.whole);
         }
         (went, others)
     }
 
     /// Moves what a program wants there to the node; what finds no room stays.
     pub(super) fn send_to_node(&mut self, space: &Arc<Space>, pages: &[PageId]) {
-        if self.capturing.is_some() || self.node.is_none() {
-            return;
-        }
-        let divided = self.divide_huge(space, pages.to_vec(), std::slice::from_ref(space));
-        if let Some(node) = &mut self.node {
-            node.tier.demote(self.tenant, space, &divided.single, Instant::now());
+        if self.capturing.is_none()
+            && let Some(node) = &mut self.node
+        {
+            node.tier.demote(self.tenant, space, pages, Instant::now());
         }
     }
 

@@ -324,9 +324,11 @@ pub(super) fn rest(bench: &Bench, results: &mut PartResults) -> Result<()> {
             }
             thread::sleep(SETTLING);
             sides[place].samples.push(percent(&strata));
-            for (name, child) in asleep {
-                let (_, stats) = watch(&strata, &name, child)?;
-                results.raw.push(serde_json::to_value(&stats)?);
+            for (name, _) in &asleep {
+                results.raw.push(serde_json::to_value(strata.stats(name)?)?);
+            }
+            for (_, child) in asleep {
+                output_of(child)?;
             }
         }
     }

@@ -63,6 +63,34 @@ def idle(run):
     program.assert_clean()
 
 
+@case("snapshot-faults", native=False, own_daemon=True)
+def faults(run):
+    """A restored program's faults are served as they were: beside the thread that
+    waits, wherever it runs, and ahead of who reads in order. CRIU's userfaultfds do
+    not say whose fault it is."""
+    program = Moment(run, "plain", 64, "24MiB")
+    program.pressed()
+    program.crash(program.take())
+    worker, [pid] = run.daemon.worker(), program.pids()
+
+    def handlers():
+        tasks = f"/proc/{worker}/task"
+        return [int(tid) for tid in os.listdir(tasks)
+                if machine.read(f"{tasks}/{tid}/comm").startswith("fault-")]
+    cpus = sorted(os.sched_getaffinity(0))
+    for cpu in (cpus[-1], cpus[0], cpus[-1]):
+        for tid in os.listdir(f"/proc/{pid}/task"):
+            os.sched_setaffinity(int(tid), {cpu})
+        program.until(lambda cpu=cpu: {cpu} in map(os.sched_getaffinity, handlers()),
+                      f"its faults are served on CPU {cpu}")
+    before = program.daemon.stats(program.name)["prefetched_pages_total"]
+    program.check()
+    after = program.daemon.stats(program.name)["prefetched_pages_total"]
+    if after < before + 1000:
+        raise Failure(f"{after - before} pages came ahead of a pass over 64 MiB in 24")
+    program.assert_clean()
+
+
 @case("snapshot-refilled", native=False, own_daemon=True)
 def refilled(run):
     """Memory that was offered to the kernel (MADV_FREE), not taken, and written

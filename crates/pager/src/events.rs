@@ -33,11 +33,32 @@ const MOVER_WAIT: Duration = Duration::from_millis(5);
 /// or its agent hostile, and the gate is not for it to hold.
 const MOVER_WAITS: u32 = 10;
 
+/// Who waits for a page.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Asker {
+    /// A thread, by its number in its own PID namespace.
+    Thread(u32),
+    /// One that the userfaultfd does not name: CRIU makes such ones.
+    Unnamed,
+    /// Whose fault was handed back: it was looked at when it came.
+    Seen,
+}
+
+impl Asker {
+    /// Its number; 0: not known.
+    pub(crate) fn thread(self) -> u32 {
+        match self {
+            Self::Thread(tid) => tid,
+            Self::Unnamed | Self::Seen => 0,
+        }
+    }
+}
+
 /// A fault as the kernel told it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct FaultMessage {
     pub(crate) address: u64,
-    pub(crate) tid: u32,
+    pub(crate) asker: Asker,
     /// The thread is about to write.
     pub(crate) to_write: bool,
     /// The page is there, and write-protected for a snapshot.
@@ -114,7 +135,8 @@ impl Space {
             let mut changed = false;
             match event {
                 Event::Fault { address, tid, to_write, protected } => {
-                    faults.push(FaultMessage { address, tid, to_write, protected });
+                    let asker = if tid == 0 { Asker::Unnamed } else { Asker::Thread(tid) };
+                    faults.push(FaultMessage { address, asker, to_write, protected });
                 }
                 Event::Fork { fd } => {
                     changed = true;

@@ -9,6 +9,7 @@
 //! [`crate::reads`].
 
 mod ahead;
+mod follow;
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -16,20 +17,19 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use strata_store::{Fingerprint, GetError, Source};
-use strata_sys::{
-    Fill, Poller, Range, pin_current_thread, set_thread_name, thread_cpu, wake_in_time,
-};
+use strata_sys::{Fill, Poller, Range, set_thread_name, wake_in_time};
 use strata_units::{Handle, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageId, TenantId};
 
 use crate::counters::Counter;
 use crate::entry::Entry;
-use crate::events::FaultMessage;
+use crate::events::{Asker, FaultMessage};
 use crate::reads::{Reads, Why};
 use crate::settings::Setting;
 use crate::space::{Gate, Space, lock};
 use crate::tenant::Tenant;
 use ahead::Ahead;
 pub(crate) use ahead::MOST_HOT;
+use follow::Follow;
 
 /// How long a fault that found no DRAM left waits before it is tried again.
 const RETRY_AFTER: Duration = Duration::from_micros(500);
@@ -53,8 +53,6 @@ const NO_DESCRIPTOR: Duration = Duration::from_millis(20);
 const MOST_ZERO_PAGES: u64 = PAGES_PER_LEAF as u64;
 /// A first-touch fill takes at most this part of what is free in the budget.
 const ZERO_SHARE: i64 = 16;
-/// How often to look where the faulting thread runs.
-const FOLLOW_EVERY: Duration = Duration::from_millis(4);
 /// Most faults that wait for DRAM here; further ones fault again.
 pub(crate) const MOST_DEFERRED: usize = 4096;
 
@@ -112,29 +110,6 @@ pub(crate) enum Filled {
     Not(Served),
 }
 
-/// Which CPU this handler should wake on.
-#[derive(Debug)]
-struct Follow {
-    looked: Instant,
-    cpu: Option<u32>,
-}
-
-impl Follow {
-    /// Moves this thread beside the one that faults.
-    fn beside(&mut self, space: &Space, tid: u32, now: Instant) {
-        if now.duration_since(self.looked) < FOLLOW_EVERY && self.cpu.is_some() {
-            return;
-        }
-        self.looked = now;
-        let Some(pid) = space.pid() else { return };
-        let cpu = thread_cpu(pid, tid);
-        if cpu.is_some() && cpu != self.cpu {
-            self.cpu = cpu;
-            pin_current_thread(cpu.unwrap_or(0));
-        }
-    }
-}
-
 /// Starts the handler of a space.
 pub(crate) fn start(space: &Arc<Space>, tenant: &Arc<Tenant>) {
     let mut handler = lock(&space.handler);
@@ -164,7 +139,7 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
     let mut reads = Reads::new(space, tenant);
     let mut served = false;
     let mut changes_after: Option<Duration> = None;
-    let mut follow = Follow { looked: Instant::now(), cpu: None };
+    let mut follow = Follow::new();
     let Some(poller) = poller(space, tenant) else { return };
     while !space.is_gone() {
         ahead.take_hot(space);
@@ -191,7 +166,7 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
         let handed = std::mem::take(&mut *lock(&space.kicked));
         faults.extend(handed.into_iter().map(|address| FaultMessage {
             address,
-            tid: 0,
+            asker: Asker::Seen,
             to_write: false,
             protected: false,
         }));
@@ -221,8 +196,8 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
         served = false;
         let mut changing = false;
         for (fault, claim) in claims.drain(..) {
-            if fault.tid != 0 {
-                follow.beside(space, fault.tid, began);
+            if fault.asker != Asker::Seen {
+                follow.beside(space, fault.asker, began);
                 if let Claim::Fill { in_order, .. } = claim {
                     ahead.follow(space, fault.address, in_order);
                 }
@@ -315,7 +290,7 @@ impl Space {
             // What has not been moved there is elsewhere: whoever reads it, the
             // evictor too, is told so.
             if agent.ranges.transfer.contains(address) {
-                return match self.held.takes(fault.tid, address) {
+                return match self.held.takes(fault.asker.thread(), address) {
                     true => Claim::Wait,
                     false => Claim::Poison(address),
                 };

@@ -20,7 +20,7 @@ use strata_units::{Handle, PageBuffer, PageId};
 
 use crate::counters::Counter;
 use crate::entry::Entry;
-use crate::events::FaultMessage;
+use crate::events::{Asker, FaultMessage};
 use crate::handler::{MOST_DEFERRED, Order, Served, one_page};
 use crate::space::{Space, lock};
 use crate::tenant::Tenant;
@@ -480,7 +480,7 @@ fn defer(space: &Space, want: &Want, deferred: &mut Vec<FaultMessage>) {
     let Why::Fault { to_write, .. } = want.why else { return };
     if deferred.len() < MOST_DEFERRED {
         let address = want.address;
-        deferred.push(FaultMessage { address, tid: 0, to_write, protected: false });
+        deferred.push(FaultMessage { address, asker: Asker::Seen, to_write, protected: false });
     } else {
         space.uffd.wake(one_page(want.address));
     }

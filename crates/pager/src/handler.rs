@@ -199,7 +199,7 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
             if fault.asker != Asker::Seen {
                 follow.beside(space, fault.asker, began);
                 if let Claim::Fill { in_order, .. } = claim {
-                    ahead.follow(space, fault.address, in_order);
+                    ahead.follow(space, tenant, fault.address, in_order);
                 }
             }
             if let Claim::Fill { order, to_write, .. } = claim {

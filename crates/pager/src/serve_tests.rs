@@ -313,6 +313,35 @@ fn what_is_not_in_the_transfer_range_is_never_read_as_zero() {
     world.end();
 }
 
+#[test]
+fn where_all_comes_back_its_neighbours_come_with_a_page() {
+    const BLOCK_BYTES: u64 = 64 << 10;
+    let Some(mut world) = World::of(testing::tenant()) else { return };
+    let pages: Vec<usize> = (0..PAGES).collect();
+    for &page in &pages {
+        world.write(page, page as u8);
+    }
+    world.evict_all(&pages);
+    world.tenant.comes_back.store(true, Ordering::Relaxed);
+    let asked = PAGES / 2;
+    let block = |page: usize| world.memory.address(page) / BLOCK_BYTES;
+    world.expect(asked, asked as u8);
+    let hangs = Instant::now() + HANGS;
+    let is_back = |&page: &usize| world.entry(page).is_resident();
+    let wanted: Vec<usize> =
+        pages.iter().copied().filter(|&page| block(page) == block(asked)).collect();
+    while !wanted.iter().all(is_back) {
+        assert!(Instant::now() < hangs, "its neighbours stay away");
+        std::thread::yield_now();
+    }
+    assert_eq!(pages.iter().filter(|&page| is_back(page)).count(), wanted.len());
+    for &page in &pages {
+        world.expect(page, page as u8);
+    }
+    assert!(world.tenant.counters.get(Counter::PagesAhead) >= wanted.len() as u64 - 1);
+    world.end();
+}
+
 /// What the program thread does: random writes, reads and discards, all checked.
 fn live(memory: &OwnMemory, steps: usize) -> BTreeMap<usize, u8> {
     let mut state = 0x2545_f491_4f6c_dd1du64;

@@ -84,6 +84,11 @@ impl Tenant {
         Arc::ptr_eq(&self.map, &other.map)
     }
 
+    /// Whether others have pages in its store: clones, or what it is a clone of.
+    pub(crate) fn shares_store(&self) -> bool {
+        Arc::strong_count(&self.store) > 1
+    }
+
     /// What the snapshot `memory` of an address space refers to. A page costs
     /// what pages cost on average.
     #[must_use]
@@ -107,7 +112,7 @@ impl Tenant {
     /// Counts what is this tenant's, if there is anybody to share with and it is
     /// time to.
     pub(crate) fn count_share(&self) {
-        let is_shared = Arc::strong_count(&self.store) > 1;
+        let is_shared = self.shares_store();
         if !is_shared && lock(&self.snapshots).is_empty() {
             *lock(&self.share) = None;
             return;

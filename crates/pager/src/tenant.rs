@@ -132,6 +132,8 @@ pub struct Tenant {
     pub(crate) node_pages: AtomicI64,
     /// Pages that may still come in before the budget is full.
     pub(crate) headroom_pages: AtomicI64,
+    /// All of its pages are on their way back, and there is room for them.
+    pub(crate) comes_back: AtomicBool,
     /// Nothing can be evicted any more: faults are served beyond the budget.
     pub(crate) may_exceed: AtomicBool,
     /// Address spaces that outlive their processes.
@@ -239,6 +241,7 @@ impl Tenant {
             resident_pages: AtomicI64::new(0),
             node_pages: AtomicI64::new(0),
             headroom_pages: AtomicI64::new(0),
+            comes_back: AtomicBool::new(false),
             may_exceed: AtomicBool::new(false),
             memory_held: AtomicUsize::new(0),
             freeze_began: Mutex::default(),

@@ -1,7 +1,9 @@
-//! Pages that are brought before they are asked for: ahead of readers in order, and
-//! where the program has said that it wants them.
+//! Pages that are brought before they are asked for: ahead of readers in order, where
+//! the program has said that it wants them, and where all of it comes back, as after
+//! a restore.
 
 use std::collections::VecDeque;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use strata_sys::Range;
@@ -21,6 +23,9 @@ const MOST_AHEAD: usize = 64;
 /// Pages that must be free in the budget for it: as many as the keeper is woken
 /// at.
 const AHEAD_HEADROOM: i64 = crate::keeper::WAKE_AT_PAGES;
+/// What comes around a page where all pages will: of a fault most is the messages
+/// and the switches between threads.
+const BLOCK_BYTES: u64 = 16 * PAGE_SIZE as u64;
 /// Pages brought at once where the program has said that it reads in order.
 const IN_ORDER_PAGES: u64 = 256;
 /// Readers of that kind that are told apart in one space.
@@ -60,8 +65,13 @@ pub(super) struct Ahead {
 impl Ahead {
     /// A thread asked for the stored page at `address`; `in_order`: the program
     /// has said how it goes on.
-    pub(super) fn follow(&mut self, space: &Space, address: u64, in_order: bool) {
+    pub(super) fn follow(&mut self, space: &Space, tenant: &Tenant, address: u64, in_order: bool) {
         let pages = self.streams.follow(address);
+        let comes_back = tenant.comes_back.load(Ordering::Relaxed);
+        if pages == 0 && comes_back && !in_order && self.ranges.len() < MOST_AHEAD {
+            let start = address / BLOCK_BYTES * BLOCK_BYTES;
+            self.ranges.push_back(Range { start, end: start + BLOCK_BYTES });
+        }
         let range = |start: u64, pages: u64| Range { start, end: start + pages * PAGE_SIZE as u64 };
         let start = address + PAGE_SIZE as u64;
         if pages > 0 && !in_order {

@@ -10,11 +10,30 @@ use crate::keeper::{Keeper, PAGE};
 use crate::registry::TenantRecord;
 use crate::usage::Usage;
 
+/// The room to spare: this part of the budget.
+const SPARE_PART: u64 = 16;
+/// A tenant that has brought back this part of what is away goes on with it.
+const USED_PART: i64 = 16;
+
 impl Keeper<'_> {
     pub(super) fn set_headroom(&self, budget: u64, usage: Usage) {
         let hard = budget + budget::tolerance_bytes(budget) / 4;
         let pages = (hard as i64 - usage.total_bytes() as i64) / PAGE as i64;
         self.tenant.headroom_pages.store(pages, Ordering::Relaxed);
+        let comes_back = self.comes_back(pages, budget / PAGE);
+        self.tenant.comes_back.store(comes_back, Ordering::Relaxed);
+    }
+
+    /// Whether the tenant uses what is away, and all of it fits in with room to spare.
+    /// What a clone does not touch it shares with others.
+    fn comes_back(&self, headroom_pages: i64, budget_pages: u64) -> bool {
+        let tenant = self.tenant;
+        let away = tenant.away_pages() as i64;
+        let resident = tenant.resident_pages.load(Ordering::Relaxed);
+        away > 0
+            && headroom_pages - away > (budget_pages / SPARE_PART) as i64
+            && resident > away / USED_PART
+            && !tenant.shares_store()
     }
 
     pub(super) fn observe(&mut self, budget_bytes: u64, usage: Usage) -> Observation {

@@ -43,6 +43,8 @@ const PAGE: u64 = PAGE_SIZE as u64;
 pub(crate) const RUN_PAGES: usize = PAGES_PER_LEAF;
 /// What is captured together when a thread writes to one page of it.
 const BLOCK_BYTES: u64 = 16 * PAGE;
+/// What a leaf is about.
+const PIECE_BYTES: u64 = PAGES_PER_LEAF as u64 * PAGE;
 /// Pages of a block that are written one by one; then it loses its protection.
 const WRITES_TO_FREE_BLOCK: usize = 3;
 /// Copies taken under one hold of the gate.
@@ -50,6 +52,8 @@ const COPIED_AT_ONCE: usize = 64;
 /// Pages read for one space in one round of the keeper, and how many leaves are
 /// looked at: about as much work, if the snapshot before has all of it.
 const READ_PER_ROUND: usize = 2 * PAGES_PER_LEAF;
+/// Pages read where faults wait for what is evicted: a millisecond's.
+const READ_BESIDE_EVICTION: usize = PAGES_PER_LEAF / 4;
 const LEAVES_PER_ROUND: usize = 64;
 
 /// How a page leaves.
@@ -141,8 +145,8 @@ impl Gate {
         }
     }
 
-    /// The program gave `range` back, or moved it: what is pending there cannot
-    /// be captured any more.
+    /// The program gives `range` back, or has moved it: what is pending there and still
+    /// in place is captured now. What is not cannot be captured any more.
     pub(crate) fn tear_capture(&mut self, tenant: &Tenant, range: Range) {
         let Some(capture) = &mut self.capture else { return };
         if capture.pending == 0 {
@@ -152,6 +156,23 @@ impl Gate {
         let last = piece_of(PageNumber::containing(range.end.saturating_sub(1)));
         let leaves: Vec<(Piece, LeafIndex)> =
             capture.directory.range(first..=last).map(|(&piece, &leaf)| (piece, leaf)).collect();
+        // Whoever discards goes on since its message was read, but must wake first.
+        let pieces = leaves.iter().map(|&(piece, _)| address_of(piece, 0));
+        let blocks = pieces.flat_map(|start| {
+            (start..start + PIECE_BYTES).step_by(BLOCK_BYTES as usize).map(|start| Range {
+                start: start.max(range.start),
+                end: (start + BLOCK_BYTES).min(range.end),
+            })
+        });
+        for block in blocks.filter(|block| block.start < block.end) {
+            if capture.pending_runs(tenant, block).is_empty() {
+                continue;
+            }
+            capture.capture_block(tenant, block);
+            if !capture.pending_runs(tenant, block).is_empty() {
+                break;
+            }
+        }
         for (piece, leaf) in leaves {
             capture.take_from_base(tenant, piece, leaf);
             for index in 0..PAGES_PER_LEAF {
@@ -302,6 +323,11 @@ fn read_protected(pages: &ProcessPages, address: u64, buffer: &mut [u8]) -> Vec<
     read.into_iter().zip(protected).map(|(read, protected)| read && protected).collect()
 }
 
+/// Pages that the keeper reads before it looks after its tenant's budget again.
+fn most_at_once(tenant: &Tenant) -> usize {
+    if tenant.is_short() { READ_BESIDE_EVICTION } else { READ_PER_ROUND }
+}
+
 impl Space {
     /// A thread waits to write to the page at `address`, which is protected:
     /// captures it if it is pending, and lets the thread go on. False: not now.
@@ -315,7 +341,10 @@ impl Space {
     pub(crate) fn before_write(&self, tenant: &Tenant, gate: &mut Gate, address: u64) -> bool {
         let one = Range { start: address, end: address + PAGE };
         let start = address / BLOCK_BYTES * BLOCK_BYTES;
-        let block = Range { start, end: start + BLOCK_BYTES };
+        let mut block = Range { start, end: start + BLOCK_BYTES };
+        if tenant.headroom_pages() < (BLOCK_BYTES / PAGE) as i64 {
+            block = one;
+        }
         let mut pending = Vec::new();
         if let Some(capture) = gate.capture.as_mut().filter(|capture| capture.pending > 0) {
             capture.capture_block(tenant, block);
@@ -366,7 +395,7 @@ impl Space {
     /// Stores some of what was copied. Returns how many pages that was.
     fn store_copied(&self, tenant: &Tenant, how: Put, buffer: &mut [u8]) -> usize {
         let mut count = 0;
-        while count < READ_PER_ROUND {
+        while count < most_at_once(tenant) {
             let part = &mut buffer[..COPIED_AT_ONCE * PAGE_SIZE];
             let pages = match lock(&self.gate).capture.as_mut() {
                 Some(capture) => capture.copied.take(part),
@@ -418,21 +447,21 @@ impl Space {
     fn capture_leaves(&self, tenant: &Tenant, how: Put, what: What, buffer: &mut [u8]) -> usize {
         let (mut known, mut captured) = (0, 0);
         for _ in 0..LEAVES_PER_ROUND {
-            if captured >= READ_PER_ROUND {
+            if captured >= most_at_once(tenant) {
                 break;
             }
             let Some((piece, leaf, of_leaf)) = self.next_to_capture(tenant, what) else { break };
             known += of_leaf;
             let mut index = 0;
-            while index < PAGES_PER_LEAF {
+            while index < PAGES_PER_LEAF && captured < most_at_once(tenant) {
                 let is_pending =
                     |index: usize| tenant.map.get(PageId::new(leaf, index)) == Entry::Pending;
                 if !is_pending(index) {
                     index += 1;
                     continue;
                 }
-                let most = (index + RUN_PAGES).min(PAGES_PER_LEAF);
-                let count = (index..most).take_while(|&index| is_pending(index)).count();
+                let end = (index + RUN_PAGES.min(most_at_once(tenant))).min(PAGES_PER_LEAF);
+                let count = (index..end).take_while(|&index| is_pending(index)).count();
                 captured += self.capture_run(tenant, how, (piece, leaf, index), count, buffer);
                 index += count;
             }

@@ -221,7 +221,7 @@ fn a_page_that_lost_its_protection_does_not_leave_for_the_snapshot() {
 }
 
 #[test]
-fn what_is_discarded_while_it_is_pending_tears_the_snapshot() {
+fn what_is_lost_while_it_is_pending_tears_the_snapshot() {
     let Some(world) = World::of(testing::tenant()) else { return };
     fill(&world, 0..8, |page| 1 + page as u8);
     let mut taken = Taken::of(&world);
@@ -229,6 +229,8 @@ fn what_is_discarded_while_it_is_pending_tears_the_snapshot() {
     // The event is answered before it is acted on; a fault comes after it.
     world.expect(20, 0);
     assert_eq!(world.space.capture_state(), Some((8, false)), "nothing was pending there");
+    // As if the program had been faster than the handler.
+    lock(&world.space.gate).put_back_unprotected(&world.tenant, world.memory.address(5));
     world.memory.discard(5, 1).expect("madvise");
     world.expect(5, 0);
     assert!(taken.go_on(&world).1, "page 5 was pending");
@@ -409,7 +411,7 @@ fn snapshots_of_a_busy_program_are_of_one_moment() {
     const ROUNDS: usize = 30;
     let stop = AtomicBool::new(false);
     let steps = AtomicU64::new(0);
-    // What is discarded while it is pending tears a snapshot.
+    // What is discarded while it is pending may tear a snapshot.
     let may_discard = AtomicBool::new(true);
     // Locked while the program touches its memory: who has the lock has frozen it.
     let model = std::sync::Mutex::new([0u8; PAGES]);
@@ -482,7 +484,7 @@ fn snapshots_of_a_busy_program_are_of_one_moment() {
         }
     });
     assert!(from_base > 0, "no snapshot took anything from the one before");
-    assert!((1..ROUNDS / 2 + 1).contains(&torn), "{torn} were torn");
+    assert!(torn <= ROUNDS / 2, "{torn} were torn");
     before.expect("many").remove(&world);
     world.end();
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use strata_policy::{Level, gap};
 use strata_store::Fingerprint;
-use strata_units::{Handle, PageId};
+use strata_units::{Handle, PAGE_SIZE, PageId};
 
 use crate::copies::MOST_KEPT_ARRIVALS;
 use crate::counters::Counter;
@@ -15,10 +15,19 @@ use crate::keeper;
 use crate::space::{Space, lock};
 use crate::tenant::Tenant;
 
+/// With less than this part of its budget free, a tenant is at its budget.
+const SHORT_PART: i64 = 32;
+
 impl Tenant {
     /// Pages that may still come in.
     pub(crate) fn headroom_pages(&self) -> i64 {
         self.headroom_pages.load(Ordering::Relaxed)
+    }
+
+    /// Whether pages have to leave for those that come, now or soon.
+    pub(crate) fn is_short(&self) -> bool {
+        let budget_pages = (self.budget_bytes() / PAGE_SIZE as u64) as i64;
+        self.headroom_pages() < (budget_pages / SHORT_PART).max(4 * keeper::WAKE_AT_PAGES)
     }
 
     pub(crate) fn may_fill(&self) -> bool {

@@ -1,4 +1,4 @@
-//! Work that can wait gives way to the tenant, which runs meanwhile: a fifth of
+//! Work that can wait gives way to the tenant, which runs meanwhile: an eighth of
 //! a CPU as long as the machine has none to spare, else all of one.
 
 use std::time::{Duration, Instant};
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use strata_sys::{idle_time, thread_time};
 
 /// Work takes one part of the time, and rests so many.
-const REST: u32 = 4;
+const REST: u32 = 7;
 /// Shorter than this the kernel's count of idle time says nothing.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 

@@ -433,9 +433,9 @@ fn undo(tenant: &Tenant, spaces: &[(Arc<Space>, SpaceId)]) {
 }
 
 impl Capturing {
-    /// Captures some more. `hurries`: without the rests that leave the CPU to the
-    /// tenant.
-    pub(crate) fn go_on(mut self, tenant: &Arc<Tenant>, hurries: bool) -> Went {
+    /// Captures some more. `spare`: the machine has a CPU for it, which does not count
+    /// where faults wait for the keeper: then it is idle because they do.
+    pub(crate) fn go_on(mut self, tenant: &Arc<Tenant>, spare: bool) -> Went {
         let mut pending = 0;
         let (mut torn, mut gone) = (false, false);
         for (space, _) in &self.spaces {
@@ -473,7 +473,7 @@ impl Capturing {
             .iter()
             .map(|(space, _)| space.capture_some(tenant, how, &mut self.buffer))
             .sum();
-        self.pace.worked(began, hurries);
+        self.pace.worked(began, spare && !tenant.is_short());
         if captured > 0 {
             self.progressed = Instant::now();
         } else if self.progressed.elapsed() > PATIENCE {

@@ -46,6 +46,8 @@ impl Keeper<'_> {
         let growth_bytes = resident_bytes.saturating_sub(self.resident_before);
         self.resident_before = resident_bytes;
         let (fast, dense) = packed(&store);
+        // All else that it costs: the policy must see what faults are refused for.
+        let other = usage.total_bytes().saturating_sub(usage.anonymous_bytes + store.dram_bytes);
         Observation {
             budget_bytes,
             resident_bytes,
@@ -56,7 +58,7 @@ impl Keeper<'_> {
             lands_dense: store.lands_dense,
             kept_unchanged_percent: self.evictor.copies.unchanged_percent(),
             kept_cost_bytes: tenant.kept_pages() * stored_page_cost(&store),
-            metadata_bytes: usage.metadata_bytes,
+            metadata_bytes: other,
             unmanaged_bytes: usage.anonymous_bytes - in_space,
             growth_bytes,
             node_room_bytes: self.node_room_bytes(&store),

@@ -60,8 +60,8 @@ impl Keeper<'_> {
     }
 
     /// Captures some of what a snapshot waits for.
-    pub(super) fn capture_on(&mut self, hurries: bool) {
-        match self.capturing.take().map(|capturing| capturing.go_on(self.tenant, hurries)) {
+    pub(super) fn capture_on(&mut self, spare: bool) {
+        match self.capturing.take().map(|capturing| capturing.go_on(self.tenant, spare)) {
             Some(Went::On(capturing)) => self.capturing = Some(capturing),
             Some(Went::Torn(torn)) => self.torn = Some(torn),
             Some(Went::Over) | None => {}

@@ -17,7 +17,7 @@ mod rows;
 mod snapshots;
 mod tiers;
 
-use crate::{interrupt, janitor::Janitor, machine::Provenance, trial};
+use crate::{host_memory, interrupt, janitor::Janitor, machine::Provenance, trial};
 use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
 use std::{fs, path::PathBuf};
@@ -113,7 +113,9 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         repetitions: options.repetitions,
         quick: options.quick,
     };
-    let mut results = report::Results::new(Provenance::now(), options.quick);
+    let memory = if options.quick { None } else { Some(host_memory::keep(&bench.janitor)?) };
+    let said = memory.as_ref().map(|memory| memory.said);
+    let mut results = report::Results::new(Provenance::now(), options.quick, said);
     let all = Part::value_variants();
     for part in if options.only.is_empty() { all } else { &options.only } {
         eprintln!("{}", part.title());

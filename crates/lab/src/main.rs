@@ -12,6 +12,7 @@ mod contention;
 mod demo;
 mod drawing;
 mod histogram;
+mod host_memory;
 mod interrupt;
 mod janitor;
 mod journal;

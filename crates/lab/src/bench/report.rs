@@ -58,12 +58,18 @@ struct Entry {
 pub(crate) struct Results {
     provenance: Provenance,
     quick: bool,
+    /// What was done about the machine's memory before.
+    memory: Option<&'static str>,
     parts: Vec<Entry>,
 }
 
 impl Results {
-    pub(crate) const fn new(provenance: Provenance, quick: bool) -> Self {
-        Self { provenance, quick, parts: Vec::new() }
+    pub(crate) const fn new(
+        provenance: Provenance,
+        quick: bool,
+        memory: Option<&'static str>,
+    ) -> Self {
+        Self { provenance, quick, memory, parts: Vec::new() }
     }
 
     pub(crate) fn add(&mut self, part: Part, results: PartResults, outcome: Result<()>) {
@@ -106,6 +112,9 @@ impl Results {
         );
         if self.quick {
             out.push_str("\nQuick mode: shows that all works; not to be quoted.\n");
+        }
+        if let Some(memory) = self.memory {
+            out.push_str(&format!("\n{memory}\n"));
         }
         for Entry { title, results, failure } in &self.parts {
             out.push_str(&format!("\n## {title}\n\n"));
@@ -189,7 +198,7 @@ mod tests {
 
     #[test]
     fn a_part_that_failed_is_said_and_is_a_failure() {
-        let mut results = Results::new(Provenance::now(), true);
+        let mut results = Results::new(Provenance::now(), true, None);
         results.add(
             Part::Start,
             PartResults { series: series(), ..PartResults::default() },

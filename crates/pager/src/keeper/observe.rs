@@ -25,7 +25,8 @@ impl Keeper<'_> {
     }
 
     /// Whether the tenant uses what is away, and all of it fits in with room to spare.
-    /// What a clone does not touch it shares with others.
+    /// What a clone does not touch it shares with others, and the advisor waits for
+    /// the use of each page that it watches.
     fn comes_back(&self, headroom_pages: i64, budget_pages: u64) -> bool {
         let tenant = self.tenant;
         let away = tenant.away_pages() as i64;
@@ -34,6 +35,7 @@ impl Keeper<'_> {
             && headroom_pages - away > (budget_pages / SPARE_PART) as i64
             && resident > away / USED_PART
             && !tenant.shares_store()
+            && self.advising.is_none()
     }
 
     pub(super) fn observe(&mut self, budget_bytes: u64, usage: Usage) -> Observation {

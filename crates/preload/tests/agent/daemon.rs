@@ -335,7 +335,13 @@ impl Space {
     pub(crate) fn evict(&self, addresses: &[u64], first_slot: u32) {
         for (i, address) in addresses.iter().enumerate() {
             let there = self.hello.transfer + ((first_slot as usize + i) * PAGE_SIZE) as u64;
-            let results = self.batch(wire::Command::Move, &[*address], first_slot + i as u32);
+            // A message that was read meanwhile cancels it.
+            let results = loop {
+                let results = self.batch(wire::Command::Move, &[*address], first_slot + i as u32);
+                if results != [wire::RESULT_CANCELLED] {
+                    break results;
+                }
+            };
             assert_eq!(results, [0], "MOVE of {address:#x}");
             let page = raw::read_memory(self.pid, there, PAGE_SIZE).expect("process_vm_readv");
             self.served.stored.lock().expect("no panic").insert(*address, page);

@@ -64,13 +64,14 @@ pub(super) fn run(trial: &mut Trial<'_>) -> Result<()> {
     trial.note("clone command, s", command.as_secs_f64());
 
     let after_bytes = available_at_rest()?;
-    let mut account_bytes =
-        total_bytes(&origin.strata.stats(&origin.name)?).saturating_sub(one_bytes);
+    // Of what all refer to the original pays less than before.
+    let mut together_bytes = total_bytes(&origin.strata.stats(&origin.name)?);
     for name in &names {
         let stats = origin.strata.stats(name)?;
-        account_bytes += total_bytes(&stats);
+        together_bytes += total_bytes(&stats);
         trial.note(name, serde_json::to_value(&stats)?);
     }
+    let account_bytes = together_bytes.saturating_sub(one_bytes);
     let percent = |bytes: u64| bytes as f64 * 100.0 / one_bytes as f64;
     // Less than none was given back by somebody else.
     match before_bytes.checked_sub(after_bytes) {
@@ -96,14 +97,16 @@ pub(super) fn run(trial: &mut Trial<'_>) -> Result<()> {
     Ok(())
 }
 
-/// What the kernel says is available once that has stopped changing.
+/// What the kernel says is available, and has on lists of its CPUs, once that has
+/// stopped changing.
 fn available_at_rest() -> Result<u64> {
+    let available = || anyhow::Ok(process::available_bytes()? + process::listed_bytes()?);
     let begin = Instant::now();
-    let mut last_bytes = process::available_bytes()?;
+    let mut last_bytes = available()?;
     loop {
         interrupt::check()?;
         thread::sleep(STEADY);
-        let bytes = process::available_bytes()?;
+        let bytes = available()?;
         if bytes.abs_diff(last_bytes) < STEADY_BYTES {
             return Ok(bytes);
         }

@@ -114,7 +114,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         quick: options.quick,
     };
     let memory = if options.quick { None } else { Some(host_memory::keep(&bench.janitor)?) };
-    let said = memory.as_ref().map(|memory| memory.said);
+    let said = memory.as_ref().map(|memory| memory.said.clone());
     let mut results = report::Results::new(Provenance::now(), options.quick, said);
     let all = Part::value_variants();
     for part in if options.only.is_empty() { all } else { &options.only } {

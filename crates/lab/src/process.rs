@@ -137,7 +137,7 @@ pub(crate) fn available_bytes() -> Result<u64> {
 }
 
 /// Free memory that the kernel does not count as free: on its CPUs' own lists, which
-/// hold a gigabyte after much was freed, and give it back within minutes.
+/// hold much of what was freed lately, and give it back bit by bit.
 pub(crate) fn listed_bytes() -> Result<u64> {
     let text = fs::read_to_string("/proc/zoneinfo").context("read /proc/zoneinfo")?;
     Ok(parse_listed_pages(&text) * PAGE_SIZE as u64)

@@ -42,9 +42,8 @@ const PAGE: u64 = PAGE_SIZE as u64;
 /// Pages read at a time: what can be one huge page stays one.
 pub(crate) const RUN_PAGES: usize = PAGES_PER_LEAF;
 /// What is captured together when a thread writes to one page of it.
-const BLOCK_BYTES: u64 = 16 * PAGE;
-/// What a leaf is about.
-const PIECE_BYTES: u64 = PAGES_PER_LEAF as u64 * PAGE;
+const BLOCK_PAGES: usize = 16;
+const BLOCK_BYTES: u64 = BLOCK_PAGES as u64 * PAGE;
 /// Pages of a block that are written one by one; then it loses its protection.
 const WRITES_TO_FREE_BLOCK: usize = 3;
 /// Copies taken under one hold of the gate.
@@ -52,7 +51,7 @@ const COPIED_AT_ONCE: usize = 64;
 /// Pages read for one space in one round of the keeper, and how many leaves are
 /// looked at: about as much work, if the snapshot before has all of it.
 const READ_PER_ROUND: usize = 2 * PAGES_PER_LEAF;
-/// Pages read where faults wait for what is evicted: a millisecond's.
+/// Pages read where faults wait for what is evicted.
 const READ_BESIDE_EVICTION: usize = PAGES_PER_LEAF / 4;
 const LEAVES_PER_ROUND: usize = 64;
 
@@ -157,17 +156,14 @@ impl Gate {
         let leaves: Vec<(Piece, LeafIndex)> =
             capture.directory.range(first..=last).map(|(&piece, &leaf)| (piece, leaf)).collect();
         // Whoever discards goes on since its message was read, but must wake first.
-        let pieces = leaves.iter().map(|&(piece, _)| address_of(piece, 0));
-        let blocks = pieces.flat_map(|start| {
-            (start..start + PIECE_BYTES).step_by(BLOCK_BYTES as usize).map(|start| Range {
-                start: start.max(range.start),
-                end: (start + BLOCK_BYTES).min(range.end),
-            })
+        let starts = leaves.iter().flat_map(|&(piece, _)| {
+            (0..PAGES_PER_LEAF).step_by(BLOCK_PAGES).map(move |index| address_of(piece, index))
+        });
+        let blocks = starts.map(|start| Range {
+            start: start.max(range.start),
+            end: (start + BLOCK_BYTES).min(range.end),
         });
         for block in blocks.filter(|block| block.start < block.end) {
-            if capture.pending_runs(tenant, block).is_empty() {
-                continue;
-            }
             capture.capture_block(tenant, block);
             if !capture.pending_runs(tenant, block).is_empty() {
                 break;
@@ -342,11 +338,12 @@ impl Space {
         let one = Range { start: address, end: address + PAGE };
         let start = address / BLOCK_BYTES * BLOCK_BYTES;
         let mut block = Range { start, end: start + BLOCK_BYTES };
-        if tenant.headroom_pages() < (BLOCK_BYTES / PAGE) as i64 {
-            block = one;
-        }
         let mut pending = Vec::new();
         if let Some(capture) = gate.capture.as_mut().filter(|capture| capture.pending > 0) {
+            // Without room for copies the thread waits until each page is packed.
+            if tenant.headroom_pages() < BLOCK_PAGES as i64 {
+                block = one;
+            }
             capture.capture_block(tenant, block);
             pending = capture.pending_runs(tenant, block);
             if pending.iter().any(|run| run.contains(address)) {

@@ -457,6 +457,16 @@ fn snapshots_of_a_busy_program_are_of_one_moment() {
             let then = *frozen;
             let mut taken = Taken::at_freeze(evictor);
             may_discard.store(round % 4 < 2, Ordering::Relaxed);
+            if round % 4 == 1 {
+                // What is discarded is mostly captured in time: as if it were not.
+                for page in 0..PAGES {
+                    lock(&evictor.space.gate)
+                        .put_back_unprotected(&evictor.tenant, memory.address(page));
+                    if evictor.space.capture_state().is_some_and(|(_, torn)| torn) {
+                        break;
+                    }
+                }
+            }
             drop(frozen);
             let hangs = Instant::now() + HANGS;
             let seen = steps.load(Ordering::Relaxed);
@@ -484,7 +494,7 @@ fn snapshots_of_a_busy_program_are_of_one_moment() {
         }
     });
     assert!(from_base > 0, "no snapshot took anything from the one before");
-    assert!(torn <= ROUNDS / 2, "{torn} were torn");
+    assert!((1..ROUNDS / 2 + 1).contains(&torn), "{torn} were torn");
     before.expect("many").remove(&world);
     world.end();
 }

@@ -173,7 +173,7 @@ pub struct ThreadFaults {
     pub cpu: u32,
 }
 
-/// The first threads of a process, at most 16: for each, 10 to 20 µs are taken.
+/// The first threads of a process, at most 16: for each a file is read.
 #[must_use]
 pub fn thread_faults(pid: u32) -> Vec<ThreadFaults> {
     const MOST_THREADS: usize = 16;
@@ -402,14 +402,18 @@ mod tests {
 
     #[test]
     fn faults_are_counted_by_thread() {
-        let pid = std::process::id();
-        let tid = crate::thread_id();
-        let counted = || thread_faults(pid).into_iter().find(|thread| thread.tid == tid);
-        // Of a test among more than sixteen threads nothing is known.
-        let Some(before) = counted() else { return };
-        std::hint::black_box(vec![1u8; 64 << 20]);
-        let Some(after) = counted() else { return };
-        assert!(after.faults > before.faults, "{before:?}, {after:?}");
+        use std::process::{Command, Stdio};
+        let mut child = Command::new("cat")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .spawn()
+            .expect("a program of one thread");
+        let found = thread_faults(child.id());
+        drop(child.stdin.take());
+        child.wait().expect("it ends with its input");
+        let [thread] = found[..] else { panic!("{found:?}") };
+        assert_eq!(thread.tid, child.id());
+        assert!(thread.faults > 0, "a program faults when it starts");
     }
 
     #[test]

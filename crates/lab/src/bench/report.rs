@@ -59,16 +59,12 @@ pub(crate) struct Results {
     provenance: Provenance,
     quick: bool,
     /// What was done about the machine's memory before.
-    memory: Option<&'static str>,
+    memory: Option<String>,
     parts: Vec<Entry>,
 }
 
 impl Results {
-    pub(crate) const fn new(
-        provenance: Provenance,
-        quick: bool,
-        memory: Option<&'static str>,
-    ) -> Self {
+    pub(crate) const fn new(provenance: Provenance, quick: bool, memory: Option<String>) -> Self {
         Self { provenance, quick, memory, parts: Vec::new() }
     }
 
@@ -113,7 +109,7 @@ impl Results {
         if self.quick {
             out.push_str("\nQuick mode: shows that all works; not to be quoted.\n");
         }
-        if let Some(memory) = self.memory {
+        if let Some(memory) = &self.memory {
             out.push_str(&format!("\n{memory}\n"));
         }
         for Entry { title, results, failure } in &self.parts {

@@ -29,13 +29,14 @@ impl Keeper<'_> {
     /// the use of each page that it watches.
     fn comes_back(&self, headroom_pages: i64, budget_pages: u64) -> bool {
         let tenant = self.tenant;
+        let room = headroom_pages - (budget_pages / SPARE_PART) as i64;
+        // In most rounds of a tenant at its budget that is all.
+        if room <= 0 || self.advising.is_some() || tenant.shares_store() {
+            return false;
+        }
         let away = tenant.away_pages() as i64;
         let resident = tenant.resident_pages.load(Ordering::Relaxed);
-        away > 0
-            && headroom_pages - away > (budget_pages / SPARE_PART) as i64
-            && resident > away / USED_PART
-            && !tenant.shares_store()
-            && self.advising.is_none()
+        (1..room).contains(&away) && resident > away / USED_PART
     }
 
     pub(super) fn observe(&mut self, budget_bytes: u64, usage: Usage) -> Observation {

@@ -15,6 +15,9 @@ use strata_units::wire::{
 };
 
 use crate::raw;
+
+/// Times that a cancelled move is tried.
+const MOVE_TRIES: u32 = 1000;
 use crate::{PATIENCE, wait_until};
 
 /// Where a fake daemon listens.
@@ -336,13 +339,10 @@ impl Space {
         for (i, address) in addresses.iter().enumerate() {
             let there = self.hello.transfer + ((first_slot as usize + i) * PAGE_SIZE) as u64;
             // A message that was read meanwhile cancels it.
-            let results = loop {
-                let results = self.batch(wire::Command::Move, &[*address], first_slot + i as u32);
-                if results != [wire::RESULT_CANCELLED] {
-                    break results;
-                }
-            };
-            assert_eq!(results, [0], "MOVE of {address:#x}");
+            let mut moves = (0..MOVE_TRIES)
+                .map(|_| self.batch(wire::Command::Move, &[*address], first_slot + i as u32));
+            let results = moves.find(|results| *results != [wire::RESULT_CANCELLED]);
+            assert_eq!(results, Some(vec![0]), "MOVE of {address:#x}");
             let page = raw::read_memory(self.pid, there, PAGE_SIZE).expect("process_vm_readv");
             self.served.stored.lock().expect("no panic").insert(*address, page);
         }

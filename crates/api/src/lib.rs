@@ -160,6 +160,9 @@ pub enum Request {
         /// Only those taken of the tenant of this name, which need not be there
         /// any more; none: all.
         name: Option<String>,
+        /// Without what they cost: to count that takes milliseconds a gigabyte.
+        #[serde(default)]
+        brief: bool,
     },
     /// Put a living tenant back to a snapshot: its processes end, those of the
     /// snapshot take their place, under the same name and with its budget.

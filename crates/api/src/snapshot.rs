@@ -200,7 +200,8 @@ pub struct SnapshotInfo {
     pub reason: String,
     /// When the tenant stood still for it, in seconds since the epoch.
     pub taken: f64,
-    /// What removing this snapshot alone would free, in DRAM and on disk.
+    /// What removing this snapshot alone would free, in DRAM and on disk. In a brief
+    /// list 0, as what follows.
     pub size_unique_bytes: u64,
     /// What it refers to that its tenant or other snapshots and clones refer to
     /// as well.

@@ -183,10 +183,11 @@ pub(crate) fn seconds_since_epoch() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
 }
 
-/// Snapshots with the socket of the daemon that has them.
-fn list_by_daemon(name: Option<&str>) -> Result<Vec<(PathBuf, Vec<SnapshotInfo>)>> {
+/// Snapshots with the socket of the daemon that has them; `brief`: without what they
+/// cost.
+fn list_by_daemon(name: Option<&str>, brief: bool) -> Result<Vec<(PathBuf, Vec<SnapshotInfo>)>> {
     const WHAT: &str = "cannot list snapshots";
-    let request = Request::Snapshots { name: name.map(str::to_owned) };
+    let request = Request::Snapshots { name: name.map(str::to_owned), brief };
     let replies = ask_each(WHAT, &request)?.into_iter();
     replies
         .map(|(socket, reply)| match reply {
@@ -199,7 +200,7 @@ fn list_by_daemon(name: Option<&str>) -> Result<Vec<(PathBuf, Vec<SnapshotInfo>)
 /// The caller's snapshots, of one tenant or all, in order of tenant and number;
 /// None when no daemon is alive.
 pub(crate) fn list_all(name: Option<&str>) -> Result<Option<Vec<SnapshotInfo>>> {
-    let daemons = list_by_daemon(name)?;
+    let daemons = list_by_daemon(name, false)?;
     if daemons.is_empty() {
         return Ok(None);
     }
@@ -213,13 +214,13 @@ pub(crate) fn list_all(name: Option<&str>) -> Result<Option<Vec<SnapshotInfo>>> 
 /// ended and left snapshots is started again.
 fn find(named: &SnapshotRef) -> Result<(PathBuf, SnapshotInfo)> {
     let what = format!("no snapshot is named {named}");
-    let mut daemons = list_by_daemon(Some(&named.tenant))?;
+    let mut daemons = list_by_daemon(Some(&named.tenant), true)?;
     let held = |daemons: &[(PathBuf, Vec<SnapshotInfo>)]| {
         daemons.iter().any(|(_, snapshots)| snapshots.iter().any(|info| named.names(info)))
     };
     if !held(&daemons) && place::named_socket().is_none() && place::private_snapshots_wait() {
         daemon::private()?;
-        daemons = list_by_daemon(Some(&named.tenant))?;
+        daemons = list_by_daemon(Some(&named.tenant), true)?;
     }
     if daemons.is_empty() {
         return Err(Failure::new(what, "no stratad is running").todo(

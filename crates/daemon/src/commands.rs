@@ -96,15 +96,16 @@ impl Handler for Commands {
             }
             Request::Where { start, pages } => self
                 .with_caller(peer, |tenant, space| place::whereabouts(tenant, space, start, pages)),
-            Request::Snapshots { name } => Reply::Snapshots {
-                snapshots: self
-                    .snapshots
-                    .list()
-                    .into_iter()
-                    .filter(|info| peer.uid == 0 || peer.uid == info.uid)
-                    .filter(|info| name.as_ref().is_none_or(|name| *name == info.tenant))
-                    .collect(),
-            },
+            Request::Snapshots { name, brief } => {
+                let mut snapshots = self.snapshots.list();
+                snapshots.retain(|info| peer.uid == 0 || peer.uid == info.uid);
+                snapshots.retain(|info| name.as_ref().is_none_or(|name| *name == info.tenant));
+                if !brief {
+                    let with_size = |info| self.snapshots.with_size(info);
+                    snapshots = snapshots.into_iter().map(with_size).collect();
+                }
+                Reply::Snapshots { snapshots }
+            }
             Request::Rollback { name, snapshot } => self.with(peer, &name, |tenant| {
                 match self.snapshots.rollback(peer.uid, tenant, &snapshot, tell) {
                     Ok(pid) => revived(vec![Revived {
@@ -218,7 +219,7 @@ impl Commands {
     fn shown(&self, outcome: Result<SnapshotInfo, String>, what: impl Fn() -> String) -> Reply {
         match outcome {
             Ok(info) => {
-                let info = self.snapshots.with_sizes(info);
+                let info = self.snapshots.with_size(info);
                 Reply::Snapshot { snapshot: Box::new(info), warnings: Vec::new() }
             }
             Err(why) => error(format!("{}: {why}", what()), ""),

@@ -465,7 +465,7 @@ fn parse(line: &[u8]) -> Result<Request, String> {
         | Request::Stop { name }
         | Request::Snapshot { name, .. }
         | Request::Rollback { name, .. } => (Some(name), None),
-        Request::Snapshots { name }
+        Request::Snapshots { name, .. }
         | Request::Restore { name, .. }
         | Request::Clone { name, .. }
         | Request::SnapshotImport { name, .. } => (name.as_ref(), None),

@@ -268,14 +268,13 @@ impl Snapshots {
             || self.tenants.list().iter().any(|tenant| sees(&self.line_of(tenant).place))
     }
 
+    /// Without what they cost.
     pub(crate) fn list(&self) -> Vec<SnapshotInfo> {
-        let all: Vec<SnapshotInfo> =
-            lock(&self.known).values().map(|known| known.info.clone()).collect();
-        all.into_iter().map(|info| self.with_sizes(info)).collect()
+        lock(&self.known).values().map(|known| known.info.clone()).collect()
     }
 
-    /// With what it costs now.
-    pub(crate) fn with_sizes(&self, mut info: SnapshotInfo) -> SnapshotInfo {
+    /// With what it costs now. Every page of it is looked at.
+    pub(crate) fn with_size(&self, mut info: SnapshotInfo) -> SnapshotInfo {
         let known = lock(&self.known).get(&info.id).cloned();
         let holder = self.tenants.get(&info.tenant);
         if let (Some(known), Some(holder)) = (known, holder) {

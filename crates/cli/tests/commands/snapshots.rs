@@ -53,7 +53,7 @@ fn daemon() -> Daemon {
 fn answer(request: &Request) -> Reply {
     match request {
         Request::List => Reply::List { tenants: vec![stats("db"), stats("rm"), stats("web")] },
-        Request::Snapshots { name } => {
+        Request::Snapshots { name, .. } => {
             let mut snapshots = kept();
             snapshots.retain(|info| name.as_ref().is_none_or(|name| *name == info.tenant));
             Reply::Snapshots { snapshots }
@@ -186,9 +186,10 @@ fn the_list_is_a_tree_or_json() {
     assert!(text.lines().nth(1).is_some_and(|line| line.contains(" good ")), "{text}");
     let parse = |text: &str| serde_json::from_str::<Vec<SnapshotInfo>>(text).expect("JSON");
     assert_eq!(parse(&stdout(&daemon.run(&["snapshots", "--json"]))), kept());
-    assert_eq!(daemon.last_request(), Some(Request::Snapshots { name: None }));
+    assert_eq!(daemon.last_request(), Some(Request::Snapshots { name: None, brief: false }));
     assert_eq!(parse(&stdout(&daemon.run(&["snapshots", "web", "--json"]))), kept()[3..]);
-    assert_eq!(daemon.last_request(), Some(Request::Snapshots { name: Some("web".into()) }));
+    let of_web = Request::Snapshots { name: Some("web".into()), brief: false };
+    assert_eq!(daemon.last_request(), Some(of_web));
     assert_eq!(stdout(&daemon.run(&["snapshots", "nobody"])).lines().count(), 1);
 }
 
@@ -296,6 +297,20 @@ fn what_can_be_removed_is_whatever_cannot() {
         .collect();
     let remove = |name: &str| Request::SnapshotRemove { snapshot: name.parse().expect("named") };
     assert_eq!(removed, [remove("db@2"), remove("web@1")]);
+}
+
+#[test]
+fn whoever_names_a_snapshot_does_not_wait_for_sizes() {
+    let daemon = daemon();
+    for arguments in [&["restore", "db@2"][..], &["rollback", "db", "2"], &["clone", "db@2"]] {
+        stdout(&daemon.run(arguments));
+        let lists: Vec<_> = daemon
+            .all_requests()
+            .into_iter()
+            .filter(|request| matches!(request, Request::Snapshots { .. }))
+            .collect();
+        assert_eq!(lists, [Request::Snapshots { name: Some("db".into()), brief: true }]);
+    }
 }
 
 #[test]

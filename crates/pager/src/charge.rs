@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use strata_policy::{Level, gap};
 use strata_store::Fingerprint;
-use strata_units::{Handle, PAGE_SIZE, PageId};
+use strata_units::{Handle, LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId};
 
 use crate::copies::MOST_KEPT_ARRIVALS;
 use crate::counters::Counter;
@@ -104,6 +104,12 @@ impl Tenant {
     /// A resident page has another id (mremap): the policy learns it.
     pub(crate) fn noticed_resident(&self, page: PageId) {
         self.tell_policy(page);
+    }
+
+    /// Before all pages of `leaf` are retained or released.
+    pub(crate) fn prefetch_counts(&self, leaf: LeafIndex) {
+        let entries = (0..PAGES_PER_LEAF).map(|index| self.map.get(PageId::new(leaf, index)));
+        self.store.prefetch_counts(entries.filter_map(Entry::handle));
     }
 
     /// What `entry` held is gone: its handle, or its DRAM.

@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 
 use strata_sys::Range;
-use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, SpaceId};
+use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
 
 use crate::entry::Entry;
 use crate::space::{Space, ids_in, lock};
@@ -12,7 +12,9 @@ use crate::tenant::Tenant;
 
 /// Leaves of a dead space that are forgotten in one round of the keeper: with a
 /// big one all at once nobody would be evicted for some tenths of a second.
-pub(crate) const FORGOTTEN_PER_ROUND: usize = 16;
+const FORGOTTEN_PER_ROUND: usize = 16;
+/// The same for what only leaves the account: that costs a fiftieth.
+const UNCHARGED_PER_ROUND: usize = 1024;
 
 /// A page map that nobody needs. It keeps its slot of the registry until its leaves
 /// are forgotten: a worker that finds it half forgotten buries it anew.
@@ -22,6 +24,19 @@ pub(crate) struct Grave {
     /// Whose descriptors are named there.
     _space: Option<Arc<Space>>,
     leaves: Vec<LeafIndex>,
+    /// So many of them, from the first, still count as the tenant's DRAM.
+    charged: usize,
+}
+
+/// Processes of a tenant come back to life. Until this is dropped nobody spends time
+/// on what those before them have left.
+pub struct Revival(Arc<Tenant>);
+
+impl Drop for Revival {
+    fn drop(&mut self) {
+        self.0.revivals.fetch_sub(1, Ordering::Relaxed);
+        self.0.wake_keeper();
+    }
 }
 
 impl Tenant {
@@ -51,7 +66,32 @@ impl Tenant {
 
     fn bury_leaves(&self, slot: SpaceId, space: Option<Arc<Space>>) {
         let leaves = self.leaves_of(slot);
-        lock(&self.graves).push(Grave { slot, _space: space, leaves });
+        let charged = leaves.len();
+        lock(&self.graves).push(Grave { slot, _space: space, leaves, charged });
+    }
+
+    /// See [`Revival`].
+    #[must_use]
+    pub fn revival(self: &Arc<Self>) -> Revival {
+        self.revivals.fetch_add(1, Ordering::Relaxed);
+        Revival(Arc::clone(self))
+    }
+
+    /// Forgets some of what is left of ended processes: first what others wait for,
+    /// which is room in the budget. Returns whether there is more to do now.
+    pub(crate) fn forget_some(&self) -> bool {
+        self.uncharge_some()
+            || self.revivals.load(Ordering::Relaxed) == 0 && self.forget_buried(FORGOTTEN_PER_ROUND)
+    }
+
+    /// Whether anything was still charged.
+    fn uncharge_some(&self) -> bool {
+        let mut graves = lock(&self.graves);
+        let Some(grave) = graves.iter_mut().find(|grave| grave.charged > 0) else { return false };
+        let rest = grave.charged.saturating_sub(UNCHARGED_PER_ROUND);
+        grave.leaves[rest..grave.charged].iter().for_each(|&leaf| self.uncharge_leaf(leaf));
+        grave.charged = rest;
+        true
     }
 
     /// Forgets at most so many leaves of buried spaces. Returns whether there are
@@ -63,6 +103,7 @@ impl Tenant {
             let kept = grave.leaves.len().saturating_sub(left);
             left -= grave.leaves.len() - kept;
             grave.leaves.drain(kept..).for_each(|leaf| self.forget_leaf(leaf));
+            grave.charged = grave.charged.min(kept);
             if kept > 0 {
                 graves.push(grave);
                 return true;
@@ -99,7 +140,28 @@ impl Tenant {
         self.map.leaves().into_iter().filter_map(own).collect()
     }
 
+    /// What was resident there is gone with its process.
+    fn uncharge_leaf(&self, leaf: LeafIndex) {
+        let (mut resident, mut kept) = (0, 0);
+        for page in (0..PAGES_PER_LEAF).map(|index| PageId::new(leaf, index)) {
+            let left = match self.map.get(page) {
+                Entry::Resident { shared: false } => Entry::Untouched,
+                Entry::Kept(handle) => {
+                    kept += 1;
+                    Entry::Stored(handle)
+                }
+                _ => continue,
+            };
+            self.map.set(page, left);
+            resident += 1;
+        }
+        self.resident_pages.fetch_sub(resident, Ordering::Relaxed);
+        self.headroom_pages.fetch_add(resident, Ordering::Relaxed);
+        self.kept_pages.fetch_sub(kept, Ordering::Relaxed);
+    }
+
     fn forget_leaf(&self, leaf: LeafIndex) {
+        self.prefetch_counts(leaf);
         let whole = Range { start: 0, end: (PAGES_PER_LEAF * PAGE_SIZE) as u64 };
         for (_, page) in ids_in(leaf, whole) {
             let entry = self.map.get(page);

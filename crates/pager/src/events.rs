@@ -317,6 +317,7 @@ impl Space {
         let space = Space::new(child, Userfaultfd::adopt(uffd), kick);
         let mut child_gate = crate::space::lock(&space.gate);
         for (piece, leaf, copy) in leaves {
+            tenant.prefetch_counts(leaf);
             for index in 0..PAGES_PER_LEAF {
                 let (from, to) = (PageId::new(leaf, index), PageId::new(copy, index));
                 let entry = tenant.map.get(from).inherited();

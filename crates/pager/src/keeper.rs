@@ -30,7 +30,6 @@ use advising::Advising;
 use rest::{LONGEST, NextLook, State};
 
 use crate::counters::Counter;
-use crate::ending::FORGOTTEN_PER_ROUND;
 use crate::entry::Entry;
 use crate::evict::{Evictor, level_of};
 use crate::keeper::advised::Advised;
@@ -258,7 +257,7 @@ impl Keeper<'_> {
         self.take_arrivals();
         tenant.collect_ended();
         let spaces = self.living_spaces();
-        let forgets = tenant.forget_buried(FORGOTTEN_PER_ROUND);
+        let forgets = tenant.forget_some();
         tenant.count_share();
         let own = self.replacement.memory_bytes()
             + self.evictor.copies.memory_bytes()

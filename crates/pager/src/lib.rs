@@ -66,6 +66,7 @@ mod watching_tests;
 
 pub use advice::{Advice, AdviceState};
 pub use counters::{Counter, Counters, Latencies};
+pub use ending::Revival;
 pub use hold::Hold;
 pub use node::NodeSpec;
 pub use place::{Refused, Whereabouts, Wish};

@@ -9,12 +9,14 @@
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::io;
+use std::num::NonZero;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread::{self, available_parallelism};
 use std::time::{Duration, Instant};
 
 use strata_store::Put;
@@ -23,6 +25,7 @@ use strata_units::wire::{RestartError, patch_restart};
 use strata_units::{LeafIndex, PAGES_PER_LEAF, PageBuffer, PageId, SpaceId};
 
 use crate::entry::Entry;
+use crate::handler::one_page;
 use crate::page_map::Piece;
 use crate::registry::SpaceField;
 use crate::scan::{eligible, stacks_of};
@@ -37,6 +40,12 @@ const MOST_TOUCHED: usize = 2048;
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How often that is looked at.
 const LOOK_EVERY: Duration = Duration::from_micros(500);
+/// Threads that copy a page map: mostly each waits for memory, because counts of
+/// references lie far apart.
+const MOST_COPIERS: usize = 4;
+/// Leaves that one of them takes at a time; few, because whoever makes the process
+/// has the same CPUs.
+const PART: usize = 8;
 /// Pages asked for at a time.
 const PAGES_AT_A_TIME: usize = 1024;
 
@@ -145,19 +154,50 @@ impl Tenant {
         prepared: &mut Prepared,
         with_ages: bool,
     ) -> io::Result<()> {
+        let mut leaves = Vec::with_capacity(known.directory.len());
         for (&piece, &leaf) in &known.directory {
             let Some(target) = self.map.take(prepared.id, piece) else {
                 return Err(io::Error::other("its page map is full"));
             };
             prepared.directory.insert(piece, target);
-            for index in 0..PAGES_PER_LEAF {
+            leaves.push((leaf, target));
+        }
+        let parts: Vec<_> = leaves.chunks(PART).collect();
+        let next = AtomicUsize::new(0);
+        let copy = || {
+            while let Some(part) = parts.get(next.fetch_add(1, Ordering::Relaxed)) {
+                self.copy_leaves(part, with_ages);
+            }
+        };
+        let threads = available_parallelism().map_or(1, NonZero::get).min(MOST_COPIERS);
+        thread::scope(|scope| {
+            for _ in 1..threads.min(parts.len()) {
+                // Without it there is one less.
+                let _ = thread::Builder::new().name("prepare".into()).spawn_scoped(scope, copy);
+            }
+            copy();
+        });
+        Ok(())
+    }
+
+    /// Copies each first leaf to the second.
+    fn copy_leaves(&self, leaves: &[(LeafIndex, LeafIndex)], with_ages: bool) {
+        let mut entries = Vec::with_capacity(PAGES_PER_LEAF);
+        let mut handles = Vec::with_capacity(PAGES_PER_LEAF);
+        for &(leaf, target) in leaves {
+            entries.clear();
+            entries.extend((0..PAGES_PER_LEAF).map(|index| self.map.get(PageId::new(leaf, index))));
+            handles.clear();
+            handles.extend(entries.iter().filter_map(|&entry| match entry {
+                Entry::Stored(handle) => Some(handle),
+                _ => None,
+            }));
+            self.store.retain_all(&handles);
+            for (index, &entry) in entries.iter().enumerate() {
                 let (from, to) = (PageId::new(leaf, index), PageId::new(target, index));
-                let copy = match self.map.get(from) {
+                let copy = match entry {
                     Entry::Untouched => continue,
-                    Entry::Stored(handle) => {
-                        self.store.retain(handle);
-                        Entry::Stored(handle)
-                    }
+                    Entry::Stored(_) => entry,
                     // Its content is not known: whoever touches it is told.
                     _ => Entry::Lost,
                 };
@@ -168,7 +208,6 @@ impl Tenant {
                 self.map.set(to, copy);
             }
         }
-        Ok(())
     }
 
     /// Tells the agent whose page is stored for `address` of its new life.
@@ -227,8 +266,9 @@ impl Tenant {
             self.patch_in_place(space, address, socket)?;
         }
         self.let_go(space, &[own])?;
-        // Beside what it asks for itself.
-        space.hand_over(wanted.iter().copied());
+        // After what it asks for itself.
+        lock(&space.hot).extend(wanted.iter().map(|&address| one_page(address)));
+        space.kick.ring();
         Ok(())
     }
 
@@ -327,7 +367,7 @@ impl Tenant {
             let left = stored.len();
             space.hand_over(stored);
             // The handler serves some hundred of them in a millisecond.
-            std::thread::sleep(LOOK_EVERY.max(Duration::from_micros(2 * left as u64)));
+            thread::sleep(LOOK_EVERY.max(Duration::from_micros(2 * left as u64)));
         }
     }
 }

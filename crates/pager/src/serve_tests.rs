@@ -232,7 +232,13 @@ impl World {
         self.stop.store(true, Ordering::Relaxed);
         self.agent.take().expect("once").join().expect("the agent is sound");
         self.tenant.bury(&self.space);
-        // Leaf by leaf.
+        // Leaf by leaf, and none while somebody comes back.
+        let revival = self.tenant.revival();
+        let leaves = self.tenant.map.leaf_count();
+        while self.tenant.forget_some() {}
+        assert_eq!(self.tenant.resident_pages.load(Ordering::Relaxed), 0);
+        assert_eq!(self.tenant.map.leaf_count(), leaves);
+        drop(revival);
         while self.tenant.forget_buried(1) {}
         self.tenant.store.reap();
         let stats = self.tenant.store.stats();

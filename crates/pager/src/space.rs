@@ -97,7 +97,7 @@ pub struct Space {
     pub(crate) has_shared: AtomicBool,
     /// What a restored process asks for first; none: nobody wants to know.
     pub(crate) touched: Mutex<Option<Vec<u64>>>,
-    /// Ranges that the program wants soon, for the handler.
+    /// Ranges that the program wants soon, or probably will, for the handler.
     pub(crate) hot: Mutex<Vec<Range>>,
     /// What a reader in order has left behind, for the keeper.
     pub(crate) read: Mutex<Vec<Range>>,

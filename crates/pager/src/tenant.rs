@@ -165,6 +165,8 @@ pub struct Tenant {
     pub(crate) ending_agents: Mutex<Vec<Arc<Agent>>>,
     /// What is left of them in the page map.
     pub(crate) graves: Mutex<Vec<Grave>>,
+    /// How many [`crate::Revival`]s there are.
+    pub(crate) revivals: AtomicUsize,
     /// What its programs have set for their memory, in sum.
     pub(crate) placement: Placement,
     /// Agents whose spaces were released.
@@ -260,6 +262,7 @@ impl Tenant {
             snapshots: Mutex::default(),
             ending_agents: Mutex::default(),
             graves: Mutex::default(),
+            revivals: AtomicUsize::new(0),
             released_agents: Mutex::default(),
             placement: Placement::default(),
             watching: Mutex::default(),

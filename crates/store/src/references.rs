@@ -3,6 +3,7 @@
 //! A count lives in the object's word, beside its location; what it cannot hold
 //! lies in an overflow table.
 
+use std::hint::black_box;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 
 use strata_units::Handle;
@@ -33,6 +34,23 @@ impl Store {
                 self.counters.references.fetch_add(1, Relaxed);
             }
         }
+    }
+
+    /// [`Store::retain`] for many pages.
+    ///
+    /// # Panics
+    /// As it does.
+    pub fn retain_all(&self, handles: &[Handle]) {
+        self.prefetch_counts(handles.iter().copied());
+        let mut objects = 0;
+        for &handle in handles {
+            if let Target::Object(id) = Target::of(handle) {
+                assert!(self.try_reference(id), "{handle:?} names no referenced object");
+                objects += 1;
+            }
+        }
+        self.counters.references.fetch_add(objects, Relaxed);
+        self.counters.fill_pages.fetch_add(handles.len() as u64 - objects, Relaxed);
     }
 
     /// Adds a reference to a page to which another thread holds one, and may be giving
@@ -82,6 +100,17 @@ impl Store {
             Target::Fill(_) => None,
             Target::Object(id) => Some(Word(self.table.word(id).load(Relaxed)).references()),
         }
+    }
+
+    /// Has the counts of these pages at hand for whoever is about to retain or
+    /// release them all. Those of pages that were put at different times lie far apart;
+    /// a change waits for its own count alone, where reads wait side by side.
+    pub fn prefetch_counts(&self, handles: impl Iterator<Item = Handle>) {
+        let words = handles.filter_map(|handle| match Target::of(handle) {
+            Target::Object(id) => Some(self.table.word(id).load(Relaxed)),
+            Target::Fill(_) => None,
+        });
+        black_box(words.fold(0, |all, word| all ^ word));
     }
 
     /// Adds a reference, unless the object is dead.

@@ -15,6 +15,8 @@ enum Step {
     Put(u64, Put),
     Get(usize),
     Retain(usize),
+    /// Every page, those picked twice.
+    RetainAll(usize),
     Release(usize),
     Settle(usize),
     Repack(usize),
@@ -30,7 +32,10 @@ fn steps(trainings: u32) -> impl Strategy<Value = Vec<Step>> {
         8 => (0u64..400, how).prop_map(|(seed, how)| Step::Put(seed, how)),
         4 => any::<usize>().prop_map(Step::Get),
         2 => any::<usize>().prop_map(Step::Retain),
-        6 => any::<usize>().prop_map(Step::Release),
+        7 => any::<usize>().prop_map(|pick| match pick % 7 {
+            0 => Step::RetainAll(pick),
+            _ => Step::Release(pick),
+        }),
         1 => (0usize..60).prop_map(Step::Settle),
         1 => (0usize..60).prop_map(Step::Repack),
         1 => (0usize..60).prop_map(Step::Demote),
@@ -103,6 +108,14 @@ fn run(store: &Store, steps: Vec<Step>) -> bool {
                 if let Some((handle, _)) = model.pick(pick) {
                     store.retain(handle);
                     model.handles.get_mut(&handle.0).expect("picked").1 += 1;
+                }
+            }
+            Step::RetainAll(pick) => {
+                let twice = model.pick(pick).map(|(handle, _)| handle.0);
+                let all: Vec<u64> = model.handles.keys().copied().chain(twice).collect();
+                store.retain_all(&all.iter().map(|&handle| Handle(handle)).collect::<Vec<_>>());
+                for handle in all {
+                    model.handles.get_mut(&handle).expect("a key").1 += 1;
                 }
             }
             Step::Release(pick) => {

@@ -87,8 +87,10 @@ impl Snapshots {
         }
         // Before anything is ended.
         self.criu()?;
+        let preparing = Preparing::begin(tenant, &origin, &known)?;
         let pids = tenant.pids();
         let held = tenant.hold_memory();
+        let _revival = tenant.revival();
         tenant.kill();
         let deadline = Instant::now() + KILL_PATIENCE;
         // Not only dead: a zombie holds its number.
@@ -108,7 +110,7 @@ impl Snapshots {
         drop(held);
         tenant.look_for_ended();
         wait_while(&|| tenant.attachment().1)?;
-        let pid = self.revive(tenant, &origin, &known, true)?;
+        let pid = self.revive(tenant, &known, preparing, true)?;
         self.descends(tenant, &known.info.id);
         Ok(pid)
     }
@@ -137,7 +139,8 @@ impl Snapshots {
             if self.line_of(&origin).place != known.place {
                 forwards = self.settle(&origin, known.place.clone())?;
             }
-            let pid = self.revive(&origin, &origin, &known, true)?;
+            let preparing = Preparing::begin(&origin, &origin, &known)?;
+            let pid = self.revive(&origin, &known, preparing, true)?;
             self.descends(&origin, &known.info.id);
             return Ok(Revived { name, pid, forwards, notes: Vec::new() });
         }
@@ -252,7 +255,8 @@ impl Snapshots {
         let (tenant, warnings) = self.tenants.create_beside(wish, origin)?;
         notes.extend(warnings);
         let outcome = self.settle(&tenant, place).and_then(|forwards| {
-            let pid = self.revive(&tenant, origin, known, keep_connections)?;
+            let preparing = Preparing::begin(&tenant, origin, known)?;
+            let pid = self.revive(&tenant, known, preparing, keep_connections)?;
             Ok((forwards, pid))
         });
         match outcome {
@@ -273,10 +277,11 @@ impl Snapshots {
     fn revive(
         &self,
         tenant: &Arc<Tenant>,
-        origin: &Arc<Tenant>,
         known: &Known,
+        preparing: Preparing,
         keep_connections: bool,
     ) -> Result<u32, String> {
+        let _revival = tenant.revival();
         let options = match self.line_of(tenant).place {
             Some(place) => RestoreOptions {
                 own_pids: true,
@@ -293,7 +298,7 @@ impl Snapshots {
         let number = self.restores.fetch_add(1, Ordering::Relaxed);
         let work = self.work.join(format!("{WORK}{}-{number}", std::process::id()));
         let mut alive = Vec::new();
-        let outcome = self.revive_in(&work, tenant, origin, known, options, &mut alive);
+        let outcome = self.revive_in(&work, tenant, known, preparing, options, &mut alive);
         if outcome.is_err() {
             for pidfd in alive {
                 pidfd.signal(SIGKILL);
@@ -307,8 +312,8 @@ impl Snapshots {
         &self,
         work: &Path,
         tenant: &Arc<Tenant>,
-        origin: &Arc<Tenant>,
         known: &Known,
+        mut preparing: Preparing,
         options: RestoreOptions,
         alive: &mut Vec<Pidfd>,
     ) -> Result<u32, String> {
@@ -317,7 +322,6 @@ impl Snapshots {
         known.processes.iter().for_each(|process| collect_child(process.pid));
         let criu = self.criu()?;
         let images = self.disk.images(&known.info.id);
-        let mut preparing = Preparing::begin(tenant, origin, known)?;
         let mut restore =
             Restore::begin(&criu, &images, work, options).map_err(|error| error.to_string())?;
         if let (Some(directory), Some(pid)) = (&tenant.record().cgroup, restore.forefather()) {

@@ -47,8 +47,9 @@ pub(super) struct Ahead {
     streams: Streams,
     /// What is still to come, at most [`MOST_AHEAD`].
     ranges: VecDeque<Range>,
-    /// What the program has said that it wants, at most [`MOST_HOT`] pieces: comes
-    /// after that, and waits for room.
+    /// What the program has said that it wants, at most [`MOST_HOT`] pieces, or asked
+    /// for first when it was restored the last time: comes after that, and waits for
+    /// room.
     hot: VecDeque<Range>,
     /// What comes next where it has said that it reads in order, at most
     /// [`MOST_IN_ORDER`] readers: before the other two.

@@ -106,10 +106,13 @@ impl Tenant {
         self.tell_policy(page);
     }
 
-    /// Before all pages of `leaf` are retained or released.
+    /// Before all stored pages of `leaf` are retained or released.
     pub(crate) fn prefetch_counts(&self, leaf: LeafIndex) {
-        let entries = (0..PAGES_PER_LEAF).map(|index| self.map.get(PageId::new(leaf, index)));
-        self.store.prefetch_counts(entries.filter_map(Entry::handle));
+        let pages = (0..PAGES_PER_LEAF).map(|index| PageId::new(leaf, index));
+        self.store.prefetch_counts(pages.filter_map(|page| match self.map.get(page) {
+            Entry::Stored(handle) => Some(handle),
+            _ => None,
+        }));
     }
 
     /// What `entry` held is gone: its handle, or its DRAM.

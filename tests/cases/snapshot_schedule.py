@@ -71,6 +71,10 @@ def follow(run):
     first = wait_for(kept, 3)
     if [one["id"] for one in first] != ["kept@3"] or first[0]["state"] != "usable":
         raise Failure(f"the first is {first}")
+    # One that the worker dies over has its number, too, and is not there.
+    run.daemon.wait_until(
+        lambda: written.list().get("written@2", {}).get("state") == "persisted",
+        "the first of the other is persisted")
     worker = run.daemon.worker()
     os.kill(worker, signal.SIGKILL)
     run.daemon.wait_until(lambda: not machine.alive(worker) and run.daemon.worker(),

@@ -160,7 +160,7 @@ pub enum Request {
         /// Only those taken of the tenant of this name, which need not be there
         /// any more; none: all.
         name: Option<String>,
-        /// Without what they cost: to count that takes milliseconds a gigabyte.
+        /// Without what they cost: for that every page of each is looked at.
         #[serde(default)]
         brief: bool,
     },

@@ -13,7 +13,7 @@ use crate::tenant::Tenant;
 /// Leaves of a dead space that are forgotten in one round of the keeper: with a
 /// big one all at once nobody would be evicted for some tenths of a second.
 const FORGOTTEN_PER_ROUND: usize = 16;
-/// The same for what only leaves the account: that costs a fiftieth.
+/// The same for what only leaves the account: no count of references is changed.
 const UNCHARGED_PER_ROUND: usize = 1024;
 
 /// A page map that nobody needs. It keeps its slot of the registry until its leaves

@@ -6,16 +6,18 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver};
 use std::thread::{Builder, JoinHandle};
 
-use strata_pager::{Prepared, Tenant};
+use strata_pager::{Prepared, Revival, Tenant};
 use strata_units::SpaceId;
 
 use super::disk::{Known, Process};
 
-/// The page maps of processes to come, copied while CRIU makes them.
+/// The page maps of processes to come, copied while CRIU makes them. Until it is
+/// dropped their tenant is coming back.
 pub(super) struct Preparing {
     thread: Option<JoinHandle<()>>,
     copied: Option<Receiver<(u32, io::Result<Prepared>)>>,
     ready: BTreeMap<u32, io::Result<Prepared>>,
+    _revival: Revival,
 }
 
 impl Preparing {
@@ -27,6 +29,7 @@ impl Preparing {
         let memory_of = |process: &Process| Some((process.pid, SpaceId(process.memory?)));
         let memories: Option<Vec<_>> = known.processes.iter().map(memory_of).collect();
         let memories = memories.ok_or("its memory is not loaded")?;
+        let revival = tenant.revival();
         let (tenant, origin) = (Arc::clone(tenant), Arc::clone(origin));
         let (send, copied) = mpsc::channel();
         let thread = Builder::new().name("prepare".into()).spawn(move || {
@@ -39,7 +42,8 @@ impl Preparing {
             }
         });
         let thread = thread.map_err(|error| format!("no thread for a restore: {error}"))?;
-        Ok(Self { thread: Some(thread), copied: Some(copied), ready: BTreeMap::new() })
+        let ready = BTreeMap::new();
+        Ok(Self { thread: Some(thread), copied: Some(copied), ready, _revival: revival })
     }
 
     /// Of the process that had the number `pid`.

@@ -90,7 +90,6 @@ impl Snapshots {
         let preparing = Preparing::begin(tenant, &origin, &known)?;
         let pids = tenant.pids();
         let held = tenant.hold_memory();
-        let _revival = tenant.revival();
         tenant.kill();
         let deadline = Instant::now() + KILL_PATIENCE;
         // Not only dead: a zombie holds its number.
@@ -281,7 +280,6 @@ impl Snapshots {
         preparing: Preparing,
         keep_connections: bool,
     ) -> Result<u32, String> {
-        let _revival = tenant.revival();
         let options = match self.line_of(tenant).place {
             Some(place) => RestoreOptions {
                 own_pids: true,

@@ -196,7 +196,9 @@ impl Capture {
     ) -> Result<(), SnapshotError> {
         let mut target = None;
         let known = self.unwritten.pages.of(piece);
-        leaf.into_iter().for_each(|leaf| tenant.prefetch_counts(leaf));
+        if let Some(leaf) = leaf {
+            tenant.prefetch_counts(leaf);
+        }
         for index in 0..PAGES_PER_LEAF {
             let from = leaf.map(|leaf| PageId::new(leaf, index));
             let entry = from.map_or(Entry::Untouched, |from| tenant.map.get(from));

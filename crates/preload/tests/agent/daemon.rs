@@ -15,10 +15,10 @@ use strata_units::wire::{
 };
 
 use crate::raw;
+use crate::{PATIENCE, wait_until};
 
 /// Times that a cancelled move is tried.
 const MOVE_TRIES: u32 = 1000;
-use crate::{PATIENCE, wait_until};
 
 /// Where a fake daemon listens.
 pub(crate) struct Daemon {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use strata_policy::{Level, gap};
 use strata_store::Fingerprint;
-use strata_units::{Handle, LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId};
+use strata_units::{Handle, LeafIndex, PAGE_SIZE, PageId};
 
 use crate::copies::MOST_KEPT_ARRIVALS;
 use crate::counters::Counter;
@@ -108,8 +108,7 @@ impl Tenant {
 
     /// Before all stored pages of `leaf` are retained or released.
     pub(crate) fn prefetch_counts(&self, leaf: LeafIndex) {
-        let pages = (0..PAGES_PER_LEAF).map(|index| PageId::new(leaf, index));
-        self.store.prefetch_counts(pages.filter_map(|page| match self.map.get(page) {
+        self.store.prefetch_counts(leaf.pages().filter_map(|page| match self.map.get(page) {
             Entry::Stored(handle) => Some(handle),
             _ => None,
         }));

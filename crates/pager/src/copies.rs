@@ -8,7 +8,7 @@
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use strata_store::{Fingerprint, StoreStats};
-use strata_units::{PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
+use strata_units::{PAGE_SIZE, PageId, SpaceId};
 
 use crate::entry::Entry;
 use crate::space::lock;
@@ -110,9 +110,7 @@ impl Copies {
     fn collect(&mut self, tenant: &Tenant) {
         let own = |&(_, owner, _): &(_, SpaceId, _)| tenant.registry.tenant_of(owner) == tenant.id;
         let kept = tenant.map.leaves().into_iter().filter(own).flat_map(|(leaf, _, _)| {
-            (0..PAGES_PER_LEAF)
-                .map(move |index| PageId::new(leaf, index))
-                .filter(|&page| matches!(tenant.map.get(page), Entry::Kept(_)))
+            leaf.pages().filter(|&page| matches!(tenant.map.get(page), Entry::Kept(_)))
         });
         self.order = kept.collect();
     }

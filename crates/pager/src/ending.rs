@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 
 use strata_sys::Range;
-use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
+use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, SpaceId};
 
 use crate::entry::Entry;
 use crate::space::{Space, ids_in, lock};
@@ -143,7 +143,7 @@ impl Tenant {
     /// What was resident there is gone with its process.
     fn uncharge_leaf(&self, leaf: LeafIndex) {
         let (mut resident, mut kept) = (0, 0);
-        for page in (0..PAGES_PER_LEAF).map(|index| PageId::new(leaf, index)) {
+        for page in leaf.pages() {
             let left = match self.map.get(page) {
                 Entry::Resident { shared: false } => Entry::Untouched,
                 Entry::Kept(handle) => {

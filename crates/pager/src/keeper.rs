@@ -389,8 +389,7 @@ impl Keeper<'_> {
         let now = tenant.counters.get(Counter::PolicyTime) as u32;
         let own = |&(_, owner, _): &(_, SpaceId, _)| tenant.registry.tenant_of(owner) == tenant.id;
         let resident = tenant.map.leaves().into_iter().filter(own).flat_map(|(leaf, _, _)| {
-            (0..PAGES_PER_LEAF)
-                .map(move |index| PageId::new(leaf, index))
+            leaf.pages()
                 .filter(|&page| {
                     let entry = tenant.map.get(page);
                     entry.is_resident() && entry != Entry::OnNode
@@ -578,8 +577,7 @@ impl Keeper<'_> {
             })
         };
         for leaf in leaves.into_iter().filter(own) {
-            for index in 0..PAGES_PER_LEAF {
-                let page = PageId::new(leaf, index);
+            for page in leaf.pages() {
                 if matches!(tenant.map.get(page), Entry::Stored(_)) {
                     let age = tenant.map.age(page);
                     let cell = age.load(Ordering::Relaxed);

@@ -22,7 +22,7 @@ use strata_store::{Descriptors, Store};
 use strata_sys::{
     ControlBlock, EventFd, Pidfd, Range, SeqPacket, Userfaultfd, adopt_fd, is_page_present,
 };
-use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId, TenantId};
+use strata_units::{LeafIndex, PAGE_SIZE, SpaceId, TenantId};
 
 use crate::counters::Counter;
 use crate::entry::Entry;
@@ -58,8 +58,8 @@ impl Files {
         let mut directories: HashMap<SpaceId, BTreeMap<Piece, LeafIndex>> = HashMap::new();
         for (leaf, space, piece) in map.leaves() {
             directories.entry(space).or_default().insert(piece, leaf);
-            for index in 0..PAGES_PER_LEAF {
-                if let Some(handle) = map.get(PageId::new(leaf, index)).handle() {
+            for page in leaf.pages() {
+                if let Some(handle) = map.get(page).handle() {
                     recovering.reference(handle).map_err(io::Error::other)?;
                 }
             }

@@ -186,7 +186,7 @@ impl Tenant {
         let mut handles = Vec::with_capacity(PAGES_PER_LEAF);
         for &(leaf, target) in leaves {
             entries.clear();
-            entries.extend((0..PAGES_PER_LEAF).map(|index| self.map.get(PageId::new(leaf, index))));
+            entries.extend(leaf.pages().map(|page| self.map.get(page)));
             handles.clear();
             handles.extend(entries.iter().filter_map(|&entry| match entry {
                 Entry::Stored(handle) => Some(handle),

@@ -14,7 +14,7 @@ use strata_sys::{
     read_maps, stack_pointers,
 };
 use strata_units::wire::Control;
-use strata_units::{PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
+use strata_units::{PAGE_SIZE, PageId, SpaceId};
 
 use crate::entry::Entry;
 use crate::handler;
@@ -310,12 +310,11 @@ fn register(space: &Space, pid: u32, ranges: &[Range]) -> Option<Vec<Range>> {
 pub(crate) fn stand_down(space: &Space, tenant: &Tenant) -> bool {
     let mut gate = lock(&space.gate);
     let leaves: Vec<_> = gate.directory.values().copied().collect();
-    let pages = |leaf| (0..PAGES_PER_LEAF).map(move |index| PageId::new(leaf, index));
     let in_place = |page| {
         let entry = tenant.map.get(page);
         entry.reads_zero() || entry.is_resident()
     };
-    if !leaves.iter().flat_map(|&leaf| pages(leaf)).all(in_place) {
+    if !leaves.iter().flat_map(|leaf| leaf.pages()).all(in_place) {
         return false;
     }
     for &range in &gate.registered {
@@ -328,7 +327,7 @@ pub(crate) fn stand_down(space: &Space, tenant: &Tenant) -> bool {
     gate.base = None;
     gate.directory.clear();
     for leaf in leaves {
-        for page in pages(leaf) {
+        for page in leaf.pages() {
             let entry = tenant.map.get(page);
             tenant.map.set(page, Entry::Untouched);
             tenant.uncharge(entry);

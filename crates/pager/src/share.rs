@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use strata_store::StoreStats;
-use strata_units::{PAGES_PER_LEAF, PageId, SpaceId};
+use strata_units::SpaceId;
 
 use crate::copies::stored_page_cost;
 use crate::snapshot::pages_of;
@@ -127,9 +127,8 @@ impl Tenant {
                 continue;
             }
             leaves += 1;
-            let handles = (0..PAGES_PER_LEAF)
-                .filter(|&index| self.map.get(PageId::new(leaf, index)).handle().is_some())
-                .count() as u64;
+            let handles =
+                leaf.pages().filter(|&page| self.map.get(page).handle().is_some()).count() as u64;
             if self.registry.space_is_live(owner) {
                 live += handles;
             } else {

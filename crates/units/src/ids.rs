@@ -15,6 +15,13 @@ pub struct SpaceId(pub u32);
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct LeafIndex(pub u32);
 
+impl LeafIndex {
+    /// Its pages, in order.
+    pub fn pages(self) -> impl Iterator<Item = PageId> {
+        (0..crate::PAGES_PER_LEAF).map(move |index| PageId::new(self, index))
+    }
+}
+
 /// One managed page of a tenant: leaf index × 512 + page within the leaf.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct PageId(pub u32);

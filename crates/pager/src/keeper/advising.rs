@@ -15,7 +15,7 @@ use strata_policy::budget::Observation;
 use strata_policy::sampler::{LEAST_SECONDS, Sampler};
 use strata_store::StoreStats;
 use strata_sys::process_time;
-use strata_units::{PAGES_PER_LEAF, PageId};
+use strata_units::PageId;
 
 use crate::advice::{Event, Observed};
 use crate::copies::stored_page_cost;
@@ -236,7 +236,7 @@ impl Advising {
         };
         self.next_leaf += count;
         for leaf in leaves {
-            for page in (0..PAGES_PER_LEAF).map(|index| PageId::new(leaf, index)) {
+            for page in leaf.pages() {
                 if self.sampler.takes(page) && is_somewhere(tenant, page) {
                     self.sampler.found(page, tenant.map.get(page).is_resident(), now);
                 }

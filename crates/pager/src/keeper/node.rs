@@ -217,7 +217,7 @@ impl Keeper<'_> {
         let leaves = (tenant.leaf_count() as usize).div_ceil(SURVEY_LOOKS);
         for _ in 0..leaves.min(SURVEYED_LEAVES) {
             let Some(leaf) = next_leaf(tenant, &mut node.surveyed) else { continue };
-            let pages: Vec<PageId> = pages_of(leaf).collect();
+            let pages: Vec<PageId> = leaf.pages().collect();
             for (space, pages) in by_space(tenant, pages, spaces) {
                 node.tier.verify(tenant, space, &pages, now);
             }
@@ -304,12 +304,8 @@ impl Keeper<'_> {
     }
 }
 
-fn pages_of(leaf: LeafIndex) -> impl Iterator<Item = PageId> {
-    (0..PAGES_PER_LEAF).map(move |index| PageId::new(leaf, index))
-}
-
 fn on_node(tenant: &Tenant, leaf: LeafIndex) -> impl Iterator<Item = PageId> {
-    pages_of(leaf).filter(|&page| tenant.map.get(page) == Entry::OnNode)
+    leaf.pages().filter(|&page| tenant.map.get(page) == Entry::OnNode)
 }
 
 /// The next leaf of a walk around the page map. None: the walk begins anew, or there is

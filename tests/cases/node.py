@@ -1,6 +1,7 @@
 """The node tier: cold pages lie on a node without processors, in place, and hot
 ones come back. A guest has such a node (cases/kernels.py boots one for it)."""
 
+import collections
 import contextlib
 import ctypes
 import json
@@ -243,8 +244,8 @@ def node_qemu(run):
 
 
 def bare_moves(pages, node):
-    """Seconds of CPU that a bare loop of move_pages takes for a page, in batches of
-    512 as Strata's, to `node` from memory that was just written."""
+    """Seconds of CPU that a bare loop of move_pages takes for a page that it moves, in
+    batches of 512 as Strata's, to `node` from memory that was just written."""
     libc = ctypes.CDLL(None, use_errno=True)
     memory = mmap.mmap(-1, pages * 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -263,9 +264,11 @@ def bare_moves(pages, node):
                         2) < 0:
             raise Failure(f"move_pages: {os.strerror(ctypes.get_errno())}")
     spent = time.thread_time() - began
-    if (moved := sum(list(status).count(node) for _, _, _, status in batches)) < pages * 99 // 100:
-        raise Failure(f"a bare loop moved {moved} of {pages} pages")
-    return spent / pages
+    told = collections.Counter(code for _, _, _, status in batches for code in status)
+    # Whom it leaves is the kernel's affair: the node may be full of its caches.
+    if (moved := told[node]) < pages // 2:
+        raise Failure(f"a bare loop moved {moved} of {pages} pages: {dict(told)}")
+    return spent / moved
 
 
 def keeper_seconds(worker):

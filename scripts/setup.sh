@@ -72,12 +72,14 @@ need_test() {
     need mariadb-server-core mariadbd
     need mariadb-server-core mariadb-install-db
     need mariadb-client-core mariadb
+    need sysbench sysbench
     need default-jdk-headless javac
     need golang-go go
     need gdb gdb
     need g++ c++
     need_file python3-numpy /usr/lib/python3/dist-packages/numpy
     need_file libjemalloc2 '/usr/lib/*/libjemalloc.so.2'
+    need_file systemd /usr/lib/systemd/systemd
 }
 
 # The programs that the bench measures beside Redis.

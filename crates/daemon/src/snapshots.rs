@@ -33,7 +33,7 @@ use crate::config::Config;
 use crate::tenants::{Tenants, Wish};
 use disk::{Disk, Known, Line, Place, Process};
 use lineage::life_of;
-pub(crate) use revive::{CloneWish, Revived};
+pub(crate) use revive::{CloneWish, Revived, helper};
 
 /// What directories of restores under way begin with.
 const WORK: &str = "restore-";

@@ -27,7 +27,7 @@ mod restore;
 pub use criu::{Criu, CriuError, OLDEST};
 pub use dump::{Dump, DumpError, DumpOptions, DumpOutcome, FrozenProcess};
 pub use preflight::{Refusal, Survey, preflight};
-pub use processes::process_tree;
+pub use processes::{is_ending, process_tree};
 pub use restore::{Arrival, Restore, RestoreError, RestoreOptions, RestoredTree, Shown};
 
 #[cfg(test)]

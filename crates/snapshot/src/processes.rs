@@ -8,6 +8,12 @@ use strata_sys::parent_of;
 
 /// Longest wait for a tracer's end to show.
 const DETACHED_WITHIN: Duration = Duration::from_secs(2);
+/// SIGKILL in a set of signals.
+const KILLED: u64 = 1 << (9 - 1);
+/// A task that ends (`PF_EXITING`, kernel's `linux/sched.h`).
+const EXITING: u64 = 4;
+/// Which field of `/proc/PID/stat` that is, counted from the state.
+const FLAGS_AFTER_NAME: usize = 6;
 
 /// All processes by number.
 fn all() -> impl Iterator<Item = u32> {
@@ -54,6 +60,26 @@ pub(crate) fn is_in_state(pid: u32, letter: char) -> bool {
     status(pid, "State").is_some_and(|state| state.starts_with(letter))
 }
 
+/// Whether it has ended (collected or not), or is about to: it was killed, and the
+/// kernel takes its memory down, which is tenths of a second for a big one.
+#[must_use]
+pub fn is_ending(pid: u32) -> bool {
+    let killed = |key| {
+        let set = status(pid, key).and_then(|set| u64::from_str_radix(&set, 16).ok());
+        set.is_none_or(|set| set & KILLED != 0)
+    };
+    let exits = || flags(pid).is_none_or(|flags| flags & EXITING != 0);
+    is_in_state(pid, 'Z') || killed("SigPnd") || killed("ShdPnd") || exits()
+}
+
+/// A task's `PF_` flags (see proc(5)).
+fn flags(pid: u32) -> Option<u64> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // Its name, in brackets, may hold anything.
+    let (_, fields) = stat.rsplit_once(')')?;
+    fields.split_ascii_whitespace().nth(FLAGS_AFTER_NAME)?.parse().ok()
+}
+
 /// Waits until nobody traces it any more. `false`: somebody still does, or it
 /// is gone.
 pub(crate) fn wait_untraced(pid: u32) -> bool {
@@ -96,6 +122,16 @@ pub(crate) fn find_by_inner_number(ancestor: u32, number: u32) -> Option<u32> {
 mod tests {
     use super::*;
     use std::process::Command;
+
+    #[test]
+    fn who_was_killed_is_ending_until_collected_and_after() {
+        let mut child = Command::new("sleep").arg("60").spawn().expect("sleep");
+        assert!(!is_ending(child.id()) && !is_ending(std::process::id()));
+        child.kill().expect("kill");
+        assert!(is_ending(child.id()), "at once");
+        child.wait().expect("wait");
+        assert!(is_ending(child.id()), "gone");
+    }
 
     #[test]
     fn a_tree_has_its_children_and_no_others() {

@@ -32,7 +32,7 @@ use crate::connections::wait_gone;
 use crate::criu::{Criu, IGNORE_CGROUPS};
 use crate::images;
 use crate::log::reason_in;
-use crate::processes::{find_by_inner_number, is_in_state, process_tree};
+use crate::processes::{find_by_inner_number, is_ending, is_in_state, process_tree};
 
 /// How long numbers may still be in use by processes that have just ended and
 /// are not collected yet. Some first processes (of containers) take seconds.
@@ -249,7 +249,7 @@ fn wait_free(numbers: &[u32]) -> Result<(), RestoreError> {
     let end = Instant::now() + FREE_WITHIN;
     loop {
         let taken = taken(numbers);
-        let living = |(number, _): &(u32, String)| !is_in_state(*number, 'Z');
+        let living = |(number, _): &(u32, String)| !is_ending(*number);
         if taken.is_empty() {
             return Ok(());
         }

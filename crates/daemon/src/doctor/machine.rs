@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::snapshots::criu_named;
+use crate::snapshots::{self, criu_named};
 
 use super::kernel::release;
 use super::{Files, Finding, Presence, node};
@@ -21,7 +21,7 @@ pub(super) fn findings(files: &Files, criu_set: Option<&Path>) -> Vec<Finding> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let mut findings = vec![numa(files)];
     findings.extend(node::findings(files));
-    findings.extend([dax(files), kvm(files), qemu(&path), criu(files, criu_set, &path)]);
+    findings.extend([dax(files), kvm(files), qemu(&path), criu(files, criu_set, &path), helper()]);
     findings
 }
 
@@ -77,6 +77,15 @@ fn criu(files: &Files, set: Option<&Path>, path: &OsStr) -> Finding {
         finding.detail += "; /run is no tmpfs: every snapshot and restore takes it longer to start";
     }
     finding.without("snapshots, rollback and clones of programs")
+}
+
+/// Ours, which is installed beside the daemon or not at all.
+fn helper() -> Finding {
+    match snapshots::helper() {
+        Ok(path) => Finding::new("strata-clone", Presence::Yes, path.display().to_string()),
+        Err(why) => Finding::new("strata-clone", Presence::No, why),
+    }
+    .without("clones")
 }
 
 /// Whether the text of `/proc/mounts` has a tmpfs at `place`.

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use strata_api::{Net, PortForward, Progress, SnapshotId, SnapshotRef, Tcp, Unit, clone_name};
 use strata_pager::{Setting, Space, Tenant};
-use strata_snapshot::{Restore, RestoreOptions, Shown};
+use strata_snapshot::{Restore, RestoreOptions, Shown, is_ending};
 use strata_sys::{Pidfd, Range, collect_child};
 
 use super::disk::{Known, Place, Process};
@@ -28,8 +28,10 @@ const HELLO_PATIENCE: Duration = Duration::from_secs(10);
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// What a restored process asks for in this time is remembered.
 const FIRST_MOMENTS: Duration = Duration::from_secs(1);
-/// The program that CRIU is started with for a clone, beside this one.
+/// The program that CRIU is started with for a clone, beside this one, or where it is
+/// installed.
 const HELPER: &str = "strata-clone";
+const INSTALLED_HELPER: &str = "/usr/lib/strata/strata-clone";
 
 /// What clones are asked to be.
 pub(crate) struct CloneWish {
@@ -129,7 +131,7 @@ impl Snapshots {
         let _turn = self.turn(&name)?;
         let (known, origin) = self.fitting(uid, named, tell)?;
         if name == known.info.tenant {
-            if origin.attachment().1 {
+            if !ends(&origin) {
                 return Err(format!(
                     "{name} is running; a living tenant is rolled back (strata rollback) or cloned"
                 ));
@@ -415,11 +417,35 @@ impl Snapshots {
     }
 }
 
-/// The program beside this one that clones are started with.
-pub(super) fn helper() -> Result<PathBuf, String> {
-    std::env::current_exe()
-        .map(|own| own.with_file_name(HELPER))
-        .map_err(|error| format!("cannot find {HELPER}: {error}"))
+/// The program that clones are started with.
+pub(crate) fn helper() -> Result<PathBuf, String> {
+    let missing = |why: String| format!("cannot find {HELPER}: {why}");
+    let own = std::env::current_exe().map_err(|error| missing(error.to_string()))?;
+    let beside = own.with_file_name(HELPER);
+    let places = [beside.as_path(), Path::new(INSTALLED_HELPER)];
+    let found = places.into_iter().find(|place| place.is_file());
+    found.map(Path::to_owned).ok_or_else(|| {
+        missing(format!("it is neither beside {} nor at {INSTALLED_HELPER}", own.display()))
+    })
+}
+
+/// Waits for a tenant whose processes were all killed and are not gone yet, or not
+/// known to be. `false`: it lives.
+fn ends(tenant: &Tenant) -> bool {
+    let deadline = Instant::now() + KILL_PATIENCE;
+    while tenant.attachment().1 {
+        let pids = tenant.pids();
+        if pids.is_empty() {
+            return !tenant.attachment().1;
+        }
+        if !pids.iter().all(|&pid| is_ending(pid)) || Instant::now() > deadline {
+            return false;
+        }
+        pids.into_iter().for_each(collect_child);
+        tenant.look_for_ended();
+        std::thread::sleep(LOOK_EVERY);
+    }
+    true
 }
 
 /// What a clone gets copies of: these directories, and what is shown below them.

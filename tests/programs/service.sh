@@ -1,0 +1,148 @@
+#!/bin/bash
+# Strata installed as docs/usage.md says and run by systemd from its unit, in
+# namespaces of their own: overlays take what is installed, systemd is the first
+# process of its pid namespace, nothing is left behind.
+#
+#   service.sh PLACE BUILD CRIU    PLACE: a directory of our own; BUILD: where the programs
+#                                  are. What was seen is in PLACE/seen.
+#
+# It calls itself in the namespaces (inside), and once more as a unit beside
+# stratad's (look).
+set -euo pipefail
+self=$(readlink -f "$0")
+repository=$(dirname "$self")/../..
+
+outside() {
+    place=$1
+    hierarchy=/sys/fs/cgroup
+    if mountpoint -q "$hierarchy/unified"; then
+        hierarchy=$hierarchy/unified
+    fi
+    group=$hierarchy/strata-service-$$
+    mkdir "$group"
+    trap tidy EXIT
+    status=0
+    # In a subshell, which becomes the first process of the namespaces.
+    (
+        echo "$BASHPID" >"$group/cgroup.procs"
+        exec unshare --mount --pid --fork --cgroup --uts --ipc --kill-child \
+            "$self" inside "$@" </dev/null
+    ) || status=$?
+    exit "$status"
+}
+
+# Groups outlive who was in them: ours, and those that stratad made for its tenants.
+tidy() {
+    find "$group" -depth -type d -exec rmdir {} + || true
+    if [ -s "$place/number" ]; then
+        find /sys/fs/cgroup -depth -type d -path "*/strata-$(cat "$place/number")*" -exec rmdir {} + ||
+            true
+    fi
+}
+
+inside() {
+    place=$1 build=$2 criu=$3
+    mount -t proc proc /proc
+    mount -t tmpfs tmpfs /run
+    mkdir /run/overlay
+    for directory in etc usr var; do
+        mkdir -p "/run/overlay/$directory/upper" "/run/overlay/$directory/work"
+        mount -t overlay overlay "/$directory" -o \
+            "lowerdir=/$directory,upperdir=/run/overlay/$directory/upper,workdir=/run/overlay/$directory/work"
+    done
+    # The group that we are in is the root of what systemd sees. Where the memory
+    # controller is in v1, stratad finds it elsewhere.
+    umount -R -l /sys/fs/cgroup
+    mount -t cgroup2 cgroup2 /sys/fs/cgroup
+    mkdir /run/memory
+    mount -t cgroup -o memory cgroup /run/memory 2>/dev/null || true
+    # As a person installs it, command by command, from a tree that was built.
+    mkdir -p /run/tree/target
+    ln -s "$build" /run/tree/target/release
+    ln -s "$repository/include" "$repository/packaging" /run/tree
+    recipe=$(sed -n '/^## The system daemon/,/^systemctl/p' "$repository/docs/usage.md" |
+        sed '1,/^```sh/d; /^systemctl/d')
+    (cd /run/tree && sh -e -c "$recipe")
+    echo "criu = \"$criu\"" >>/etc/strata/stratad.toml
+    # Nothing of this machine's starts: targets of these names, stratad, and the look.
+    units=/run/units
+    mkdir -p "$units/multi-user.target.wants"
+    for target in sysinit basic shutdown multi-user; do
+        printf '[Unit]\nDescription=%s\nDefaultDependencies=no\n' "$target" >"$units/$target.target"
+    done
+    cat >"$units/look.service" <<EOF
+[Unit]
+After=stratad.service
+SuccessAction=exit-force
+FailureAction=exit-force
+FailureActionExitStatus=1
+[Service]
+Type=oneshot
+StandardOutput=file:$place/seen
+StandardError=inherit
+TimeoutStartSec=120
+ExecStart=$self look $place
+EOF
+    ln -s /etc/systemd/system/stratad.service "$units"
+    ln -s "$units/stratad.service" "$units/look.service" "$units/multi-user.target.wants"
+    container=strata-test SYSTEMD_UNIT_PATH=$units exec /usr/lib/systemd/systemd --system \
+        --unit=multi-user.target --log-target=console
+}
+
+# is WHAT WANTED COMMAND...: the command says what is wanted.
+is() {
+    local what=$1 wanted=$2 said
+    shift 2
+    said=$("$@") || { echo "$what: status $?: $said"; exit 1; }
+    [ "$said" = "$wanted" ] || { echo "$what: $said instead of $wanted"; exit 1; }
+    echo "$what: $said"
+}
+
+credentials() {
+    grep -E '^(CapBnd|NoNewPrivs|Seccomp):' "/proc/$1/status" | tr -s '\t\n' ' '
+}
+
+look() {
+    for _ in $(seq 100); do
+        [ -S /run/strata/control.sock ] && break
+        sleep 0.1
+    done
+    pgrep -o -x stratad >"$1/number"
+    mkdir /run/redis
+    strata run --name r --dram 64MiB -- redis-server --port 7777 --save "" --appendonly no --enable-debug-command yes \
+        --dir /run/redis >/run/redis/log 2>&1 &
+    ask=(redis-cli -p 7777)
+    for _ in $(seq 100); do
+        "${ask[@]}" ping >/dev/null 2>&1 && break
+        sleep 0.1
+    done
+    is manual found bash -c '[ -s /usr/share/man/man1/strata.1 ] && echo found'
+    is populated OK "${ask[@]}" debug populate 200000 key 400
+    is before OK "${ask[@]}" set place before
+    pid=$(pgrep -x redis-server)
+    had=$(credentials "$pid")
+    is snapshot r@1 strata snapshot r --label first
+    is after OK "${ask[@]}" set place after
+    kill -9 "$pid"
+    is restored r strata restore r@first
+    is "restored, place" before "${ask[@]}" get place
+    is "restored, number" "$pid" pgrep -x redis-server
+    is "restored, credentials" "$had" credentials "$pid"
+    is "after again" OK "${ask[@]}" set place after
+    is "rolled back" r strata rollback r r@first
+    is "rolled back, place" before "${ask[@]}" get place
+    is "cloned" "c 127.0.0.1:7778->7777" strata clone r@first --name c --net new --forward 7778:7777
+    is "cloned, place" before redis-cli -p 7778 get place
+    # Its tenants outlive it.
+    systemctl stop stratad
+    is "without stratad" inactive bash -c 'systemctl is-active stratad || true'
+    is "without stratad, place" before "${ask[@]}" get place
+    is "without stratad, last key" 400 "${ask[@]}" strlen key:199999
+    is "without stratad, processes" 2 pgrep -c -x redis-server
+    echo done
+}
+
+case $1 in
+inside | look) "$@" ;;
+*) outside "$@" ;;
+esac

@@ -14,13 +14,13 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitStatus};
+use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 use std::{fs, io};
 
-use strata_sys::{inherit_fds, poll_readable};
+use strata_sys::{Launch, Running, poll_readable};
 
-use crate::child::Running;
+use crate::breakpoints::Breakpoints;
 use crate::criu::{Criu, IGNORE_CGROUPS};
 use crate::hide;
 use crate::images::mend_files;
@@ -136,6 +136,7 @@ pub struct FrozenProcess {
     began: Instant,
     frozen: Instant,
     ready: Instant,
+    _breakpoints: Breakpoints,
 }
 
 fn log_paths(images: &Path) -> (PathBuf, PathBuf) {
@@ -226,44 +227,46 @@ fn start(
     let (release, theirs) = UnixStream::pair().map_err(system("making a socket pair"))?;
     let (status, ready) = io::pipe().map_err(system("making a pipe"))?;
     let (theirs, ready) = (OwnedFd::from(theirs), OwnedFd::from(ready));
-    let mut command = if lives_elsewhere(root) {
+    let mut launch = if lives_elsewhere(root) {
         let none = || io::Error::new(io::ErrorKind::NotFound, "no path to strata-clone is set");
         let helper =
             options.helper.as_ref().ok_or_else(none).map_err(system("entering namespaces"))?;
-        let mut command = Command::new(helper);
-        command.arg("enter").arg(root.to_string()).arg(criu.path());
-        command
+        let mut launch = Launch::new(helper);
+        launch.arg("enter").arg(root.to_string()).arg(criu.path());
+        launch
     } else {
-        Command::new(criu.path())
+        Launch::new(criu.path())
     };
     let number = inner_number(root).unwrap_or(root);
-    command.arg("dump").arg("--tree").arg(number.to_string()).arg("--images-dir").arg(images);
+    launch.arg("dump").arg("--tree").arg(number.to_string()).arg("--images-dir").arg(images);
     // One line of log costs as much as dumping a page: errors only.
-    command.args(["--log-file", "dump.log", "-v1"]);
-    command.args(["--lazy-pages", "--leave-running", "--shell-job", "--file-locks"]);
-    command.arg(IGNORE_CGROUPS);
-    command.arg("--ghost-limit").arg(GHOST_LIMIT.to_string());
-    command.arg("--ps-socket").arg(theirs.as_raw_fd().to_string());
-    command.arg("--status-fd").arg(ready.as_raw_fd().to_string());
+    launch.args(["--log-file", "dump.log", "-v1"]);
+    launch.args(["--lazy-pages", "--leave-running", "--shell-job", "--file-locks"]);
+    launch.arg(IGNORE_CGROUPS);
+    launch.arg("--ghost-limit").arg(GHOST_LIMIT.to_string());
+    launch.arg("--ps-socket").arg(theirs.as_raw_fd().to_string());
+    launch.arg("--status-fd").arg(ready.as_raw_fd().to_string());
     // One that nobody has accepted yet stays where it is, and is in no dump.
-    command.arg("--skip-in-flight");
+    launch.arg("--skip-in-flight");
     if keep_connections {
-        command.args(["--tcp-established", "--network-lock", "skip"]);
+        launch.args(["--tcp-established", "--network-lock", "skip"]);
     } else {
-        command.arg("--tcp-close");
+        launch.arg("--tcp-close");
     }
     for inode in outside {
-        command.arg("--external").arg(format!("unix[{inode}]"));
+        launch.arg("--external").arg(format!("unix[{inode}]"));
     }
-    // Our copies of its ends close with the command, when it has started.
-    inherit_fds(&mut command, vec![theirs, ready]);
+    // Our copies of its ends close when it has started.
+    launch.inherit(vec![theirs, ready]);
     let questions = if options.hide_memory {
-        hide::prepare(&mut command, pids).map_err(system("making a socket pair"))?
+        hide::prepare(&mut launch, pids).map_err(system("making a socket pair"))?
     } else {
         None
     };
     let began = Instant::now();
-    let running = Running::start(command, &log_paths(images).1)
+    let breakpoints = Breakpoints::ahead();
+    let running = launch
+        .start(&log_paths(images).1)
         .map_err(system(format!("starting {}", criu.path().display())))?;
     let mut waiting = FrozenProcess {
         root,
@@ -274,6 +277,7 @@ fn start(
         began,
         frozen: began,
         ready: began,
+        _breakpoints: breakpoints,
     };
     if let Some(questions) = questions {
         hide::answer(&questions, pids).map_err(system("answering for the kernel"))?;
@@ -321,7 +325,7 @@ impl FrozenProcess {
     /// Waits for CRIU's end; when that takes too long it is killed.
     fn end(&mut self, what: &'static str) -> Result<ExitStatus, DumpError> {
         let limit = self.limit;
-        let ended = self.criu.wait(limit).map_err(system("waiting for CRIU"))?;
+        let ended = self.criu.wait(Some(limit)).map_err(system("waiting for CRIU"))?;
         ended.ok_or_else(|| {
             self.criu.kill();
             let running = wait_untraced(self.root);
@@ -332,7 +336,7 @@ impl FrozenProcess {
     /// Ends CRIU, which is to give up by itself where it can.
     fn stop(&mut self) {
         self.release = None;
-        if !matches!(self.criu.wait(GRACE), Ok(Some(_))) {
+        if !matches!(self.criu.wait(Some(GRACE)), Ok(Some(_))) {
             self.criu.kill();
         }
     }
@@ -411,7 +415,7 @@ mod tests {
 
     impl Victim {
         fn new() -> Self {
-            let mut command = Command::new("sleep");
+            let mut command = std::process::Command::new("sleep");
             command.arg("100");
             // Ours may be led from outside of this pid namespace.
             strata_sys::own_session(&mut command);

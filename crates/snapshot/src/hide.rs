@@ -13,9 +13,8 @@ use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
-use std::process::Command;
 
-use strata_sys::{IoctlCall, IoctlListener, Range, ask_about_ioctl, poll_readable, read_maps};
+use strata_sys::{IoctlCall, IoctlListener, Launch, Range, poll_readable, read_maps};
 
 use crate::processes::{inner_number, status};
 
@@ -37,12 +36,12 @@ fn must_see(pid: u32) -> bool {
 }
 
 /// Puts the filter on CRIU. `None`: for these processes it must see everything.
-pub(crate) fn prepare(command: &mut Command, pids: &[u32]) -> io::Result<Option<UnixStream>> {
+pub(crate) fn prepare(launch: &mut Launch, pids: &[u32]) -> io::Result<Option<UnixStream>> {
     if pids.iter().any(|pid| must_see(*pid)) {
         return Ok(None);
     }
     let (ours, theirs) = UnixStream::pair()?;
-    ask_about_ioctl(command, PAGEMAP_SCAN, theirs);
+    launch.ask_about_ioctl(PAGEMAP_SCAN, theirs);
     Ok(Some(ours))
 }
 

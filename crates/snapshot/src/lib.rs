@@ -12,7 +12,7 @@
 #![forbid(unsafe_code)]
 
 pub mod archive;
-mod child;
+mod breakpoints;
 pub mod clone;
 mod connections;
 mod criu;

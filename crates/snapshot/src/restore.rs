@@ -20,13 +20,12 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 use std::{fs, io};
 
-use strata_sys::{Pidfd, inherit_fds, parent_of, peer, poll_readable, receive_with_fds};
+use strata_sys::{Launch, Pidfd, Running, parent_of, peer, poll_readable, receive_with_fds};
 
-use crate::child::Running;
+use crate::breakpoints::Breakpoints;
 use crate::clone::Run;
 use crate::connections::wait_gone;
 use crate::criu::{Criu, IGNORE_CGROUPS};
@@ -73,6 +72,9 @@ pub struct RestoreOptions {
     /// TCP connections inside of the tree go on; nobody else may have them, as
     /// the original does on the network of a clone. Else all are closed.
     pub keep_connections: bool,
+    /// The file `tasks` of the cgroup (v1) that the tree comes to live in, open for
+    /// writing.
+    pub group: Option<fs::File>,
     /// The program `strata-clone`; needed for anything own or shown.
     pub helper: Option<PathBuf>,
     /// Longest wait for the next process, and for the end.
@@ -87,6 +89,7 @@ impl Default for RestoreOptions {
             shown: Vec::new(),
             inherited: Vec::new(),
             keep_connections: true,
+            group: None,
             helper: None,
             limit: Duration::from_secs(30),
         }
@@ -160,7 +163,7 @@ pub struct RestoredTree {
     /// it. It ends when the clone has, with the exit code of its root (or
     /// [`crate::clone::FAILED`]); killed, it takes the clone along. A child of
     /// this process; wait for it, or it stays a zombie.
-    pub keeper: Option<Child>,
+    pub keeper: Option<Running>,
 }
 
 /// A restore under way. Dropped before its end, everything it has started is
@@ -181,6 +184,7 @@ pub struct Restore {
     own_pids: bool,
     work: PathBuf,
     limit: Duration,
+    _breakpoints: Breakpoints,
 }
 
 fn log_paths(work: &Path) -> (PathBuf, PathBuf) {
@@ -272,6 +276,7 @@ impl Restore {
         work: &Path,
         mut options: RestoreOptions,
     ) -> Result<Self, RestoreError> {
+        let breakpoints = Breakpoints::ahead();
         let reading = || system(format!("reading the images in {}", images_dir.display()));
         let numbers = numbers(images_dir).map_err(reading())?;
         let limit = fs::read_to_string("/proc/sys/kernel/pid_max").ok();
@@ -314,19 +319,23 @@ impl Restore {
         } else {
             program.push("--restore-detached".into());
         }
-        let mut command;
+        let mut launch;
         if own_place {
             let helper = helper.ok_or_else(missing).map_err(system("starting a clone"))?;
             let shown = options.shown.into_iter().map(|shown| (shown.copy, shown.path)).collect();
             let (own_pids, own_network) = (options.own_pids, options.own_network);
-            command = Command::new(helper);
-            command.args(Run { own_pids, own_network, shown, program }.words());
+            launch = Launch::new(helper);
+            launch.args(Run { own_pids, own_network, shown, program }.words());
         } else {
-            command = Command::new(&program[0]);
-            command.args(&program[1..]);
+            launch = Launch::new(&program[0]);
+            launch.args(&program[1..]);
         }
-        inherit_fds(&mut command, inherited);
-        let running = Running::start(command, &log_paths(work).1)
+        launch.inherit(inherited);
+        if let Some(group) = options.group {
+            launch.join(group);
+        }
+        let running = launch
+            .start(&log_paths(work).1)
             .map_err(system(format!("starting {}", criu.path().display())))?;
         Ok(Self {
             criu: Some(running),
@@ -340,6 +349,7 @@ impl Restore {
             own_pids: options.own_pids,
             work: work.to_owned(),
             limit: options.limit,
+            _breakpoints: breakpoints,
         })
     }
 
@@ -462,7 +472,7 @@ impl Restore {
             true
         } else {
             let Some(criu) = &mut self.criu else { return Err(self.failed()) };
-            let ended = criu.wait(limit).map_err(system("waiting for CRIU"))?;
+            let ended = criu.wait(Some(limit)).map_err(system("waiting for CRIU"))?;
             match ended {
                 None => return Err(self.too_long("let the tree run")),
                 Some(status) if !status.success() => return Err(self.failed()),
@@ -471,7 +481,7 @@ impl Restore {
         };
         let root = self.root();
         // Nothing is to be ended any more.
-        let keeper = self.criu.take().filter(|_| is_clone).map(Running::into_child);
+        let keeper = self.criu.take().filter(|_| is_clone);
         Ok(RestoredTree { root, keeper })
     }
 
@@ -535,10 +545,10 @@ impl Drop for Restore {
     fn drop(&mut self) {
         let Some(mut criu) = self.criu.take() else { return };
         let end = Instant::now() + GONE_WITHIN;
-        while matches!(criu.wait(Duration::ZERO), Ok(None)) && Instant::now() < end {
+        while matches!(criu.wait(Some(Duration::ZERO)), Ok(None)) && Instant::now() < end {
             kill_below(criu.id());
             // It has yet to notice, or to start anything.
-            if !matches!(criu.wait(Duration::from_millis(5)), Ok(None)) {
+            if !matches!(criu.wait(Some(Duration::from_millis(5))), Ok(None)) {
                 break;
             }
         }

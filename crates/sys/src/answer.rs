@@ -4,8 +4,6 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
-use std::os::unix::process::CommandExt;
-use std::process::Command;
 
 use crate::socket::receive_with_fds;
 use crate::uffd::own;
@@ -34,18 +32,12 @@ const fn give(action: u32) -> libc::sock_filter {
     libc::sock_filter { code: 0x06, jt: 0, jf: 0, k: action } // BPF_RET | BPF_K
 }
 
-/// Lets the kernel ask us about every ioctl with this `request` (its low 32
-/// bits) that the program makes which `command` starts. Needs CAP_SYS_ADMIN.
-/// After the start, [`IoctlListener::accept`] the other end of `channel`.
-pub fn ask_about_ioctl(command: &mut Command, request: u32, channel: UnixStream) {
-    // SAFETY: the closure runs in the child between fork and exec: it makes
-    // plain system calls on values that it owns and allocates nothing.
-    unsafe {
-        command.pre_exec(move || {
-            let filter = install(request)?;
-            send_one(&channel, filter.as_fd())
-        });
-    }
+/// Lets the kernel ask about every ioctl with this `request` that the calling
+/// thread makes from now on; whoever has the other end of `channel` answers.
+/// Allocates nothing, for use between fork and exec.
+pub(crate) fn install_and_send(request: u32, channel: &UnixStream) -> io::Result<()> {
+    let filter = install(request)?;
+    send_one(channel, filter.as_fd())
 }
 
 /// Puts the filter on the calling thread and returns the kernel's end of it.
@@ -178,6 +170,9 @@ impl AsFd for IoctlListener {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::path::Path;
+
+    use crate::launch::Launch;
     use crate::poll::poll_readable;
 
     #[test]
@@ -185,10 +180,9 @@ mod tests {
         // What isatty asks for (TCGETS): /dev/null is a terminal, for once.
         const TCGETS: u32 = 0x5401;
         let (ours, theirs) = UnixStream::pair().expect("a pair");
-        let mut command = Command::new("sh");
-        command.args(["-c", "test -t 0"]).stdin(std::process::Stdio::null());
-        ask_about_ioctl(&mut command, TCGETS, theirs);
-        let mut child = match command.spawn() {
+        let mut launch = Launch::new("/bin/sh");
+        launch.args(["-c", "test -t 0"]).ask_about_ioctl(TCGETS, theirs);
+        let mut child = match launch.start(Path::new("/dev/null")) {
             Ok(child) => child,
             Err(error) => return println!("skipped: no seccomp filter for us: {error}"),
         };
@@ -204,6 +198,7 @@ mod tests {
             listener.answer(call, Some(0)).expect("answered");
             answered += 1;
         }
-        assert!(answered > 0 && child.wait().expect("its end").success());
+        let ended = child.wait(None).expect("a wait").expect("its end");
+        assert!(answered > 0 && ended.success());
     }
 }

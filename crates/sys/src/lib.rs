@@ -13,11 +13,13 @@ mod event;
 mod file;
 mod futex;
 mod large_buffer;
+mod launch;
 mod mapped_file;
 mod numa;
 mod own_memory;
 mod pagemap;
 pub mod peer;
+mod perf;
 mod placement;
 mod poll;
 pub mod probe;
@@ -32,7 +34,7 @@ mod tcp_diag;
 mod uffd;
 mod unix_diag;
 
-pub use answer::{IoctlCall, IoctlListener, ask_about_ioctl};
+pub use answer::{IoctlCall, IoctlListener};
 pub use control_block::ControlBlock;
 pub use damon::{
     DAMON_PERIOD, DAMON_RANGES, DAMON_SAMPLES, Damon, DamonOwner, DamonRange, DamonRefusal,
@@ -41,6 +43,7 @@ pub use event::EventFd;
 pub use file::{OPEN_NO_LINK, file_system_bytes, try_lock};
 pub use futex::{futex_wait, futex_wake};
 pub use large_buffer::{LARGE_BUFFER_BYTES, LargeBuffer};
+pub use launch::{Launch, Running};
 pub use mapped_file::{MappedFile, MappingKind};
 pub use numa::{
     MOST_NODES, MemoryNode, NodeRefusal, PagePlace, find_pages, home_of, memory_node, memory_nodes,
@@ -48,6 +51,7 @@ pub use numa::{
 };
 pub use own_memory::OwnMemory;
 pub use pagemap::{ProcessPages, present_ranges};
+pub use perf::idle_task_event;
 pub use placement::{MappedMemory, PlacementError, advise_memory, memory_tiers, placement_reason};
 pub use poll::{Polled, Poller, poll_readable};
 pub use process::{
@@ -63,8 +67,8 @@ pub use sched::{
 pub use shared_memory::{SharedMemory, punch_hole};
 pub use socket::{SeqPacket, SeqPacketListener, receive_with_fds};
 pub use spawn::{
-    Ended, Own, bind_mount, enter_namespaces_of, enter_network_of, inherit_fds, own_session,
-    prepare_child, raise_loopback, unshare, wait_any_child,
+    Ended, Own, bind_mount, enter_namespaces_of, enter_network_of, own_session, prepare_child,
+    raise_loopback, unshare, wait_any_child,
 };
 pub use supervise::{
     Signal, WorkerExit, adopt_fd, adopt_orphans, block_signals, close_fd, close_inherited_fds,

@@ -1,34 +1,15 @@
-//! Starting programs: descriptors they inherit, and what is prepared in a
-//! private place (mounts, network) before they run.
+//! Private places (mounts, network, process numbers) for programs that are
+//! started in them. How the daemon starts programs is in `launch`.
 
 use std::ffi::CString;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
 
 use crate::process::Pidfd;
-
-/// Lets the program that `command` starts inherit `fds` under the numbers that
-/// they have here (all others close when it starts). The descriptors belong to
-/// `command` from here on: drop it, and our copies are closed.
-pub fn inherit_fds(command: &mut Command, fds: Vec<OwnedFd>) {
-    // SAFETY: the closure runs in the child between fork and exec; fcntl on
-    // numbers that the closure owns is async-signal-safe and allocates nothing
-    // (`last_os_error` holds just the number).
-    unsafe {
-        command.pre_exec(move || {
-            for fd in &fds {
-                if libc::fcntl(fd.as_raw_fd(), libc::F_SETFD, 0) != 0 {
-                    return Err(io::Error::last_os_error());
-                }
-            }
-            Ok(())
-        });
-    }
-}
 
 /// Starts the program in a session of its own, where signals of our terminal do
 /// not reach it, and lets it make files for its user alone.

@@ -282,7 +282,7 @@ impl Snapshots {
         preparing: Preparing,
         keep_connections: bool,
     ) -> Result<u32, String> {
-        let options = match self.line_of(tenant).place {
+        let mut options = match self.line_of(tenant).place {
             Some(place) => RestoreOptions {
                 own_pids: true,
                 own_network: place.own_network,
@@ -293,6 +293,8 @@ impl Snapshots {
             },
             None => RestoreOptions { keep_connections, ..RestoreOptions::default() },
         };
+        options.group =
+            tenant.record().cgroup.as_ref().and_then(|path| Cgroups::tasks_file(path.as_ref()));
         // A name of its own: somebody who is just being ended may still write to
         // the last one.
         let number = self.restores.fetch_add(1, Ordering::Relaxed);
@@ -324,7 +326,9 @@ impl Snapshots {
         let images = self.disk.images(&known.info.id);
         let mut restore =
             Restore::begin(&criu, &images, work, options).map_err(|error| error.to_string())?;
-        if let (Some(directory), Some(pid)) = (&tenant.record().cgroup, restore.forefather()) {
+        if let (Some(directory), Some(pid)) = (&tenant.record().cgroup, restore.forefather())
+            && !Cgroups::has(directory.as_ref(), pid)
+        {
             // What it starts is there, too. The kernel takes its time for that, in which
             // CRIU reads its images.
             let directory = PathBuf::from(directory);
@@ -376,7 +380,7 @@ impl Snapshots {
             let collected = Builder::new()
                 .name("clone".into())
                 .stack_size(64 << 10)
-                .spawn(move || keeper.wait());
+                .spawn(move || keeper.wait(None));
             collected.map_err(|error| format!("no thread for a clone: {error}"))?;
         }
         let deadline = Instant::now() + HELLO_PATIENCE;

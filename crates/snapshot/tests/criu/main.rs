@@ -7,7 +7,7 @@ mod pager;
 mod program;
 
 use std::path::PathBuf;
-use std::process::{Child, Command};
+use std::process::Command;
 use std::sync::Mutex;
 use std::time::Duration;
 use std::{env, fs};
@@ -18,6 +18,7 @@ use strata_snapshot::{
     Criu, Dump, DumpError, DumpOptions, Restore, RestoreError, RestoreOptions, RestoredTree, Shown,
     process_tree,
 };
+use strata_sys::Running;
 
 /// One at a time: they restore processes under their old numbers.
 static ONE: Mutex<()> = Mutex::new(());
@@ -93,7 +94,7 @@ fn restore(
 }
 
 /// A clone's keeper; the clone ends with the test.
-struct Kept(Child);
+struct Kept(Running);
 
 impl Kept {
     fn of(tree: &mut RestoredTree) -> Self {
@@ -101,8 +102,7 @@ impl Kept {
     }
 
     fn end(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+        self.0.kill();
     }
 }
 
@@ -245,7 +245,7 @@ fn clones_live_beside_the_original_with_numbers_and_files_of_their_own() {
     assert!(program.try_ask_in(&copy, "add").is_none());
     let (copy, _tree, mut kept, _pagers) = clones.remove(0);
     assert_eq!(program.ask_in(&copy, "exit"), "bye");
-    let status = kept.0.wait().expect("ended");
+    let status = kept.0.wait(None).expect("a wait").expect("its end");
     assert_eq!(status.code(), Some(7), "the exit code of its root");
 }
 

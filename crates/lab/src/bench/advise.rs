@@ -34,8 +34,10 @@ use strata_api::{AdviceState, Stats};
 
 /// The same requests again until the replacement has settled, in warm-ups.
 const SETTLING_ROUNDS: u64 = 2;
-/// A server without Strata needs none but for its caches.
-const PLAIN_WARMUP: Duration = Duration::from_secs(1);
+/// Pairs of windows in which a tenant and the same server without Strata take turns.
+const WINDOWS: u32 = 6;
+/// For the processor's caches, which the other one had.
+const WINDOW_WARMUP: Duration = Duration::from_millis(500);
 
 /// What four tenants get together.
 #[derive(clap::Args)]
@@ -357,16 +359,25 @@ impl<'a> Tenants<'a> {
         Ok(())
     }
 
-    /// Each beside the same server without Strata, half of it before and half after:
-    /// the machine's speed is another one minutes later.
+    /// Each in turn with the same server without Strata, in short windows: the
+    /// machine's speed is another one minutes later. The mean of each side.
     fn speeds(&self) -> Result<Vec<Speeds>> {
-        let Workload { warmup, duration, .. } = self.bench.plan.workload;
+        let duration = self.bench.plan.workload.duration / WINDOWS;
         let pairs = self.managed.iter().zip(&self.plain);
         let speeds = pairs.map(|(one, plain)| {
-            let before = plain.speed(PLAIN_WARMUP, duration / 2)?;
-            let managed = one.speed(warmup, duration)?;
-            let after = plain.speed(PLAIN_WARMUP, duration / 2)?;
-            Ok(Speeds { managed, plain: f64::midpoint(before, after) })
+            let mut sums = Speeds { managed: 0.0, plain: 0.0 };
+            for window in 0..WINDOWS {
+                // Who comes first takes turns, too.
+                if window % 2 == 0 {
+                    sums.plain += plain.speed(WINDOW_WARMUP, duration)?;
+                    sums.managed += one.speed(WINDOW_WARMUP, duration)?;
+                } else {
+                    sums.managed += one.speed(WINDOW_WARMUP, duration)?;
+                    sums.plain += plain.speed(WINDOW_WARMUP, duration)?;
+                }
+            }
+            let windows = f64::from(WINDOWS);
+            Ok(Speeds { managed: sums.managed / windows, plain: sums.plain / windows })
         });
         speeds.collect()
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use strata_pager::Tenant;
+use strata_pager::{ReleaseRefused, Tenant};
 use strata_sys::{
     Signal, adopt_orphans, close_fd, collect_child, ended_children, is_living_userfaultfd,
     open_fds, wait_for_signal,
@@ -148,7 +148,11 @@ fn tidy(tenants: &Tenants, snapshots: &Snapshots, private: bool, watcher: Option
 fn terminate(tenants: &Tenants) -> bool {
     let mut all = true;
     for tenant in tenants.list() {
-        if let Err(refused) = tenant.release() {
+        let released = tenant.release();
+        // One that has ended meanwhile has nothing to be given back.
+        if let Err(refused) = released
+            && refused != ReleaseRefused::Ended
+        {
             eprintln!(
                 "stratad: {} cannot be released ({refused:?}): stop it first, or free memory; stratad goes on",
                 tenant.record().name

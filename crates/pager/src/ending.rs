@@ -119,6 +119,13 @@ impl Tenant {
         self.wake_keeper();
     }
 
+    /// Whether a process lives whose space is gone: it is being taken down, or it has
+    /// executed another program, whose agent may be about to come.
+    #[must_use]
+    pub fn has_ending_process(&self) -> bool {
+        lock(&self.ending_agents).iter().any(|agent| !agent.pidfd.has_exited())
+    }
+
     /// Collects processes that have ended.
     pub(crate) fn collect_ended(&self) {
         lock(&self.ending_agents).retain(|agent| {

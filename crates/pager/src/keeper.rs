@@ -241,6 +241,7 @@ pub(crate) fn run(tenant: &Arc<Tenant>) {
                     }
                     tenant.forget_buried(usize::MAX);
                     tenant.ended.store(true, Ordering::Release);
+                    tenant.close_inbox();
                     return;
                 }
             }

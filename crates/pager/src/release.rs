@@ -57,8 +57,7 @@ impl Progress {
 pub(crate) fn ask(tenant: &Tenant, patience: Duration) -> Result<(), ReleaseRefused> {
     let (sender, receiver) = mpsc::channel();
     let progress = Arc::new(Progress::default());
-    lock(&tenant.inbox).orders.push(Order::Release(sender, Arc::clone(&progress)));
-    tenant.wake_keeper();
+    tenant.order(Order::Release(sender, Arc::clone(&progress)));
     let mut seen = 0;
     loop {
         match receiver.recv_timeout(patience) {
@@ -215,6 +214,27 @@ mod tests {
         assert_eq!(ask(&tenant, KEEPER_PATIENCE), Ok(()));
         assert!(tenant.is_released());
         tenant.end();
+        // Nobody carries anything out any more.
+        assert_eq!(ask(&tenant, KEEPER_PATIENCE), Err(ReleaseRefused::Ended));
+    }
+
+    #[test]
+    fn a_keeper_that_ends_answers_those_who_came_after() {
+        let tenant = testing::tenant();
+        tenant.start_keeper();
+        std::thread::scope(|scope| {
+            let asking = [0; 4].map(|_| {
+                scope.spawn(|| {
+                    let began = Instant::now();
+                    while ask(&tenant, KEEPER_PATIENCE) == Ok(()) {}
+                    assert!(began.elapsed() < KEEPER_PATIENCE, "nobody answered");
+                })
+            });
+            tenant.end();
+            for one in asking {
+                one.join().expect("an answer");
+            }
+        });
     }
 
     #[test]

@@ -183,8 +183,7 @@ impl Tenant {
         let (answer, receiver) = mpsc::channel();
         let progress = Arc::new(Progress::default());
         let order = SnapshotOrder { request, answer, progress: Arc::clone(&progress) };
-        lock(&self.inbox).orders.push(Order::Snapshot(Box::new(order)));
-        self.wake_keeper();
+        self.order(Order::Snapshot(Box::new(order)));
         loop {
             match receiver.recv_timeout(TELL_EVERY) {
                 Ok(outcome) => return outcome,

@@ -106,6 +106,8 @@ pub(crate) enum Order {
 pub(crate) struct Inbox {
     pub(crate) orders: Vec<Order>,
     pub(crate) woken: bool,
+    /// There is no keeper any more.
+    closed: bool,
 }
 
 /// See the module's text.
@@ -460,14 +462,31 @@ impl Tenant {
     /// Takes the tenant down once its processes are gone, or at once when they
     /// are none of its business any more.
     pub fn end(self: &Arc<Self>) {
-        lock(&self.inbox).orders.push(Order::End);
-        self.wake_keeper();
+        self.order(Order::End);
         let keeper = lock(&self.keeper).take();
         if let Some(keeper) = keeper {
             // A keeper only waits for agents with a limit; it always ends.
             let _ = keeper.join();
         }
         self.registry.remove_tenant(self.id);
+    }
+
+    /// Leaves an order for the keeper. One that has ended takes none, nor those that
+    /// came before it ended: whoever waits for an answer is disconnected.
+    pub(crate) fn order(&self, order: Order) {
+        let mut inbox = lock(&self.inbox);
+        if !inbox.closed {
+            inbox.orders.push(order);
+        }
+        drop(inbox);
+        self.wake_keeper();
+    }
+
+    /// The keeper ends.
+    pub(crate) fn close_inbox(&self) {
+        let mut inbox = lock(&self.inbox);
+        inbox.closed = true;
+        inbox.orders.clear();
     }
 
     pub(crate) fn wake_keeper(&self) {

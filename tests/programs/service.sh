@@ -40,6 +40,11 @@ tidy() {
     fi
 }
 
+# recipe AFTER BEFORE: the commands that docs/usage.md has first after a line.
+recipe() {
+    sed -n "/^$1/,/^$2/p" "$repository/docs/usage.md" | sed '1,/^```sh/d; /^'"$2"'/d'
+}
+
 inside() {
     place=$1 build=$2 criu=$3
     mount -t proc proc /proc
@@ -60,10 +65,14 @@ inside() {
     mkdir -p /run/tree/target
     ln -s "$build" /run/tree/target/release
     ln -s "$repository/include" "$repository/packaging" /run/tree
-    recipe=$(sed -n '/^## The system daemon/,/^systemctl/p' "$repository/docs/usage.md" |
-        sed '1,/^```sh/d; /^systemctl/d')
-    (cd /run/tree && sh -e -c "$recipe")
-    echo "criu = \"$criu\"" >>/etc/strata/stratad.toml
+    (cd /run/tree && sh -e -c "$(recipe '## The system daemon' systemctl)")
+    # The example of a rule is for Debian's Redis, which its own unit confines.
+    rule=$(sed -n '/^#: \[\[manage]]/,/^$/s/^#: //p' /etc/strata/stratad.toml)
+    cat >>/etc/strata/stratad.toml <<EOF
+criu = "$criu"
+uffd_users = ["redis"]
+${rule/1GiB/32MiB}
+EOF
     # Nothing of this machine's starts: targets of these names, stratad, and the look.
     units=/run/units
     mkdir -p "$units/multi-user.target.wants"
@@ -83,7 +92,10 @@ StandardError=inherit
 TimeoutStartSec=120
 ExecStart=$self look $place
 EOF
-    ln -s /etc/systemd/system/stratad.service "$units"
+    ln -s /etc/systemd/system/stratad.service /usr/lib/systemd/system/redis-server.service "$units"
+    sh -e -c "$(recipe '`\[\[manage]]`' 'systemctl')"
+    mv /etc/systemd/system/redis-server.service.d "$units"
+    install -d -o redis -g redis /var/lib/redis /var/log/redis
     ln -s "$units/stratad.service" "$units/look.service" "$units/multi-user.target.wants"
     container=strata-test SYSTEMD_UNIT_PATH=$units exec /usr/lib/systemd/systemd --system \
         --unit=multi-user.target --log-target=console
@@ -101,6 +113,22 @@ is() {
 credentials() {
     grep -E '^(CapBnd|NoNewPrivs|Seccomp):' "/proc/$1/status" | tr -s '\t\n' ' '
 }
+
+# of NAME KEY: what is known of a tenant.
+of() {
+    strata stats "$1" --json | python3 -c "import json, sys; print(json.load(sys.stdin)['$2'])"
+}
+
+# Its state, when it is no newcomer any more.
+state() {
+    for _ in $(seq 100); do
+        [ "$(of "$1" state)" = native ] || break
+        sleep 0.1
+    done
+    of "$1" state || { strata ps; journalctl -n 5; cat /proc/$(pgrep -x redis-server -n)/maps | grep strata; }
+}
+
+POPULATE='for i = 0, 99999 do redis.call("set", "key:"..i, string.rep("x", 400)) end return 1'
 
 look() {
     for _ in $(seq 100); do
@@ -133,6 +161,16 @@ look() {
     is "rolled back, place" before "${ask[@]}" get place
     is "cloned" "c 127.0.0.1:7778->7777" strata clone r@first --name c --net new --forward 7778:7777
     is "cloned, place" before redis-cli -p 7778 get place
+    # One that systemd starts, as its own user, confined.
+    is "a rule's, started" "" systemctl start redis-server
+    is "a rule's, populated" 1 redis-cli eval "$POPULATE" 0
+    is "a rule's, managed" managed state redis
+    is "a rule's, beyond its budget" yes bash -c "[ $(of redis evictions_total) -gt 0 ] && echo yes"
+    is "a rule's, last key" 400 redis-cli strlen key:99999
+    is "a rule's, restarted" "" systemctl restart redis-server
+    is "a rule's, managed again" managed state redis
+    is "a rule's, first key" 400 redis-cli strlen key:0
+    is "a rule's, stopped" "" systemctl stop redis-server
     # Its tenants outlive it.
     systemctl stop stratad
     is "without stratad" inactive bash -c 'systemctl is-active stratad || true'

@@ -20,7 +20,7 @@ use strata_units::{PAGE_SIZE, SpaceId};
 use crate::config::Config;
 use crate::program::Program;
 use crate::supervisor::Inheritance;
-use crate::tenants::Tenants;
+use crate::tenants::{Arriving, Tenants};
 
 /// One handshake may take this long.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -144,9 +144,10 @@ impl Reception {
         if kind == HelloKind::Restored {
             return self.restored(socket, peer, &hello);
         }
-        let Some(tenant) = self.tenant_of(&hello, peer)? else {
+        let Some(arriving) = self.tenant_of(&hello, peer)? else {
             return welcome(&socket, Verdict::Unmanaged, 0, &[]);
         };
+        let tenant = &arriving.tenant;
         let control = ControlBlock::create()?;
         let hail = hail_of(&hello, peer);
         if kind == HelloKind::Forked
@@ -155,7 +156,7 @@ impl Reception {
             let uffd = space.userfaultfd()?;
             welcome(&socket, Verdict::Adopt, space.id().0, &[&control, &uffd])?;
             tenant.attach_orphan(&space, control, socket, hail)?;
-            return ready(&tenant, space.id());
+            return ready(tenant, space.id());
         }
         if !self.may_have_device(peer) {
             eprintln!(
@@ -180,7 +181,7 @@ impl Reception {
             UffdError::Io(error) => error,
         })?;
         let space = tenant.attach(uffd, control, socket, hail)?;
-        ready(&tenant, space.id())
+        ready(tenant, space.id())
     }
 
     /// A process that came back from a snapshot. Whom it belongs to is known by
@@ -203,21 +204,26 @@ impl Reception {
     }
 
     /// Whose process this is.
-    fn tenant_of(&self, hello: &Hello, peer: Peer) -> io::Result<Option<Arc<Tenant>>> {
-        let tenant = match self.tenants.by_token(hello.token) {
-            Some(tenant) => Some(self.tenants.of_descent(peer.pid, tenant)),
-            None if hello.token != 0 => None,
-            None => {
-                let program = Program::of(peer.pid)?;
-                match program.rule(&self.config.manage) {
-                    Some(rule) => {
-                        Some(self.tenants.of_rule(rule, &program).map_err(io::Error::other)?)
-                    }
-                    None => None,
+    fn tenant_of(&self, hello: &Hello, peer: Peer) -> io::Result<Option<Arriving>> {
+        loop {
+            let tenant = match self.tenants.by_token(hello.token) {
+                Some(tenant) => self.tenants.of_descent(peer.pid, tenant),
+                None if hello.token != 0 => return Ok(None),
+                None => {
+                    let program = Program::of(peer.pid)?;
+                    let Some(rule) = program.rule(&self.config.manage) else { return Ok(None) };
+                    self.tenants.of_rule(rule, &program).map_err(io::Error::other)?
                 }
+            };
+            if tenant.is_released() {
+                return Ok(None);
             }
-        };
-        Ok(tenant.filter(|tenant| !tenant.is_released()))
+            // Else it was taken down just now: the program before has ended. A rule
+            // makes it anew.
+            if let Some(arriving) = self.tenants.await_program(tenant) {
+                return Ok(Some(arriving));
+            }
+        }
     }
 
     fn may_have_device(&self, peer: Peer) -> bool {

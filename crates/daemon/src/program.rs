@@ -15,6 +15,10 @@ use crate::config::Rule;
 pub(crate) struct Program {
     /// The executable; None for what has none that we may see.
     pub(crate) exe: Option<PathBuf>,
+    /// The file name that it was executed by, up to 15 bytes of it: a link's, where
+    /// `exe` is what the link leads to. It can change that, but not before our library
+    /// has asked.
+    pub(crate) comm: String,
     /// Effective user id.
     pub(crate) uid: u32,
     /// Control groups, one per hierarchy, from the hierarchy's root.
@@ -47,6 +51,9 @@ impl Program {
         }
         Ok(Self {
             exe: std::fs::read_link(directory.join("exe")).ok().map(without_deleted),
+            comm: std::fs::read_to_string(directory.join("comm"))
+                .map(|line| line.trim_end_matches('\n').to_owned())
+                .unwrap_or_default(),
             uid,
             cgroups: cgroups.lines().filter_map(cgroup_path).collect(),
             command: split_command(&command),
@@ -59,17 +66,25 @@ impl Program {
     }
 
     fn matches(&self, rule: &Rule) -> bool {
-        let exe = rule.exe.as_ref().is_none_or(|wanted| {
-            self.exe.as_ref().is_some_and(|exe| {
-                exe == wanted || exe.file_name().is_some_and(|name| Path::new(name) == wanted)
-            })
-        });
+        let exe = rule.exe.as_ref().is_none_or(|wanted| self.is_executable(wanted));
         let user = rule.user.as_ref().is_none_or(|wanted| wanted.uid == self.uid);
         let cgroup = rule
             .cgroup
             .as_ref()
             .is_none_or(|wanted| self.cgroups.iter().any(|own| Path::new(own).starts_with(wanted)));
         exe && user && cgroup
+    }
+
+    /// A path stands for the file that it leads to, now: programs are installed as
+    /// links (Debian's `redis-server`, alternatives). A name alone is the file's or
+    /// the one that the program was executed by.
+    fn is_executable(&self, wanted: &Path) -> bool {
+        let Some(exe) = &self.exe else { return false };
+        if wanted.is_absolute() {
+            return exe == wanted || wanted.canonicalize().is_ok_and(|file| file == *exe);
+        }
+        exe.file_name().is_some_and(|name| Path::new(name) == wanted)
+            || Path::new(&self.comm) == wanted
     }
 }
 
@@ -122,6 +137,7 @@ mod tests {
     fn redis() -> Program {
         Program {
             exe: Some("/usr/bin/redis-server".into()),
+            comm: "redis-server".into(),
             uid: 105,
             cgroups: vec!["/".into(), "/system.slice/redis.service/inner".into()],
             command: vec![],
@@ -154,8 +170,29 @@ mod tests {
         let mut rules = [rule(None, Some(105), None), rule(Some("redis-server"), None, None)];
         rules[1].name = "second".into();
         assert_eq!(redis().rule(&rules).map(|rule| rule.name.as_str()), Some("r"));
-        let unknown = Program { exe: None, uid: 1, cgroups: vec![], command: vec![] };
+        let unknown =
+            Program { exe: None, comm: "c".into(), uid: 1, cgroups: vec![], command: vec![] };
         assert_eq!(unknown.rule(&rules), None);
+        assert_eq!(unknown.rule(&[rule(Some("c"), None, None)]), None);
+    }
+
+    #[test]
+    fn a_link_to_a_program_names_it() {
+        let place = std::env::temp_dir().join(format!("strata-link-{}", std::process::id()));
+        std::fs::create_dir(&place).expect("a directory");
+        let link = place.join("link-to-sleep");
+        let sleep = Path::new("/bin/sleep").canonicalize().expect("sleep");
+        std::os::unix::fs::symlink(&sleep, &link).expect("a link");
+        let started = std::process::Command::new(&link).arg("60").spawn();
+        let mut child = started.expect("sleep by the link");
+        let seen = Program::of(child.id()).expect("a child");
+        let matches = |exe: &str| seen.rule(&[rule(Some(exe), None, None)]).is_some();
+        let told = ["link-to-sleep", "sleep", "link", "/nonexistent"].map(matches);
+        let paths = [&link, &sleep, &place].map(|path| matches(path.to_str().expect("text")));
+        child.kill().expect("kill");
+        child.wait().expect("wait");
+        std::fs::remove_dir_all(&place).expect("removed");
+        assert_eq!((told, paths), ([true, true, false, false], [true, true, false]));
     }
 
     #[test]

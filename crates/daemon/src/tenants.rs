@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use strata_pager::{NodeSpec, Registry, Tenant, TenantSpec};
 use strata_policy::order::TierOrder;
@@ -29,6 +31,8 @@ pub(crate) struct Wish {
     pub(crate) of_rule: bool,
 }
 
+/// A program that executes another one has no agent meanwhile, and takes no longer.
+const EXECUTING: Duration = Duration::from_secs(2);
 /// Generations of processes that are looked at for a tenant's.
 const MOST_GENERATIONS: u32 = 64;
 
@@ -43,6 +47,22 @@ struct Entry {
     tenant: Arc<Tenant>,
     /// The process that `strata run` became.
     starter: Option<Pidfd>,
+    /// Programs that say hello just now.
+    arriving: Arc<AtomicUsize>,
+    /// Since when it has nobody.
+    empty_since: Option<Instant>,
+}
+
+/// A program is about to become the tenant's: it does not end before.
+pub(crate) struct Arriving {
+    pub(crate) tenant: Arc<Tenant>,
+    count: Arc<AtomicUsize>,
+}
+
+impl Drop for Arriving {
+    fn drop(&mut self) {
+        self.count.fetch_sub(1, Ordering::Release);
+    }
 }
 
 pub(crate) struct Tenants {
@@ -87,7 +107,7 @@ impl Tenants {
     /// A tenant that an earlier worker made.
     pub(crate) fn adopt(&self, tenant: &Arc<Tenant>) {
         let starter = tenant.record().starter.and_then(|pid| Pidfd::open(pid).ok());
-        let entry = Entry { tenant: Arc::clone(tenant), starter };
+        let entry = Entry::new(Arc::clone(tenant), starter);
         if let Some(directory) = &tenant.record().cgroup {
             self.cgroups.hold(directory.as_ref());
         }
@@ -104,6 +124,17 @@ impl Tenants {
 
     pub(crate) fn by_token(&self, token: u64) -> Option<Arc<Tenant>> {
         self.list().into_iter().find(|tenant| token != 0 && tenant.record().token == token)
+    }
+
+    /// Has `tenant` wait for a program. None: it has been taken down.
+    pub(crate) fn await_program(&self, tenant: Arc<Tenant>) -> Option<Arriving> {
+        let known = self.lock();
+        let entry = known.by_name.get(&tenant.record().name)?;
+        if !Arc::ptr_eq(&entry.tenant, &tenant) {
+            return None;
+        }
+        entry.arriving.fetch_add(1, Ordering::Relaxed);
+        Some(Arriving { tenant, count: Arc::clone(&entry.arriving) })
     }
 
     /// Whose process `pid` is, which says that it is `named`'s. A program that a
@@ -242,7 +273,7 @@ impl Tenants {
             format!("cannot make tenant {name}: {}", chain(&error))
         })?;
         let starter = wish.starter.and_then(|pid| Pidfd::open(pid).ok());
-        known.by_name.insert(name, Entry { tenant: Arc::clone(&tenant), starter });
+        known.by_name.insert(name, Entry::new(Arc::clone(&tenant), starter));
         Ok((tenant, warnings))
     }
 
@@ -270,9 +301,8 @@ impl Tenants {
             let mut known = self.lock();
             let names: Vec<String> = known
                 .by_name
-                .iter()
-                .filter(|(_, entry)| entry.is_finished())
-                .map(|(name, _)| name.clone())
+                .iter_mut()
+                .filter_map(|(name, entry)| entry.is_finished().then(|| name.clone()))
                 .collect();
             names.iter().filter_map(|name| known.by_name.remove(name)).map(|e| e.tenant).collect()
         };
@@ -284,11 +314,25 @@ impl Tenants {
 }
 
 impl Entry {
-    fn is_finished(&self) -> bool {
+    fn new(tenant: Arc<Tenant>, starter: Option<Pidfd>) -> Self {
+        Self { tenant, starter, arriving: Arc::default(), empty_since: None }
+    }
+
+    fn is_finished(&mut self) -> bool {
+        if !self.is_empty() {
+            self.empty_since = None;
+            return false;
+        }
+        let since = *self.empty_since.get_or_insert_with(Instant::now);
+        !self.tenant.has_ending_process() || since.elapsed() > EXECUTING
+    }
+
+    fn is_empty(&self) -> bool {
         let (attached_once, attached_now) = self.tenant.attachment();
         let starter_gone = self.starter.as_ref().is_none_or(Pidfd::has_exited);
         let waits_for_first = self.tenant.record().starter.is_none() && !attached_once;
         !attached_now
+            && self.arriving.load(Ordering::Acquire) == 0
             && starter_gone
             && !waits_for_first
             && !self.tenant.has_released_process()

@@ -324,8 +324,9 @@ mod tests {
         let (reader, writer) = io::pipe().expect("a pipe");
         let (reader, writer) = (OwnedFd::from(reader), OwnedFd::from(writer));
         let number = writer.as_raw_fd();
+        // What grep inherits of the shell, which blocks all while it waits for it.
         let mut launch = shell(&format!(
-            "umask; cut -d' ' -f6 /proc/$$/stat; grep -E '^Sig(Blk|Ign)' /proc/$$/status; \
+            "umask; cut -d' ' -f6 /proc/$$/stat; grep -E '^Sig(Blk|Ign)' /proc/self/status; \
              ls /proc/$$/fd | tr '\\n' ' '; echo $HOME; cat; echo told >&{number}"
         ));
         launch.inherit(vec![writer]);

@@ -12,6 +12,7 @@ mod forward;
 mod lineage;
 mod machine;
 mod preparing;
+pub(crate) mod ready;
 mod revive;
 pub(crate) mod schedules;
 mod take;
@@ -58,6 +59,9 @@ pub(crate) struct Snapshots {
     /// Where sockets are, this daemon's and CRIU's: their paths are short.
     work: PathBuf,
     restores: AtomicU64,
+    /// Which snapshots are to be ready has changed.
+    ready_due: Mutex<bool>,
+    ready_changed: Condvar,
     /// DRAM that snapshots of ended tenants may cost, all together.
     limit: ByteSize,
     /// This daemon's user.
@@ -175,6 +179,8 @@ impl Snapshots {
             found: Mutex::default(),
             work: config.socket_dir.clone(),
             restores: AtomicU64::new(0),
+            ready_due: Mutex::new(true),
+            ready_changed: Condvar::new(),
             limit: config.snapshot_limit,
             uid: std::fs::metadata("/proc/self").map_or(0, |own| own.uid()),
         }
@@ -365,6 +371,7 @@ impl Snapshots {
                 holder.remove_snapshot_memory(SpaceId(memory));
             }
         }
+        self.ready_is_due();
         Ok(())
     }
 

@@ -14,7 +14,7 @@ use strata_sys::{
 
 use crate::commands::Commands;
 use crate::control::{ControlServer, Limits};
-use crate::snapshots::{Snapshots, schedules};
+use crate::snapshots::{Snapshots, ready, schedules};
 use crate::supervisor::Inheritance;
 use crate::tenants::Tenants;
 use crate::watcher::Watcher;
@@ -60,6 +60,7 @@ fn start(inheritance: &Inheritance) -> anyhow::Result<()> {
     }
     agents::serve(inheritance, &tenants)?;
     let snapshots = Arc::new(Snapshots::new(&inheritance.config, &tenants));
+    ready::start(&snapshots)?;
     schedules::start(&snapshots, inheritance.config.snapshot.clone())?;
     let commands = Commands::new(Arc::clone(&tenants), Arc::clone(&snapshots), inheritance);
     let listener = inheritance.control.try_clone()?;

@@ -19,14 +19,14 @@ use crate::space::{lock, piece_of};
 use crate::testing;
 
 /// A snapshot of a world, not whole yet.
-struct Taken {
-    id: SpaceId,
+pub(crate) struct Taken {
+    pub(crate) id: SpaceId,
     buffer: Vec<u8>,
 }
 
 impl Taken {
     /// The world stands still: nobody touches its memory meanwhile.
-    fn of(world: &World) -> Self {
+    pub(crate) fn of(world: &World) -> Self {
         arm(world);
         Self::at_freeze(world)
     }
@@ -63,7 +63,7 @@ impl Taken {
     }
 
     /// Returns how many pages the snapshot before had.
-    fn capture_all(&mut self, world: &World) -> u64 {
+    pub(crate) fn capture_all(&mut self, world: &World) -> u64 {
         let hangs = Instant::now() + HANGS;
         loop {
             let (pending, torn) = self.go_on(world);
@@ -105,7 +105,7 @@ impl Taken {
         assert!(buffer.0 == testing::page(seed).0, "page {page} was {seed} at the freeze");
     }
 
-    fn remove(self, world: &World) {
+    pub(crate) fn remove(self, world: &World) {
         world.tenant.remove_snapshot_memory(self.id);
         assert!(!world.tenant.snapshot_memories().contains(&self.id));
     }
@@ -122,7 +122,7 @@ fn arm(world: &World) {
     world.space.arm(std::process::id(), &Excluded::default()).expect("registered");
 }
 
-fn fill(world: &World, pages: std::ops::Range<usize>, seed: impl Fn(usize) -> u8) {
+pub(crate) fn fill(world: &World, pages: std::ops::Range<usize>, seed: impl Fn(usize) -> u8) {
     // Backwards: whoever touches new memory in order gets more than a page.
     for page in pages.rev() {
         world.write(page, seed(page));
@@ -525,25 +525,6 @@ fn a_base_that_was_removed_is_not_another_snapshot() {
 }
 
 #[test]
-fn a_page_map_that_was_prepared_in_vain_leaves_nothing() {
-    let Some(mut world) = World::of(testing::tenant()) else { return };
-    fill(&world, 0..8, |page| 1 + page as u8);
-    let mut taken = Taken::of(&world);
-    taken.capture_all(&world);
-    let before = (world.tenant.leaf_count(), world.tenant.store.stats().stored_pages);
-    let prepared = world.tenant.prepare_restore(&world.tenant, taken.id).expect("room");
-    let during = (world.tenant.leaf_count(), world.tenant.store.stats().stored_pages);
-    assert_eq!(during, (before.0 + 1, before.1 + 8));
-    drop(prepared);
-    let after = (world.tenant.leaf_count(), world.tenant.store.stats().stored_pages);
-    assert_eq!(after, before);
-    assert!(world.tenant.prepare_restore(&world.tenant, SpaceId(8000)).is_err());
-    world.evict_all(&[0]);
-    taken.remove(&world);
-    world.end();
-}
-
-#[test]
 fn a_snapshot_is_removed_when_nobody_reads_it_any_more() {
     let Some(world) = World::of(testing::tenant()) else { return };
     fill(&world, 0..8, |page| 1 + page as u8);
@@ -570,7 +551,7 @@ fn a_snapshot_is_removed_when_nobody_reads_it_any_more() {
 }
 
 /// Tells threads to end, also when their test fails.
-struct Stops<'a>(&'a AtomicBool);
+pub(crate) struct Stops<'a>(pub(crate) &'a AtomicBool);
 
 impl Drop for Stops<'_> {
     fn drop(&mut self) {

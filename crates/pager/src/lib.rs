@@ -31,6 +31,7 @@ mod pace;
 mod page_map;
 mod page_set;
 mod place;
+mod prepared;
 mod reads;
 mod recover;
 mod registry;
@@ -54,6 +55,8 @@ mod node_tests;
 #[cfg(test)]
 mod place_tests;
 #[cfg(test)]
+mod prepared_tests;
+#[cfg(test)]
 mod read_tests;
 #[cfg(test)]
 mod ring_tests;
@@ -70,8 +73,8 @@ pub use ending::Revival;
 pub use hold::Hold;
 pub use node::NodeSpec;
 pub use place::{Refused, Whereabouts, Wish};
+pub use prepared::Prepared;
 pub use registry::{Registry, TenantRecord};
-pub use restore::Prepared;
 pub use settings::{MOST_SETTINGS, Setting};
 pub use share::SnapshotSize;
 pub use snapshot::{Captured, Freeze, SnapshotError, SnapshotRequest, Standing};

@@ -6,30 +6,27 @@
 //! registered, by the one who restored it; what is not to be managed (stacks,
 //! small mappings, the agent's own) is brought back whole and let go.
 
-use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::io;
-use std::num::NonZero;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread::{self, available_parallelism};
+use std::sync::atomic::Ordering;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use strata_store::Put;
 use strata_sys::{ControlBlock, EventFd, Range, Registration, SeqPacket, Userfaultfd, read_maps};
+use strata_units::PageBuffer;
 use strata_units::wire::{RestartError, patch_restart};
-use strata_units::{LeafIndex, PAGES_PER_LEAF, PageBuffer, PageId, SpaceId};
 
 use crate::entry::Entry;
 use crate::handler::one_page;
-use crate::page_map::Piece;
+use crate::prepared::Prepared;
 use crate::registry::SpaceField;
 use crate::scan::{eligible, stacks_of};
-use crate::snapshot::Memory;
 use crate::space::{Agent, Space, ids_in, lock};
 use crate::tenant::{Hail, Tenant};
 
@@ -40,12 +37,6 @@ const MOST_TOUCHED: usize = 2048;
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How often that is looked at.
 const LOOK_EVERY: Duration = Duration::from_micros(500);
-/// Threads that copy a page map: mostly each waits for memory, because counts of
-/// references lie far apart.
-const MOST_COPIERS: usize = 4;
-/// Leaves that one of them takes at a time; few, because whoever makes the process
-/// has the same CPUs.
-const PART: usize = 8;
 /// Pages asked for at a time.
 const PAGES_AT_A_TIME: usize = 1024;
 
@@ -59,51 +50,7 @@ impl Space {
     }
 }
 
-/// The page map of a process that is about to be restored: copied while whoever
-/// restores it still makes the process. Dropped, it was not needed.
-pub struct Prepared {
-    tenant: Arc<Tenant>,
-    id: SpaceId,
-    directory: BTreeMap<Piece, LeafIndex>,
-    taken: bool,
-}
-
-impl Drop for Prepared {
-    fn drop(&mut self) {
-        if !self.taken {
-            self.tenant.forget_leaves(self.id);
-            self.tenant.registry.remove_space(self.id);
-        }
-    }
-}
-
 impl Tenant {
-    /// Copies the page map of the snapshot `memory` of `origin`, which this tenant
-    /// shares its pages with, for a process to come.
-    ///
-    /// # Errors
-    /// There is no such snapshot, or no room.
-    ///
-    /// # Panics
-    /// When they do not share their pages.
-    pub fn prepare_restore(
-        self: &Arc<Self>,
-        origin: &Self,
-        memory: SpaceId,
-    ) -> io::Result<Prepared> {
-        assert!(Arc::ptr_eq(&self.map, &origin.map), "it was made beside its origin");
-        let known = lock(&origin.snapshots).get(&memory).cloned();
-        let known = known.ok_or_else(|| io::Error::other("there is no such snapshot"))?;
-        let id = self
-            .registry
-            .add_space(self.id, None)
-            .ok_or_else(|| io::Error::other("this daemon manages 8192 processes already"))?;
-        let directory = BTreeMap::new();
-        let mut prepared = Prepared { tenant: Arc::clone(self), id, directory, taken: false };
-        self.copy_pages(&known, &mut prepared, self.id == origin.id)?;
-        Ok(prepared)
-    }
-
     /// Takes a process that is being restored, before it runs; `pid` is its number
     /// here. With the address of its agent's `wire::Restart`, the agent begins
     /// a new life there as this tenant's, and calls at `socket`: the snapshot may be
@@ -120,17 +67,17 @@ impl Tenant {
         socket: &Path,
     ) -> io::Result<Arc<Space>> {
         let kick = EventFd::new()?;
-        let id = prepared.id;
+        let id = prepared.slot();
         self.registry.set_space_fd(id, SpaceField::Uffd, Some(uffd.as_raw_fd()));
         // By which its agent is told from those of its children.
         self.registry.space_field(id, SpaceField::Pid).store(pid, Ordering::Relaxed);
         let space = Space::new(id, Userfaultfd::adopt(uffd), kick);
         space.transfer_clean.store(true, Ordering::Release);
-        lock(&space.gate).directory = std::mem::take(&mut prepared.directory);
+        lock(&space.gate).directory = prepared.take_directory();
         if let Some(address) = restart {
             self.patch(&space, address, socket)?;
         }
-        prepared.taken = true;
+        prepared.keep();
         *lock(&space.touched) = Some(Vec::new());
         let space = Arc::new(space);
         self.registry.space_goes_live(id);
@@ -144,70 +91,6 @@ impl Tenant {
     #[must_use]
     pub fn touched(space: &Space) -> Vec<u64> {
         lock(&space.touched).take().unwrap_or_default()
-    }
-
-    /// Copies a snapshot's page map. `with_ages`: the tenant's time is that of the
-    /// snapshot.
-    fn copy_pages(
-        &self,
-        known: &Memory,
-        prepared: &mut Prepared,
-        with_ages: bool,
-    ) -> io::Result<()> {
-        let mut leaves = Vec::with_capacity(known.directory.len());
-        for (&piece, &leaf) in &known.directory {
-            let Some(target) = self.map.take(prepared.id, piece) else {
-                return Err(io::Error::other("its page map is full"));
-            };
-            prepared.directory.insert(piece, target);
-            leaves.push((leaf, target));
-        }
-        let parts: Vec<_> = leaves.chunks(PART).collect();
-        let next = AtomicUsize::new(0);
-        let copy = || {
-            while let Some(part) = parts.get(next.fetch_add(1, Ordering::Relaxed)) {
-                self.copy_leaves(part, with_ages);
-            }
-        };
-        let threads = available_parallelism().map_or(1, NonZero::get).min(MOST_COPIERS);
-        thread::scope(|scope| {
-            for _ in 1..threads.min(parts.len()) {
-                // Without it there is one less.
-                let _ = thread::Builder::new().name("prepare".into()).spawn_scoped(scope, copy);
-            }
-            copy();
-        });
-        Ok(())
-    }
-
-    /// Copies each first leaf to the second.
-    fn copy_leaves(&self, leaves: &[(LeafIndex, LeafIndex)], with_ages: bool) {
-        let mut entries = Vec::with_capacity(PAGES_PER_LEAF);
-        let mut handles = Vec::with_capacity(PAGES_PER_LEAF);
-        for &(leaf, target) in leaves {
-            entries.clear();
-            entries.extend(leaf.pages().map(|page| self.map.get(page)));
-            handles.clear();
-            handles.extend(entries.iter().filter_map(|&entry| match entry {
-                Entry::Stored(handle) => Some(handle),
-                _ => None,
-            }));
-            self.store.retain_all(&handles);
-            for (index, &entry) in entries.iter().enumerate() {
-                let (from, to) = (PageId::new(leaf, index), PageId::new(target, index));
-                let copy = match entry {
-                    Entry::Untouched => continue,
-                    Entry::Stored(_) => entry,
-                    // Its content is not known: whoever touches it is told.
-                    _ => Entry::Lost,
-                };
-                if with_ages {
-                    let age = self.map.age(from).load(Ordering::Relaxed);
-                    self.map.age(to).store(age, Ordering::Relaxed);
-                }
-                self.map.set(to, copy);
-            }
-        }
     }
 
     /// Tells the agent whose page is stored for `address` of its new life.

@@ -96,14 +96,16 @@ impl Tenant {
         let known = lock(&self.snapshots).get(&memory).cloned();
         let Some(known) = known else { return SnapshotSize::default() };
         let cost = stored_page_cost(&self.store.stats());
+        // What is ready to be restored from it is part of it.
+        let own = 1 + u64::from(self.is_ready(memory));
         let mut size = SnapshotSize::default();
         for (_, _, _, page) in pages_of(&known) {
             let Some(handle) = self.map.get(page).handle() else { continue };
             size.pages += 1;
             match self.store.references(handle) {
                 None => {}
-                Some(0 | 1) => size.unique_bytes += cost,
-                Some(_) => size.shared_bytes += cost,
+                Some(references) if references > own => size.shared_bytes += cost,
+                Some(_) => size.unique_bytes += cost,
             }
         }
         size
@@ -131,7 +133,7 @@ impl Tenant {
                 leaf.pages().filter(|&page| self.map.get(page).handle().is_some()).count() as u64;
             if self.registry.space_is_live(owner) {
                 live += handles;
-            } else {
+            } else if !self.registry.is_ready(owner) {
                 snapshots += handles;
             }
         }

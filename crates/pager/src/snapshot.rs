@@ -219,6 +219,7 @@ impl Tenant {
         while Arc::get_mut(&mut known).is_none() {
             std::thread::sleep(READERS_EVERY);
         }
+        self.forget_ready(id);
         self.forget_leaves(id);
         self.registry.remove_space(id);
     }

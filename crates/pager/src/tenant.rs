@@ -22,6 +22,7 @@ use crate::ending::Grave;
 use crate::node::NodeSpec;
 use crate::page_map::PageMap;
 use crate::place::Placement;
+use crate::prepared::MapCopy;
 use crate::registry::{Registry, SpaceField, TenantRecord};
 use crate::share::Share;
 use crate::snapshot::{Memory, SnapshotOrder};
@@ -162,6 +163,8 @@ pub struct Tenant {
     heirs: Mutex<Vec<(SpaceId, Arc<Space>)>>,
     /// Whole snapshots of its address spaces, by number.
     pub(crate) snapshots: Mutex<BTreeMap<SpaceId, Arc<Memory>>>,
+    /// Page maps for those that are to be restored without waiting.
+    pub(crate) ready: Mutex<BTreeMap<SpaceId, MapCopy>>,
     /// Agents of processes that are ending: one that was restored is this
     /// daemon's child, and has to be collected.
     pub(crate) ending_agents: Mutex<Vec<Arc<Agent>>>,
@@ -262,6 +265,7 @@ impl Tenant {
             had_space: AtomicBool::new(false),
             heirs: Mutex::default(),
             snapshots: Mutex::default(),
+            ready: Mutex::default(),
             ending_agents: Mutex::default(),
             graves: Mutex::default(),
             revivals: AtomicUsize::new(0),

@@ -145,7 +145,8 @@ pub enum RecoverError {
 /// itself, not together, while other threads work.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct StoreStats {
-    /// Pages stored: references, duplicates and filled pages included.
+    /// Pages stored: references, duplicates and filled pages included, those that are
+    /// set aside left out.
     pub stored_pages: u64,
     /// The same times the page size.
     pub stored_bytes: u64,

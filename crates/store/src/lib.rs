@@ -59,4 +59,5 @@ pub use config::{
 };
 pub use read::{FileRead, Unread};
 pub use recover::Recovery;
+pub use references::Retained;
 pub use store::{Store, prepare_thread};

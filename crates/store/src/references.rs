@@ -18,6 +18,22 @@ const OVERFLOW_STEP: u64 = Word::MAX_REFERENCES.div_ceil(2);
 /// Dead objects freed under one hold of the lock.
 const REAP_BATCH: usize = 256;
 
+/// References that were added together.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Retained {
+    /// To objects.
+    pub objects: u64,
+    /// To pages of one value, which are no objects.
+    pub fill_pages: u64,
+}
+
+impl std::ops::AddAssign for Retained {
+    fn add_assign(&mut self, other: Self) {
+        self.objects += other.objects;
+        self.fill_pages += other.fill_pages;
+    }
+}
+
 impl Store {
     /// Adds a reference to a page that the caller holds one to. Takes no lock
     /// (but once in 16384 references to the same page).
@@ -36,11 +52,11 @@ impl Store {
         }
     }
 
-    /// [`Store::retain`] for many pages.
+    /// [`Store::retain`] for many pages. Returns how many of them were of each kind.
     ///
     /// # Panics
     /// As it does.
-    pub fn retain_all(&self, handles: &[Handle]) {
+    pub fn retain_all(&self, handles: &[Handle]) -> Retained {
         self.prefetch_counts(handles.iter().copied());
         let mut objects = 0;
         for &handle in handles {
@@ -49,8 +65,23 @@ impl Store {
                 objects += 1;
             }
         }
+        let fill_pages = handles.len() as u64 - objects;
         self.counters.references.fetch_add(objects, Relaxed);
-        self.counters.fill_pages.fetch_add(handles.len() as u64 - objects, Relaxed);
+        self.counters.fill_pages.fetch_add(fill_pages, Relaxed);
+        Retained { objects, fill_pages }
+    }
+
+    /// From now on [`Store::stats`] leaves these references out: nobody has the pages
+    /// that hold them yet.
+    pub fn set_aside(&self, retained: Retained) {
+        self.counters.references_aside.fetch_add(retained.objects, Relaxed);
+        self.counters.fill_pages_aside.fetch_add(retained.fill_pages, Relaxed);
+    }
+
+    /// They count again.
+    pub fn count_again(&self, retained: Retained) {
+        self.counters.references_aside.fetch_sub(retained.objects, Relaxed);
+        self.counters.fill_pages_aside.fetch_sub(retained.fill_pages, Relaxed);
     }
 
     /// Adds a reference to a page to which another thread holds one, and may be giving

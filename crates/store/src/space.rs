@@ -32,6 +32,9 @@ pub(crate) struct Allocator {
 #[derive(Default)]
 pub(crate) struct Counters {
     pub(crate) references: AtomicU64,
+    /// Those of them that are nobody's yet, and the same of fill pages.
+    pub(crate) references_aside: AtomicU64,
+    pub(crate) fill_pages_aside: AtomicU64,
     pub(crate) fill_pages: AtomicU64,
     pub(crate) objects: AtomicU64,
     pub(crate) dead: AtomicU64,
@@ -239,8 +242,11 @@ impl Store {
     #[must_use]
     pub fn stats(&self) -> StoreStats {
         let counters = &self.counters;
-        let references = counters.references.load(Relaxed);
-        let fill_pages = counters.fill_pages.load(Relaxed);
+        let without = |all: &AtomicU64, aside: &AtomicU64| {
+            all.load(Relaxed).saturating_sub(aside.load(Relaxed))
+        };
+        let references = without(&counters.references, &counters.references_aside);
+        let fill_pages = without(&counters.fill_pages, &counters.fill_pages_aside);
         let objects = counters.objects.load(Relaxed);
         let stored_pages = references + fill_pages;
         StoreStats {

@@ -307,6 +307,7 @@ impl Snapshots {
             }
         }
         remove_flat(&work);
+        self.ready_is_due();
         outcome
     }
 

@@ -130,6 +130,7 @@ impl Snapshots {
                 }
                 lock(&self.known).insert(id.clone(), known.clone());
                 self.descends(tenant, &id);
+                self.ready_is_due();
                 Ok(known.info)
             }
             Err(why) => {

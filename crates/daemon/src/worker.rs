@@ -5,7 +5,6 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
 use strata_pager::{ReleaseRefused, Tenant};
 use strata_sys::{
     Signal, adopt_orphans, close_fd, collect_child, ended_children, is_living_userfaultfd,
@@ -83,7 +82,11 @@ fn start(inheritance: &Inheritance) -> anyhow::Result<()> {
             if let Some(watcher) = &watcher {
                 watcher.end();
             }
-            return control.stop().context("cannot stop listening");
+            if let Err(error) = control.stop() {
+                // Somebody removed it: nobody comes any more either.
+                eprintln!("stratad: its socket is gone: {error}");
+            }
+            return Ok(());
         }
     }
 }

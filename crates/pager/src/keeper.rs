@@ -242,7 +242,7 @@ pub(crate) fn run(tenant: &Arc<Tenant>) {
                     tenant.forget_buried(usize::MAX);
                     tenant.ended.store(true, Ordering::Release);
                     tenant.close_inbox();
-                    tenant.forget_all_ready();
+                    tenant.forget_ready_but(&[]);
                     return;
                 }
             }

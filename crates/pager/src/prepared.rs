@@ -103,16 +103,13 @@ impl Tenant {
     /// # Errors
     /// There is no room.
     pub fn keep_ready(&self, memories: &[SpaceId]) -> io::Result<()> {
-        let others: Vec<_> =
-            lock(&self.ready).keys().filter(|memory| !memories.contains(memory)).copied().collect();
-        others.into_iter().for_each(|memory| self.forget_ready(memory));
+        self.forget_ready_but(memories);
         for &memory in memories {
             let known = lock(&self.snapshots).get(&memory).cloned();
             let Some(known) = known.filter(|_| !self.is_ready(memory)) else { continue };
             // Nobody waits for it.
             let copied = self.copy_map(&known, true, 1)?;
             self.store.set_aside(copied.retained);
-            self.registry.set_ready(copied.slot, true);
             lock(&self.ready).insert(memory, copied);
             // Whoever removes the snapshot waits for us, its readers, and forgets this
             // then; but it was removed before we looked, or the tenant has ended.
@@ -128,9 +125,13 @@ impl Tenant {
         lock(&self.ready).contains_key(&memory)
     }
 
+    /// Slots of page maps that are nobody's yet.
+    pub(crate) fn ready_slots(&self) -> Vec<SpaceId> {
+        lock(&self.ready).values().map(|copied| copied.slot).collect()
+    }
+
     fn take_ready(&self, memory: SpaceId) -> Option<MapCopy> {
         let copied = lock(&self.ready).remove(&memory)?;
-        self.registry.set_ready(copied.slot, false);
         self.store.count_again(copied.retained);
         Some(copied)
     }
@@ -141,10 +142,10 @@ impl Tenant {
         }
     }
 
-    /// The tenant has ended.
-    pub(crate) fn forget_all_ready(&self) {
-        let all: Vec<_> = lock(&self.ready).keys().copied().collect();
-        all.into_iter().for_each(|memory| self.forget_ready(memory));
+    pub(crate) fn forget_ready_but(&self, kept: &[SpaceId]) {
+        let others: Vec<_> =
+            lock(&self.ready).keys().filter(|memory| !kept.contains(memory)).copied().collect();
+        others.into_iter().for_each(|memory| self.forget_ready(memory));
     }
 
     fn forget_slot(&self, slot: SpaceId) {

@@ -63,9 +63,6 @@ const LIVE: u32 = 1;
 const BUILDING: u32 = 2;
 /// A snapshot of an address space: a page map without a process.
 const SNAPSHOT: u32 = 3;
-/// A copied page map, of nobody yet: a process may be restored with it. A worker that
-/// finds one of an earlier worker forgets it, as it does with what is not complete.
-const READY: u32 = 4;
 
 /// What is fixed about a tenant from its start on.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -278,15 +275,6 @@ impl Registry {
 
     pub(crate) fn space_is_live(&self, id: SpaceId) -> bool {
         self.space_live(id).load(Ordering::Acquire) == LIVE
-    }
-
-    /// The slot's page map is nobody's yet, or (`false`) somebody is made with it.
-    pub(crate) fn set_ready(&self, id: SpaceId, ready: bool) {
-        self.space_live(id).store(if ready { READY } else { BUILDING }, Ordering::Release);
-    }
-
-    pub(crate) fn is_ready(&self, id: SpaceId) -> bool {
-        self.space_live(id).load(Ordering::Acquire) == READY
     }
 
     /// The slot is a whole snapshot's from now on.

@@ -123,6 +123,7 @@ impl Tenant {
         if lock(&self.share).is_some_and(|share| now < share.next && share.is_shared == is_shared) {
             return;
         }
+        let ready = self.ready_slots();
         let (mut live, mut snapshots, mut leaves) = (0, 0, 0);
         for (leaf, owner, _) in self.map.leaves() {
             if self.registry.tenant_of(owner) != self.id {
@@ -133,7 +134,7 @@ impl Tenant {
                 leaf.pages().filter(|&page| self.map.get(page).handle().is_some()).count() as u64;
             if self.registry.space_is_live(owner) {
                 live += handles;
-            } else if !self.registry.is_ready(owner) {
+            } else if !ready.contains(&owner) {
                 snapshots += handles;
             }
         }

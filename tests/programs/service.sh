@@ -125,7 +125,7 @@ state() {
         [ "$(of "$1" state)" = native ] || break
         sleep 0.1
     done
-    of "$1" state || { strata ps; journalctl -n 5; cat /proc/$(pgrep -x redis-server -n)/maps | grep strata; }
+    of "$1" state
 }
 
 POPULATE='for i = 0, 99999 do redis.call("set", "key:"..i, string.rep("x", 400)) end return 1'

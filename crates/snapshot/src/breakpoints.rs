@@ -2,7 +2,7 @@
 //!
 //! CRIU stops each thread that it lets go at a breakpoint, for the kernel an
 //! event of a task. The first such event of a machine makes it wait for all CPUs (an
-//! RCU grace period: 4 to 20 ms) while the processes stand still. While there is
+//! RCU grace period, milliseconds) while the processes stand still. While there is
 //! one of ours it need not; to make ours takes as long, while CRIU starts.
 
 use std::sync::mpsc::{Sender, channel};

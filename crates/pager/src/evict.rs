@@ -9,6 +9,8 @@
 //! settle    gate: Leaving → Stored(handle), or back to Resident
 //! discard   the transfer range is emptied
 //! ```
+//! All but the last is done in parts of a batch, one after the other.
+//!
 //! Until `settle` the only copy is in the transfer range or in place; the
 //! transfer range is emptied only after it. A page whose message says meanwhile
 //! that it was discarded has `slots[slot] = 0` and is dropped.
@@ -37,6 +39,10 @@ const PATIENCE: Duration = Duration::from_millis(100);
 /// How long it waits before a snapshot is given up: on a busy machine an agent
 /// sleeps for longer than a batch takes.
 const PARK_PATIENCE: Duration = Duration::from_secs(1);
+/// Pages that the agent moves before it sleeps again, until they are packed. It often
+/// works on the CPU of the threads that fault, and as long as it does nobody is served:
+/// a whole batch at once was most of their longest waits (docs/measurements.md).
+const PART_PAGES: usize = 32;
 pub(crate) const PAGE: u64 = PAGE_SIZE as u64;
 pub(crate) const EBUSY: i32 = -16;
 pub(crate) const EINVAL: i32 = -22;
@@ -202,18 +208,42 @@ impl Evictor {
         if !space.transfer_clean.load(Ordering::Acquire) && !empty_transfer(space, &agent) {
             return None;
         }
-        let control = agent.control.control();
         let mut report = BatchReport::default();
-        let count = self.compose(space, tenant, control, excluded, pages, &mut report);
+        let mut used = 0;
+        for part in pages[..pages.len().min(BATCH_PAGES)].chunks(PART_PAGES) {
+            used += self.evict_part(space, tenant, &agent, excluded, (part, used), &mut report);
+            if space.has_strays.load(Ordering::Acquire) {
+                return Some(report);
+            }
+        }
+        if used > 0 {
+            empty_transfer(space, &agent);
+        }
+        Some(report)
+    }
+
+    /// Evicts pages through the transfer range's slots from `first` on. Returns how
+    /// many slots that took.
+    fn evict_part(
+        &mut self,
+        space: &Arc<Space>,
+        tenant: &Tenant,
+        agent: &Agent,
+        excluded: &Excluded,
+        (pages, first): (&[PageId], usize),
+        report: &mut BatchReport,
+    ) -> usize {
+        let control = agent.control.control();
+        let count = self.compose(space, tenant, control, excluded, (pages, first), report);
         if count == 0 {
-            return Some(report);
+            return 0;
         }
         space.transfer_clean.store(false, Ordering::Release);
-        agent.command(Command::Move, 0, count as u32);
+        agent.command(Command::Move, first as u32, count as u32);
         if !agent.wait_idle(space, PATIENCE) {
             // Stopped, or hostile. What it holds is fetched when it answers.
             space.has_strays.store(true, Ordering::Release);
-            return Some(report);
+            return count;
         }
         let mut results: Vec<Moved> = control.entries[..count]
             .iter()
@@ -223,15 +253,12 @@ impl Evictor {
             })
             .collect();
         let all = results.iter().all(|result| *result == Moved::Yes);
-        if !all && look_what_moved(space, &agent, &mut results).is_err() {
+        if !all && look_what_moved(space, agent, first, &mut results).is_err() {
             space.has_strays.store(true, Ordering::Release);
-            return Some(report);
+            return count;
         }
-        self.fetch(space, tenant, &agent, &results, &mut report);
-        if !space.has_strays.load(Ordering::Acquire) {
-            empty_transfer(space, &agent);
-        }
-        Some(report)
+        self.fetch(space, tenant, agent, (&results, first), report);
+        count
     }
 
     /// Fetches what is in the transfer range with nobody waiting for it: after
@@ -244,32 +271,33 @@ impl Evictor {
             return report;
         }
         let mut results = vec![Moved::No(RESULT_CANCELLED); BATCH_PAGES];
-        if look_what_moved(space, &agent, &mut results).is_err() {
+        if look_what_moved(space, &agent, 0, &mut results).is_err() {
             return report;
         }
         space.has_strays.store(false, Ordering::Release);
-        self.fetch(space, tenant, &agent, &results, &mut report);
+        self.fetch(space, tenant, &agent, (&results, 0), &mut report);
         if !space.has_strays.load(Ordering::Acquire) {
             empty_transfer(space, &agent);
         }
         report
     }
 
-    /// Marks up to a batch of `pages` as leaving and writes the command's entries.
+    /// Marks `pages` as leaving, through slots from `first` on, and writes the
+    /// command's entries. Returns how many.
     fn compose(
         &mut self,
         space: &Space,
         tenant: &Tenant,
         control: &Control,
         excluded: &Excluded,
-        pages: &[PageId],
+        (pages, first): (&[PageId], usize),
         report: &mut BatchReport,
     ) -> usize {
         let mut gate = lock(&space.gate);
         control.batch_epoch.store(control.epoch.load(Ordering::SeqCst), Ordering::Relaxed);
         control.batch_thread_seq.store(excluded.thread_seq, Ordering::Relaxed);
         let mut count = 0;
-        for &page in pages.iter().take(BATCH_PAGES) {
+        for &page in pages {
             let Some((owner, piece)) = tenant.map.owner(page.leaf()) else { continue };
             if owner != space.id {
                 continue;
@@ -297,7 +325,8 @@ impl Evictor {
                 report.stayed.push((page, address, Stayed::Cancelled));
                 continue;
             };
-            gate.of_freeze[count] = leaves == Leaves::WithSnapshot;
+            let slot = first + count;
+            gate.of_freeze[slot] = leaves == Leaves::WithSnapshot;
             // Leaving pages are charged here, and as DRAM: the store is there.
             if resident == (Entry::Resident { shared: true }) || resident == Entry::OnNode {
                 tenant.resident_pages.fetch_add(1, Ordering::Relaxed);
@@ -309,8 +338,8 @@ impl Evictor {
             let entry = &control.entries[count];
             entry.address.store(address, Ordering::Relaxed);
             entry.result.store(RESULT_PENDING, Ordering::Relaxed);
-            gate.slots[count] = address;
-            tenant.map.set(page, Entry::Leaving { slot: count as u16, wanted: false });
+            gate.slots[slot] = address;
+            tenant.map.set(page, Entry::Leaving { slot: slot as u16, wanted: false });
             let copy = resident.handle();
             if copy.is_some() {
                 tenant.kept_pages.fetch_sub(1, Ordering::Relaxed);
@@ -345,15 +374,22 @@ impl Evictor {
 /// first write to a zero page, a protection taken off) it begins again, moves the
 /// page, forgets that it did, tries once more, and says `EEXIST`: Linux 6.18, see
 /// docs/soak.md.
-fn look_what_moved(space: &Space, agent: &Agent, results: &mut [Moved]) -> io::Result<()> {
-    let Range { start, .. } = agent.ranges.transfer;
+///
+/// `results` are those of the slots from `first` on.
+fn look_what_moved(
+    space: &Space,
+    agent: &Agent,
+    first: usize,
+    results: &mut [Moved],
+) -> io::Result<()> {
+    let start = agent.ranges.transfer.start + first as u64 * PAGE;
     let mut there = vec![false; results.len()];
     page_presence(
         agent.pid,
         Range { start, end: start + results.len() as u64 * PAGE },
         |index, _| there[index as usize] = true,
     )?;
-    let slots = lock(&space.gate).slots.clone();
+    let slots = lock(&space.gate).slots[first..first + results.len()].to_vec();
     for ((result, there), address) in results.iter_mut().zip(there).zip(slots) {
         if *result == Moved::Yes || !there {
             continue;

@@ -51,17 +51,19 @@ struct Settling<'a> {
 }
 
 impl Evictor {
-    /// Fetches what was moved (`results`, by slot), stores and settles it.
+    /// Fetches what was moved (`results`, of the slots from `first` on), stores and
+    /// settles it.
     pub(crate) fn fetch(
         &mut self,
         space: &Space,
         tenant: &Tenant,
         agent: &Agent,
-        results: &[Moved],
+        (results, first): (&[Moved], usize),
         report: &mut BatchReport,
     ) {
         let transfer = agent.ranges.transfer.start;
-        let moved = (0..results.len()).filter(|&slot| results[slot] == Moved::Yes);
+        let slots = first..first + results.len();
+        let moved = slots.clone().filter(|&slot| results[slot - first] == Moved::Yes);
         let mut rest: VecDeque<Fetched> =
             moved.enumerate().map(|(index, slot)| Fetched { slot, index }).collect();
         let mut runs: Vec<Range> = Vec::new();
@@ -84,10 +86,10 @@ impl Evictor {
             report,
             wanted: Vec::new(),
             inheritance: None,
-            slots: results.len(),
+            slots: slots.end,
         };
         let mut gate = lock(&space.gate);
-        for (slot, &result) in results.iter().enumerate() {
+        for (slot, &result) in slots.zip(results) {
             if let Moved::No(reason) = result {
                 settling.not_moved(&mut gate, slot, reason);
             }

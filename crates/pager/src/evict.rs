@@ -42,7 +42,7 @@ const PARK_PATIENCE: Duration = Duration::from_secs(1);
 /// Pages that the agent moves before it sleeps again, until they are packed. It often
 /// works on the CPU of the threads that fault, and as long as it does nobody is served:
 /// a whole batch at once was most of their longest waits (docs/measurements.md).
-const PART_PAGES: usize = 32;
+pub(crate) const PART_PAGES: usize = 32;
 pub(crate) const PAGE: u64 = PAGE_SIZE as u64;
 pub(crate) const EBUSY: i32 = -16;
 pub(crate) const EINVAL: i32 = -22;
@@ -74,10 +74,31 @@ pub(crate) struct BatchReport {
     pub(crate) store_error: Option<String>,
 }
 
+/// How parts of batches are spread over time.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Pauses {
+    /// From the beginning of a part to that of the next one, at least...
+    pub(crate) every: Duration,
+    /// ...as long as there is more headroom than this.
+    pub(crate) floor_pages: i64,
+}
+
+impl Pauses {
+    /// Pauses after a part that began then.
+    fn after(self, began: Instant, tenant: &Tenant) {
+        let rest = self.every.saturating_sub(began.elapsed());
+        if !rest.is_zero() && tenant.headroom_pages() > self.floor_pages {
+            std::thread::sleep(rest);
+        }
+    }
+}
+
 /// The page buffers of one keeper.
 pub(crate) struct Evictor {
     pub(crate) buffer: Vec<u8>,
     pub(crate) page: Box<PageBuffer>,
+    /// None by default.
+    pub(crate) pauses: Pauses,
     /// The keeper was evicting in its last round, too.
     pub(crate) in_a_hurry: bool,
     /// The pages under way are packed densely at once.
@@ -167,6 +188,7 @@ impl Evictor {
         Self {
             buffer: vec![0; BATCH_PAGES * PAGE_SIZE],
             page: PageBuffer::zeroed(),
+            pauses: Pauses::default(),
             in_a_hurry: false,
             densely: false,
             copies: Copies::default(),
@@ -211,10 +233,12 @@ impl Evictor {
         let mut report = BatchReport::default();
         let mut used = 0;
         for part in pages[..pages.len().min(BATCH_PAGES)].chunks(PART_PAGES) {
+            let began = Instant::now();
             used += self.evict_part(space, tenant, &agent, excluded, (part, used), &mut report);
             if space.has_strays.load(Ordering::Acquire) {
                 return Some(report);
             }
+            self.pauses.after(began, tenant);
         }
         if used > 0 {
             empty_transfer(space, &agent);

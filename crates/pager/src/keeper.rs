@@ -11,6 +11,7 @@ mod node;
 mod observe;
 mod rest;
 mod sensed;
+mod spread;
 mod taking;
 
 use std::collections::BTreeMap;
@@ -28,6 +29,7 @@ use strata_units::{ByteSize, LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, Space
 
 use advising::Advising;
 use rest::{LONGEST, NextLook, State};
+use spread::Spread;
 
 use crate::counters::Counter;
 use crate::entry::Entry;
@@ -137,6 +139,7 @@ struct Keeper<'a> {
     /// The policy's time then.
     swept_at: u32,
     evicting: bool,
+    spread: Spread,
     evicted_last: Instant,
     resident_before: u64,
     attended_at_scan: Vec<SpaceId>,
@@ -190,6 +193,7 @@ impl<'a> Keeper<'a> {
             swept_leaf: 0,
             swept_at: 0,
             evicting: false,
+            spread: Spread::new(),
             evicted_last: now,
             resident_before: 0,
             attended_at_scan: Vec::new(),
@@ -474,9 +478,10 @@ impl Keeper<'_> {
         let settle = (actions.settle_pages as usize).min(most);
         let mut freed_pages = tenant.store.settle(settle);
         let mut evicted_pages = 0;
+        self.spread.count(tenant.counters.get(Counter::PolicyTime));
         let evict = (actions.evict_pages as usize).min(PAGES_PER_ROUND);
         if evict > 0 {
-            evicted_pages = self.evict(evict, spaces);
+            evicted_pages = self.evict_evenly(evict, spaces);
             freed_pages += evicted_pages;
         }
         // Dense packing costs more than an eviction and makes the next fault

@@ -7,7 +7,7 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::thread::JoinHandle;
 
@@ -71,6 +71,9 @@ pub(crate) struct Gate {
     pub(crate) settings: Settings,
 }
 
+/// No CPU's number.
+pub(crate) const NO_CPU: u32 = u32::MAX;
+
 /// One address space of a tenant.
 #[derive(Debug)]
 pub struct Space {
@@ -85,6 +88,8 @@ pub struct Space {
     /// The process is gone: the handler ends.
     pub(crate) gone: AtomicBool,
     pub(crate) handler: Mutex<Option<JoinHandle<()>>>,
+    /// The CPU that it is bound to; [`NO_CPU`]: none yet.
+    pub(crate) handler_cpu: AtomicU32,
     /// Pages may be in the transfer range with nobody fetching them (after a
     /// fork or a worker's death).
     pub(crate) has_strays: AtomicBool,
@@ -267,6 +272,7 @@ impl Space {
             kicked: Mutex::default(),
             gone: AtomicBool::new(false),
             handler: Mutex::new(None),
+            handler_cpu: AtomicU32::new(NO_CPU),
             has_strays: AtomicBool::new(false),
             is_heir: AtomicBool::new(false),
             transfer_clean: AtomicBool::new(false),

@@ -61,7 +61,7 @@ pub use process::{
 };
 pub use read_queue::{READ_BYTES, ReadId, ReadQueue};
 pub use sched::{
-    current_cpu, idle_time, pin_current_thread, process_time, set_thread_name, thread_id,
+    Cpus, current_cpu, idle_time, pin_current_thread, process_time, set_thread_name, thread_id,
     thread_time, wake_in_time, yield_to_others,
 };
 pub use shared_memory::{SharedMemory, punch_hole};

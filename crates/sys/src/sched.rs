@@ -26,6 +26,53 @@ pub fn pin_current_thread(cpu: u32) {
     }
 }
 
+/// The CPUs that a thread may run on.
+#[derive(Clone)]
+pub struct Cpus(libc::cpu_set_t);
+
+impl std::fmt::Debug for Cpus {
+    fn fmt(&self, to: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        to.debug_set().entries((0..libc::CPU_SETSIZE as u32).filter(|&cpu| self.has(cpu))).finish()
+    }
+}
+
+impl Cpus {
+    /// Those of this thread. None: there are more than can be named here.
+    #[must_use]
+    pub fn of_current_thread() -> Option<Self> {
+        // SAFETY: cpu_set_t is plain data for which all zeroes is the empty set.
+        let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+        // SAFETY: writes one live set of the size named.
+        let got = unsafe { libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &raw mut set) };
+        (got == 0).then_some(Self(set))
+    }
+
+    /// Whether `cpu` is one of them.
+    #[must_use]
+    pub fn has(&self, cpu: u32) -> bool {
+        // SAFETY: reads one word of a live set, which has the CPU.
+        cpu < libc::CPU_SETSIZE as u32 && unsafe { libc::CPU_ISSET(cpu as usize, &self.0) }
+    }
+
+    /// All of them but `cpus`; none if no other is left.
+    #[must_use]
+    pub fn without(&self, cpus: &[u32]) -> Option<Self> {
+        let mut left = self.clone();
+        for &cpu in cpus.iter().filter(|&&cpu| cpu < libc::CPU_SETSIZE as u32) {
+            // SAFETY: writes one word of a live set, which has the CPU.
+            unsafe { libc::CPU_CLR(cpu as usize, &mut left.0) };
+        }
+        // SAFETY: reads a live set.
+        (unsafe { libc::CPU_COUNT(&left.0) } > 0).then_some(left)
+    }
+
+    /// Has this thread run on these alone. A refusal leaves it as it was.
+    pub fn confine_current_thread(&self) {
+        // SAFETY: reads one live set of the size named.
+        unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &raw const self.0) };
+    }
+}
+
 /// How long all CPUs together have been idle since the machine started; none
 /// where the kernel does not say. In steps of a hundredth of a second.
 #[must_use]
@@ -91,4 +138,28 @@ pub fn set_thread_name(name: &str) {
     }
     // SAFETY: PR_SET_NAME reads at most 16 bytes; ours end with a zero.
     unsafe { libc::prctl(libc::PR_SET_NAME, bytes.as_ptr()) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_stays_on_the_cpus_that_it_is_confined_to() {
+        let all = Cpus::of_current_thread().expect("few CPUs");
+        let own: Vec<u32> = (0..1024).filter(|&cpu| all.has(cpu)).collect();
+        assert!(own.contains(&current_cpu()));
+        assert!(all.without(&own).is_none(), "no CPU is left");
+        assert_eq!(format!("{:?}", all.without(&[u32::MAX]).expect("all")), format!("{all:?}"));
+        let Some(rest) = all.without(&own[..1]) else { return };
+        std::thread::spawn(move || {
+            rest.confine_current_thread();
+            assert!(!Cpus::of_current_thread().expect("few CPUs").has(own[0]));
+            assert_ne!(current_cpu(), own[0]);
+            all.confine_current_thread();
+            assert!(Cpus::of_current_thread().expect("few CPUs").has(own[0]));
+        })
+        .join()
+        .expect("no assertion failed");
+    }
 }

@@ -1,12 +1,13 @@
 //! Where a handler wakes: on the CPU of the thread that faults, which stands still
 //! until it is served. To wake another CPU takes longer than to serve a fault.
 
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use strata_sys::{pin_current_thread, thread_cpu, thread_faults};
 
 use crate::events::Asker;
-use crate::space::Space;
+use crate::space::{NO_CPU, Space};
 
 /// How often to look where the faulting thread runs.
 const FOLLOW_EVERY: Duration = Duration::from_millis(4);
@@ -42,6 +43,7 @@ impl Follow {
         if cpu.is_some() && cpu != self.cpu {
             self.cpu = cpu;
             pin_current_thread(cpu.unwrap_or(0));
+            space.handler_cpu.store(cpu.unwrap_or(NO_CPU), Ordering::Relaxed);
         }
         self.due = now + FOLLOW_EVERY.max(now.elapsed() * SHARE);
     }

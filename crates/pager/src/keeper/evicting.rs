@@ -11,11 +11,28 @@ use strata_units::wire::BATCH_PAGES;
 
 use super::{Keeper, PINNED_FOR};
 use crate::counters::Counter;
-use crate::evict::{BatchReport, PAGE, Stayed};
+use crate::evict::{BatchReport, PAGE, Pauses, Stayed};
 use crate::scan::{Excluded, take_charge};
 use crate::space::Space;
 
 impl Keeper<'_> {
+    /// Evicts `want` pages, or as many of them as the next moments allow without haste,
+    /// where nobody is short of room; how many left.
+    pub(super) fn evict_evenly(&mut self, want: usize, spaces: &[Arc<Space>]) -> usize {
+        let floor_pages = self.comfortable_pages();
+        let comfortable = self.tenant.headroom_pages() > floor_pages;
+        self.spread.keep_apart(comfortable, spaces);
+        let (want, pauses) = match comfortable {
+            true => self.spread.plan(want, floor_pages),
+            false => (want, Pauses::default()),
+        };
+        self.evictor.pauses = pauses;
+        let evicted = self.evict(want, spaces);
+        // Whoever else evicts has the pages out at once.
+        self.evictor.pauses = Pauses::default();
+        evicted
+    }
+
     /// Evicts `want` pages, those that the program gave up first; how many left.
     pub(super) fn evict(&mut self, want: usize, spaces: &[Arc<Space>]) -> usize {
         let tenant = self.tenant;

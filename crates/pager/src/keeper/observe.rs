@@ -24,6 +24,14 @@ impl Keeper<'_> {
         self.tenant.comes_back.store(comes_back, Ordering::Relaxed);
     }
 
+    /// With more headroom than this nobody will have to wait for what is being evicted:
+    /// half of what is kept free is left.
+    pub(super) fn comfortable_pages(&self) -> i64 {
+        let budget = self.tenant.budget_bytes();
+        let (low, _) = budget::watermarks_bytes(budget, 0);
+        ((budget::tolerance_bytes(budget) / 4 + low / 2) / PAGE) as i64
+    }
+
     /// Whether the tenant uses what is away, and all of it fits in with room to spare.
     /// What a clone does not touch it shares with others, and the advisor waits for
     /// the use of each page that it watches.

@@ -342,7 +342,8 @@ mod tests {
         let strata = report.hard_per_unit(&report.rows[0]);
         let lru = report.hard_per_unit(&report.rows[1]);
         assert!(strata < 0.95 * lru, "{strata} {lru}");
-        assert!(report.recovery_units(&report.rows[0]).is_some(), "{}", report.table());
+        let recovery = report.recovery(&report.rows[0], &report.rows[0]);
+        assert!(recovery.is_some(), "{}", report.table());
     }
 
     #[test]

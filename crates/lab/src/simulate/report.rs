@@ -62,6 +62,13 @@ impl Row {
     }
 }
 
+/// How long a change was felt.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Recovery {
+    pub(super) units: u64,
+    pub(super) misses: u64,
+}
+
 /// All policies over one stream of touches.
 pub(super) struct Report {
     pub(super) title: String,
@@ -98,12 +105,38 @@ impl Report {
         HARD_US * hard + SOFT_US * soft + EVICTION_US * (hard + soft)
     }
 
-    /// Units after the change until the misses of a window of 1/64 are for the
-    /// first time less than a tenth above the steady state before.
-    pub(super) fn recovery_units(&self, row: &Row) -> Option<u64> {
-        let steady = row.before as f64 / SHOWN as f64;
+    /// Units after the change, and misses in them, until the misses of a window of
+    /// 1/64 are for the first time less than a tenth above the steady state that
+    /// `level` had before.
+    pub(super) fn recovery(&self, row: &Row, level: &Row) -> Option<Recovery> {
+        let steady = level.before as f64 / SHOWN as f64;
         let back = |window: &usize| row.faults(*window..window + 1) as f64 <= 1.1 * steady;
-        (0..WINDOWS).find(back).map(|window| (window as u64 + 1) * self.window_units)
+        (0..WINDOWS).find(back).map(|window| Recovery {
+            units: (window as u64 + 1) * self.window_units,
+            misses: row.faults(0..window + 1),
+        })
+    }
+
+    /// The rival that others' levels are compared with.
+    pub(super) fn lru(&self) -> Option<&Row> {
+        self.rows.iter().find(|row| row.policy == "LRU")
+    }
+
+    /// What it took after the change: to the policy's own steady state, and to LRU's.
+    fn recoveries(&self) -> String {
+        let told = |recovery: Option<Recovery>| match recovery {
+            Some(Recovery { units, misses }) => format!("{misses} in {units} {}s", self.unit),
+            None => "never".to_owned(),
+        };
+        let mut text = String::from(
+            "misses after the change until within a tenth of a steady state: its own; LRU's\n",
+        );
+        for row in &self.rows {
+            let own = told(self.recovery(row, row));
+            let lru = self.lru().map_or_else(String::new, |lru| told(self.recovery(row, lru)));
+            let _ = writeln!(text, "{:<10}{own:>24}{lru:>24}", row.policy);
+        }
+        text
     }
 
     pub(super) fn table(&self) -> String {
@@ -129,9 +162,9 @@ impl Report {
             self.unit
         );
         for row in &self.rows {
-            let back = match self.recovery_units(row) {
+            let back = match self.recovery(row, row) {
                 _ if !self.changes => String::new(),
-                Some(units) => format!("{}k", units.div_ceil(1000)),
+                Some(recovery) => format!("{}k", recovery.units.div_ceil(1000)),
                 None => "never".to_owned(),
             };
             let _ = write!(
@@ -149,6 +182,9 @@ impl Report {
             }
             text.push('\n');
         }
+        if self.changes {
+            text += &self.recoveries();
+        }
         if let Some(foretold) = &self.foretold {
             text += &foretold.text(self.unit);
         }
@@ -156,6 +192,10 @@ impl Report {
     }
 
     pub(super) fn json(&self) -> Value {
+        let recovery = |row: &Row, level: Option<&Row>| {
+            let recovery = level.filter(|_| self.changes).and_then(|l| self.recovery(row, l));
+            recovery.map(|recovery| json!({ "units": recovery.units, "misses": recovery.misses }))
+        };
         let rows: Vec<Value> = self
             .rows
             .iter()
@@ -166,7 +206,8 @@ impl Report {
                     "soft_per_unit": self.soft_per_unit(row),
                     "evictions_per_unit": self.hard_per_unit(row) + self.soft_per_unit(row),
                     "cost_us_per_unit": self.cost_us_per_unit(row),
-                    "recovery_units": self.changes.then(|| self.recovery_units(row)).flatten(),
+                    "recovery": recovery(row, Some(row)),
+                    "recovery_to_lru": recovery(row, self.lru()),
                     "hard_by_window": &row.hard[..],
                     "soft_by_window": &row.soft[..],
                 })
@@ -213,7 +254,14 @@ mod tests {
             changes: true,
             foretold: None,
         };
-        assert_eq!(report.recovery_units(&report.rows[0]), Some(20_000));
+        let misses = (0..20).map(|window| 300 - 10 * window).sum();
+        let recovery = report.recovery(&report.rows[0], &report.rows[0]);
+        assert_eq!(recovery, Some(Recovery { units: 20_000, misses }));
+        // Somebody who missed two and a half times as often is level sooner.
+        let mut worse = Row::new("LRU");
+        (0..SHOWN * 250).for_each(|_| worse.count(Touch::Hard, Phase::Before));
+        let recovery = report.recovery(&report.rows[0], &worse);
+        assert_eq!(recovery, Some(Recovery { units: 4_000, misses: 300 + 290 + 280 + 270 }));
         let soft = report.soft_per_unit(&report.rows[0]);
         assert!((report.cost_us_per_unit(&report.rows[0]) - 14.0 * soft).abs() < 1e-9);
     }

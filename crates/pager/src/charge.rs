@@ -39,8 +39,11 @@ impl Tenant {
         lock(&self.freeze_began).map_or(Duration::ZERO, |began| began.elapsed())
     }
 
+    /// A page arrives: the policy's time then.
     fn policy_now(&self) -> u32 {
-        self.counters.add(Counter::PolicyTime, 1) as u32
+        self.arrivals_so_far.fetch_add(1, Ordering::Relaxed);
+        let units = self.units_of_arrival.load(Ordering::Relaxed);
+        self.counters.add(Counter::PolicyTime, units) as u32
     }
 
     fn count_in(&self, page: PageId) {

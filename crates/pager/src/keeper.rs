@@ -13,6 +13,7 @@ mod rest;
 mod sensed;
 mod spread;
 mod taking;
+mod time;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -139,6 +140,7 @@ struct Keeper<'a> {
     /// The policy's time then.
     swept_at: u32,
     evicting: bool,
+    told: time::Told,
     spread: Spread,
     evicted_last: Instant,
     resident_before: u64,
@@ -193,6 +195,7 @@ impl<'a> Keeper<'a> {
             swept_leaf: 0,
             swept_at: 0,
             evicting: false,
+            told: time::Told::default(),
             spread: Spread::new(),
             evicted_last: now,
             resident_before: 0,
@@ -271,6 +274,7 @@ impl Keeper<'_> {
             + self.node.as_ref().map_or(0, node::NodeKeeper::memory_bytes);
         let usage = measure(tenant, own as u64);
         *lock(&tenant.usage) = usage;
+        self.tell_time(&spaces);
         if tenant.is_released() {
             tenant.may_exceed.store(true, Ordering::Relaxed);
             return NextLook::after(if forgets { Duration::ZERO } else { RESCAN_EVERY });
@@ -478,7 +482,7 @@ impl Keeper<'_> {
         let settle = (actions.settle_pages as usize).min(most);
         let mut freed_pages = tenant.store.settle(settle);
         let mut evicted_pages = 0;
-        self.spread.count(tenant.counters.get(Counter::PolicyTime));
+        self.spread.count(tenant.arrivals_so_far.load(Ordering::Relaxed));
         let evict = (actions.evict_pages as usize).min(PAGES_PER_ROUND);
         if evict > 0 {
             evicted_pages = self.evict_evenly(evict, spaces);

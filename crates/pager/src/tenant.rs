@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, RwLock, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -135,6 +135,10 @@ pub struct Tenant {
     pub(crate) node_pages: AtomicI64,
     /// Pages that may still come in before the budget is full.
     pub(crate) headroom_pages: AtomicI64,
+    /// Pages that have come into DRAM since this worker began.
+    pub(crate) arrivals_so_far: AtomicU64,
+    /// By how much each moves the policy's time on ([`strata_policy::Clock`]).
+    pub(crate) units_of_arrival: AtomicU64,
     /// All of its pages are on their way back, and there is room for them.
     pub(crate) comes_back: AtomicBool,
     /// Nothing can be evicted any more: faults are served beyond the budget.
@@ -248,6 +252,8 @@ impl Tenant {
             resident_pages: AtomicI64::new(0),
             node_pages: AtomicI64::new(0),
             headroom_pages: AtomicI64::new(0),
+            arrivals_so_far: AtomicU64::new(0),
+            units_of_arrival: AtomicU64::new(1),
             comes_back: AtomicBool::new(false),
             may_exceed: AtomicBool::new(false),
             memory_held: AtomicUsize::new(0),

@@ -8,6 +8,7 @@
 
 pub mod advice;
 pub mod budget;
+mod clock;
 pub mod curve;
 pub mod exchange;
 pub mod gap;
@@ -20,5 +21,6 @@ pub mod sampler;
 mod table;
 pub mod warmth;
 
+pub use clock::Clock;
 pub use gap::Level;
 pub use replacement::{Census, Pages, Replacement};

@@ -58,7 +58,7 @@ const PROBE_EVERY_TURNS: f32 = 1.0;
 const PROBE_SPEEDUP: f32 = 2048.0;
 /// Probes that may be out at a time during a change: several say sooner that
 /// nobody comes.
-const PROBES_IN_CHANGE: u8 = 8;
+const PROBES_IN_CHANGE: u32 = 8;
 /// A return after this part of the usual silence counts as early.
 const EARLY_PART: f32 = 0.125;
 /// Turns over which the share of early returns is averaged: now, and usually.
@@ -378,8 +378,9 @@ impl Replacement {
         if resident != 0 {
             let judgement = neighbours::judge(sight, &words, group, uniform(group_index as u32, 0));
             let keys = neighbours::keys(sight, &judgement, &words);
-            let probing = probing(&self.walk, &self.surprise, judgement.probes, group.out);
-            let mut best: Option<(f32, usize)> = None;
+            let probes = probes(&self.walk, &self.surprise, judgement.probes, group.out);
+            // Those that stay.
+            let mut rest = resident;
             let mut left = resident;
             while left != 0 {
                 let index = left.trailing_zeros() as usize;
@@ -394,30 +395,39 @@ impl Replacement {
                     records[index].set_state(State::Chosen);
                     self.chosen.push_back(page);
                     self.walk.taken += 1;
-                } else if best.is_none_or(|(largest, _)| key > largest) {
-                    best = Some((key, index));
+                    rest &= !(1 << index);
                 }
             }
-            if let (true, Some((_, index))) = (probing, best) {
+            for _ in 0..probes {
+                let Some(index) = largest(&keys, rest) else { break };
                 records[index].set_state(State::Chosen);
                 self.chosen.push_back(PageId((group_index * GROUP_PAGES + index) as u32));
                 self.walk.taken += 1;
+                rest &= !(1 << index);
             }
         }
         self.table.leave_group(group_index);
     }
 }
 
-/// Whether one more page of a neighbourhood with `out` absent pages leaves, to see
-/// whether it comes back.
-fn probing(walk: &Walk, surprise: &Surprise, suspicion: u32, out: u8) -> bool {
+/// How many more pages of a neighbourhood with `out` absent pages leave, to see
+/// whether they come back: one by one as long as all is as usual. In a change as many
+/// as are to be out: the walk comes by again when a round has gone.
+fn probes(walk: &Walk, surprise: &Surprise, suspicion: u32, out: u8) -> u32 {
     let change = surprise.change();
-    let at_once = if change > 0.0 { PROBES_IN_CHANGE } else { 1 };
+    let (at_once, most) = if change > 0.0 { (PROBES_IN_CHANGE, u32::MAX) } else { (1, 1) };
+    let out = u32::from(out);
     if out >= at_once {
-        return u32::from(out) < suspicion;
+        return suspicion.saturating_sub(out).min(most);
     }
     let chance = walk.turns / PROBE_EVERY_TURNS * (1.0 + PROBE_SPEEDUP * change * change);
-    uniform(walk.group as u32, !walk.round) < chance
+    if uniform(walk.group as u32, !walk.round) < chance { at_once - out } else { 0 }
+}
+
+/// Which of the pages of `among`, a bit each, has the largest key.
+fn largest(keys: &[f32; GROUP_PAGES], among: u64) -> Option<usize> {
+    let pages = (0..GROUP_PAGES).filter(|page| among >> page & 1 == 1);
+    pages.max_by(|&a, &b| keys[a].total_cmp(&keys[b]))
 }
 
 /// A bit for each page that is resident and may be chosen.

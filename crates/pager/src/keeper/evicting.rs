@@ -95,8 +95,12 @@ impl Keeper<'_> {
         }
         let report = self.evictor.evict(space, self.tenant, excluded, batch)?;
         let evicted = report.evicted;
+        // What goes after them is out at once.
+        let pauses = std::mem::take(&mut self.evictor.pauses);
         let left = self.take_report(space, report);
-        Some(evicted + self.evict_relatives(space, &left, spaces))
+        let relatives = self.evict_relatives(space, &left, spaces);
+        self.evictor.pauses = pauses;
+        Some(evicted + relatives)
     }
 
     /// A page that a fork shares costs as much as before until the last of the

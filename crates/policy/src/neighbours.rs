@@ -13,6 +13,10 @@
 //! (DerSimonian, Laird: Meta-analysis in clinical trials, 1986): where they
 //! differ much, neighbours count for nothing, and a page stands for itself.
 //!
+//! When what is hot has changed, the averages of all pages are wrong together, and
+//! the rate, which forgets sooner, shows by how much: what it differs from them by
+//! more than the errors explain is added to the error of each.
+//!
 //! All gaps here are in octaves: log2 of faults.
 
 use crate::gap::LEVELS_PER_OCTAVE;
@@ -89,6 +93,8 @@ pub(crate) struct Sight {
     pub(crate) average_octave: f32,
     /// Resident pages.
     pub(crate) resident: f32,
+    /// When what is hot changed, if that was not long ago.
+    pub(crate) changed: Option<u32>,
 }
 
 impl Sight {
@@ -104,6 +110,8 @@ pub(crate) struct Judgement {
     octave: f32,
     /// Weight of that against a page's own estimate.
     weight: f32,
+    /// Squared error that all its pages' own estimates have in common.
+    staleness: f32,
     /// Added to all keys.
     preference: f32,
     /// Key growth per tick.
@@ -115,7 +123,7 @@ pub(crate) struct Judgement {
 /// Judges the neighbourhood of these records.
 /// `preference`, in 0..1, is always the same for the same neighbourhood.
 pub(crate) fn judge(sight: &Sight, words: &Words, group: &Group, preference: f32) -> Judgement {
-    let spread = spread(sight, words);
+    let Scatter { mean, spread } = scatter(sight, words);
     let (exposure, silent) = group.exposure(sight.now);
     let guessed = PRIOR_RETURNS * (1.0 - group.returns() / PRIOR_UNTIL_RETURNS).max(0.0);
     let returns = group.returns() + guessed;
@@ -124,10 +132,15 @@ pub(crate) fn judge(sight: &Sight, words: &Words, group: &Group, preference: f32
     let octave = log2(((exposure + silent + prior) / returns).max(silent * SILENCE_PART).max(1.0));
     let blind = f32::from(group.blind_ticks(sight.tick)) / TICKS_PER_TURN;
     let error = ONE_RETURN_VARIANCE / (returns + 1.0) + BLIND_VARIANCE * blind;
+    let staleness = match (sight.changed, mean) {
+        (Some(_), Some(mean)) => ((octave - mean).powi(2) - error - spread).max(0.0),
+        _ => 0.0,
+    };
     let silences = silent / usual - SUSPICIOUS_SILENCES;
     Judgement {
         octave,
         weight: 1.0 / (spread + error),
+        staleness,
         preference: PREFERENCE * preference,
         ageing: AGEING * spread / (spread + AGEING_SPREAD) / TICKS_PER_TURN,
         probes: if silences > 0.0 { exp2(silences.min(5.0)) as u32 } else { 0 },
@@ -141,7 +154,8 @@ pub(crate) fn keys(sight: &Sight, judgement: &Judgement, words: &Words) -> [f32;
     for (key, &word) in keys.iter_mut().zip(words) {
         let known = samples(word);
         let own = if known > 0.0 { level(word) * OCTAVES_PER_LEVEL } else { sight.average_octave };
-        let weight = if known > 0.0 { known / ONE_SAMPLE_VARIANCE } else { 1.0 / GUESS_VARIANCE };
+        let error = ONE_SAMPLE_VARIANCE + known * judgement.staleness;
+        let weight = if known > 0.0 { known / error } else { 1.0 / GUESS_VARIANCE };
         let sum = weight * own + judgement.weight * judgement.octave;
         let octave = sum / (weight + judgement.weight);
         *key = octave + judgement.preference + judgement.ageing * sight.ticks(word);
@@ -149,9 +163,16 @@ pub(crate) fn keys(sight: &Sight, judgement: &Judgement, words: &Words) -> [f32;
     keys
 }
 
-/// By how much the gaps of a neighbourhood's pages truly differ: the variance of
-/// their own estimates beyond those estimates' errors.
-fn spread(sight: &Sight, words: &Words) -> f32 {
+/// What the own estimates of a neighbourhood's pages say together.
+struct Scatter {
+    /// `None` where too few have one.
+    mean: Option<f32>,
+    /// By how much the pages' gaps truly differ: the variance of their own estimates
+    /// beyond those estimates' errors.
+    spread: f32,
+}
+
+fn scatter(sight: &Sight, words: &Words) -> Scatter {
     let faults_per_tick = sight.resident / TICKS_PER_TURN;
     let (mut octaves, mut weights) = ([0.0; GROUP_PAGES], [0.0; GROUP_PAGES]);
     for ((octave, weight), &word) in octaves.iter_mut().zip(&mut weights).zip(words) {
@@ -179,11 +200,12 @@ fn spread(sight: &Sight, words: &Words) -> f32 {
     let [weights, squares, count, sum, sum_of_squares] =
         sums.map(|lanes| lanes.iter().sum::<f32>());
     if count < 2.0 {
-        return UNKNOWN_SPREAD;
+        return Scatter { mean: None, spread: UNKNOWN_SPREAD };
     }
     let scatter = (sum_of_squares - sum * sum / weights) / ONE_SAMPLE_VARIANCE;
     let unbiased = (weights - squares / weights) / ONE_SAMPLE_VARIANCE;
-    ((scatter - (count - 1.0)) / unbiased).max(LEAST_SPREAD)
+    let spread = ((scatter - (count - 1.0)) / unbiased).max(LEAST_SPREAD);
+    Scatter { mean: Some(sum / weights), spread }
 }
 
 const _: () = assert!(State::Absent as u32 == 0, "no state is one that does not count");
@@ -195,11 +217,12 @@ mod tests {
     use crate::table::Table;
     use strata_units::PageId;
 
-    const SIGHT: Sight = Sight { now: 1_000_000, tick: 600, average_octave: 16.0, resident: 1e5 };
+    const SIGHT: Sight =
+        Sight { now: 1_000_000, tick: 600, average_octave: 16.0, resident: 1e5, changed: None };
 
     /// A neighbourhood whose pages have proven `gap(n)` and are resident, of which
     /// each in turn left and came back after `out_faults`, twice over.
-    fn judged(gap: impl Fn(u32) -> u32, out_faults: u32) -> (Judgement, [Record; GROUP_PAGES]) {
+    fn proven(gap: impl Fn(u32) -> u32, out_faults: u32) -> Table {
         let mut table = Table::default();
         let mut now = SIGHT.now - 128 * out_faults;
         for turn in 0..2 * GROUP_PAGES as u32 {
@@ -212,6 +235,11 @@ mod tests {
             record.set_samples(SAMPLES_MAX);
             record.level = Level::of_gap(gap(page.0)).index() as u8;
         }
+        table
+    }
+
+    fn judged(gap: impl Fn(u32) -> u32, out_faults: u32) -> (Judgement, [Record; GROUP_PAGES]) {
+        let mut table = proven(gap, out_faults);
         let (records, group) = table.group(0).expect("it is known");
         (judge(&SIGHT, &words(records), group, 0.0), *records)
     }
@@ -236,6 +264,20 @@ mod tests {
         let (hot, records) = judged(|_| 1 << 14, 1 << 10);
         let key = keys(&SIGHT, &hot, &words(&records))[0];
         assert!(key < 12.5, "{key}");
+    }
+
+    #[test]
+    fn after_a_change_averages_that_the_rate_contradicts_give_way() {
+        let changed = Sight { changed: Some(SIGHT.now - 1_000), ..SIGHT };
+        let key = |sight: &Sight, own_faults: u32| {
+            let mut table = proven(|_| own_faults, 1 << 10);
+            let (records, group) = table.group(0).expect("it is known");
+            let words = words(records);
+            keys(sight, &judge(sight, &words, group, 0.0), &words)[0]
+        };
+        let (before, after) = (key(&SIGHT, 1 << 15), key(&changed, 1 << 15));
+        assert!(before > 11.5 && after < 10.5, "the rate is 10: {before} {after}");
+        assert_eq!(key(&SIGHT, 1 << 10), key(&changed, 1 << 10), "nothing is contradicted");
     }
 
     #[test]

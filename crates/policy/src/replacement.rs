@@ -13,7 +13,8 @@
 //! then as a *probe*. If it comes back in time, the whole neighbourhood is
 //! confirmed; if it does not, more follow, and soon all. When pages come back
 //! much sooner than their neighbourhoods' past explains, something has changed,
-//! and probing is speeded up for as long as that lasts.
+//! and probing is speeded up for as long as that lasts, and then goes on where
+//! nothing has come back since.
 //!
 //! Two guards:
 //! - *the youngest* arrivals are never victims, so a program always gets to use
@@ -69,6 +70,12 @@ const USUALLY_TURNS: f32 = 0.5;
 const BURST_TURNS: f32 = 1.0 / 256.0;
 /// Excess of early returns that is taken for chance.
 const CHANCE: f32 = 0.05;
+/// So much more marks a change in which what was learned before may be void. (A moved
+/// hot set brings 0.1 to 0.17, as does a scan beside one; skewed requests 0.02 at most.)
+const MARKED_CHANGE: f32 = 0.03;
+/// Turns for which a change is remembered: the early returns end long before the last
+/// neighbourhood that was hot has been found cold.
+const CHANGE_LASTS_TURNS: f32 = 4.0;
 
 /// What the owner of the page map says about a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -183,10 +190,18 @@ impl Walk {
 }
 
 /// How many pages come back much sooner than their neighbourhoods' past explains.
-#[derive(Default)]
 struct Surprise {
     early_now: f32,
     early_usually: f32,
+    /// When there was a marked change last, for [`CHANGE_LASTS_TURNS`].
+    changed: Option<u32>,
+}
+
+impl Default for Surprise {
+    /// Where nothing is known yet everything is early, and no change.
+    fn default() -> Self {
+        Self { early_now: 1.0, early_usually: 1.0, changed: None }
+    }
 }
 
 impl Surprise {
@@ -195,6 +210,16 @@ impl Surprise {
         let pages = resident.max(1024) as f32;
         self.early_now += (early - self.early_now) / (NOW_TURNS * pages);
         self.early_usually += (early - self.early_usually) / (USUALLY_TURNS * pages);
+    }
+
+    /// Notes or forgets a marked change.
+    fn pass(&mut self, now: u32, resident: usize) {
+        let lasts = CHANGE_LASTS_TURNS * resident.max(YOUNG_MIN_PAGES) as f32;
+        if self.change() > MARKED_CHANGE {
+            self.changed = Some(now);
+        } else if self.changed.is_some_and(|then| now.wrapping_sub(then) as f32 > lasts) {
+            self.changed = None;
+        }
     }
 
     /// 0 when all is as usual, 1 when nothing is.
@@ -236,6 +261,7 @@ impl Replacement {
         if let Some(silences) = silence {
             self.surprise.see(silences, self.resident);
         }
+        self.surprise.pass(self.now, self.resident);
         self.young.push_back(page);
     }
 
@@ -355,6 +381,7 @@ impl Replacement {
             tick: self.tick(),
             average_octave: f32::from(census.newcomer().index() as u8) / LEVELS_PER_OCTAVE as f32,
             resident: census.resident as f32,
+            changed: self.surprise.changed,
         };
         while self.walk.group < self.table.groups() {
             self.judge_group(&sight);
@@ -378,7 +405,9 @@ impl Replacement {
         if resident != 0 {
             let judgement = neighbours::judge(sight, &words, group, uniform(group_index as u32, 0));
             let keys = neighbours::keys(sight, &judgement, &words);
-            let probes = probes(&self.walk, &self.surprise, judgement.probes, group.out);
+            let doubted = sight.changed.is_some_and(|then| !group.returned_since(then, sight.now));
+            let change = self.surprise.change();
+            let probes = probes(&self.walk, change, doubted, judgement.probes, group.out);
             // Those that stay.
             let mut rest = resident;
             let mut left = resident;
@@ -412,16 +441,17 @@ impl Replacement {
 
 /// How many more pages of a neighbourhood with `out` absent pages leave, to see
 /// whether they come back: one by one as long as all is as usual. In a change as many
-/// as are to be out: the walk comes by again when a round has gone.
-fn probes(walk: &Walk, surprise: &Surprise, suspicion: u32, out: u8) -> u32 {
-    let change = surprise.change();
-    let (at_once, most) = if change > 0.0 { (PROBES_IN_CHANGE, u32::MAX) } else { (1, 1) };
+/// as are to be out: the walk comes by again when a round has gone. One that is
+/// `doubted`, because nothing has come back since a change, is probed at once.
+fn probes(walk: &Walk, change: f32, doubted: bool, suspicion: u32, out: u8) -> u32 {
+    let many = doubted || change > 0.0;
+    let (at_once, most) = if many { (PROBES_IN_CHANGE, u32::MAX) } else { (1, 1) };
     let out = u32::from(out);
     if out >= at_once {
         return suspicion.saturating_sub(out).min(most);
     }
     let chance = walk.turns / PROBE_EVERY_TURNS * (1.0 + PROBE_SPEEDUP * change * change);
-    if uniform(walk.group as u32, !walk.round) < chance { at_once - out } else { 0 }
+    if doubted || uniform(walk.group as u32, !walk.round) < chance { at_once - out } else { 0 }
 }
 
 /// Which of the pages of `among`, a bit each, has the largest key.
@@ -452,3 +482,37 @@ fn uniform(a: u32, b: u32) -> f32 {
 }
 
 const _: () = assert!(LEVELS <= 1 << 8 && LEVELS as f32 / LEVELS_PER_OCTAVE as f32 <= 40.0);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_doubted_neighbourhood_is_probed_at_once_and_followed_together() {
+        let walk = Walk::new();
+        assert_eq!(probes(&walk, 0.0, false, 0, 0), 0, "no time has passed");
+        assert_eq!(probes(&walk, 0.0, true, 0, 0), PROBES_IN_CHANGE);
+        assert_eq!(probes(&walk, 0.0, true, 0, 3), PROBES_IN_CHANGE - 3);
+        assert_eq!(probes(&walk, 0.0, false, 32, 8), 1);
+        assert_eq!(probes(&walk, 0.0, true, 32, 8), 24);
+    }
+
+    #[test]
+    fn a_change_is_remembered_for_a_while_and_a_start_is_none() {
+        const RESIDENT: usize = 1024;
+        let (mut surprise, mut now) = (Surprise::default(), u32::MAX - 15_000);
+        let mut after = |returns: u32, silences: f32| {
+            for _ in 0..returns {
+                now = now.wrapping_add(1);
+                surprise.see(silences, RESIDENT);
+                surprise.pass(now, RESIDENT);
+            }
+            surprise.changed.map(|then| now.wrapping_sub(then))
+        };
+        assert_eq!(after(5_000, 0.0), None, "all is new");
+        assert_eq!(after(5_000, 1.0), None, "and is no longer");
+        assert_eq!(after(20, 0.0), Some(0));
+        assert!(after(2_000, 1.0).is_some_and(|ago| ago > 1_000), "the early ones have ended");
+        assert_eq!(after(4_000, 1.0), None);
+    }
+}

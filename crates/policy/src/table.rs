@@ -106,6 +106,11 @@ impl Group {
         (self.exposure, self.silent + now.wrapping_sub(self.at) as f32 * f32::from(self.out))
     }
 
+    /// Whether a page came back after `then`, seen at `now`.
+    pub(crate) fn returned_since(&self, then: u32, now: u32) -> bool {
+        now.wrapping_sub(self.returned) <= now.wrapping_sub(then)
+    }
+
     /// Ticks without an absent page.
     pub(crate) fn blind_ticks(&self, tick: u16) -> u16 {
         if self.out > 0 { 0 } else { tick.wrapping_sub(self.seen) }
@@ -269,6 +274,8 @@ mod tests {
         assert!((exposure / group.returns() - 1_000.0).abs() < 60.0 && silent == 0.0);
         assert!(group.returns() > 7.9 && group.returns() < 8.1);
         assert_eq!(group.out, 2);
+        assert!(group.returned_since(now, now.wrapping_add(9)));
+        assert!(!group.returned_since(now.wrapping_add(1), now.wrapping_add(9)));
         assert!((group.exposure(now.wrapping_add(100)).1 - 200.0).abs() < 1e-3);
         // A return after a tenth of the usual silence.
         let surprise = table.arrive(pages[0], now.wrapping_add(50), 1, 1.0).expect("it is known");

@@ -29,7 +29,7 @@ use crate::{
 use anyhow::{Context, Result};
 use serde::Serialize;
 use serde_json::json;
-use std::time::Duration;
+use std::{cell::Cell, time::Duration};
 use strata_api::{AdviceState, Stats};
 
 /// The same requests again until the replacement has settled, in warm-ups.
@@ -56,6 +56,9 @@ struct Driven {
     client: Client,
     expect: Expect,
     workload: Workload,
+    /// Runs so far. Each draws keys of its own: one that draws the last one's again
+    /// uses only the pages that that one has used, and the rest look unused.
+    runs: Cell<u64>,
 }
 
 /// One drive of it.
@@ -96,7 +99,7 @@ impl Driven {
         let expect = Expect::new(Records::new(mix(plan.workload.seed)), records);
         client.load(&expect, &mut |_| {}).context("load")?;
         let workload = Workload { pattern, ..plan.workload };
-        Ok(Self { name, server, client, expect, workload })
+        Ok(Self { name, server, client, expect, workload, runs: Cell::new(0) })
     }
 
     fn drive(&self, strata: &Strata, warmup: Duration, duration: Duration) -> Result<Drive> {
@@ -137,7 +140,10 @@ impl Driven {
         at: &mut dyn FnMut(Moment),
     ) -> Result<Outcome> {
         interrupt::check()?;
-        let workload = Workload { warmup, duration, ..self.workload };
+        let run = self.runs.get() + 1;
+        self.runs.set(run);
+        let seed = self.workload.seed + run;
+        let workload = Workload { warmup, duration, seed, ..self.workload };
         self.client.run(&workload, &self.expect, at).context("run")
     }
 

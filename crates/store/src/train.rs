@@ -33,9 +33,12 @@ const DRAWS_PER_PAGE: usize = 8;
 const AGAIN_AFTER_ADOPTED: u64 = 8;
 const AGAIN_AFTER_REFUSED: u64 = 4;
 /// Or when pages have come to pack worse than judged, by a quarter, and not
-/// before so many were put since.
+/// before so many were put since: twice as many after each time that no better
+/// dictionary was found for them. Where pages of two kinds come in turn, the mean is
+/// above what was judged every few thousand pages, and that is no reason.
 const DRIFT_PART: u64 = 4;
 const DRIFT_PUTS: u64 = 4096;
+const MAX_DRIFT_SHIFT: u32 = 20;
 /// Weight of one page in the mean that tells.
 const LANDED_SHIFT: u32 = 8;
 /// Trainings in a store's life: with looks that far apart, more is a mistake.
@@ -56,6 +59,8 @@ pub(crate) struct Schedule {
     /// Objects put at the last training, and those put at which the next is due.
     last_puts: AtomicU64,
     next_puts: AtomicU64,
+    /// Trainings since the last one that brought a dictionary.
+    refusals: AtomicU32,
     /// Mean slot of the pages packed last, in 1/256 bytes; 0: not known.
     landed: AtomicU64,
     /// What it was, or was judged to become, at the last training.
@@ -99,9 +104,10 @@ impl Schedule {
     fn is_due(&self) -> bool {
         let puts = self.puts.load(Relaxed);
         let (landed, expected) = (self.landed.load(Relaxed), self.expected.load(Relaxed));
+        let shift = self.refusals.load(Relaxed).min(MAX_DRIFT_SHIFT);
         let drifted = expected > 0
             && landed > expected + expected / DRIFT_PART
-            && puts >= self.last_puts.load(Relaxed) + DRIFT_PUTS;
+            && puts >= self.last_puts.load(Relaxed) + (DRIFT_PUTS << shift);
         !self.training.load(Relaxed)
             && self.attempts.load(Relaxed) < MAX_ATTEMPTS
             && puts >= FIRST_OBJECTS
@@ -121,6 +127,8 @@ impl Schedule {
     fn note_result(&self, adopted: bool, expected_bytes: Option<u64>) {
         let puts = self.puts.load(Relaxed);
         self.last_puts.store(puts, Relaxed);
+        let refusals = if adopted { 0 } else { self.refusals.load(Relaxed).saturating_add(1) };
+        self.refusals.store(refusals, Relaxed);
         let again = if adopted || expected_bytes.is_some() {
             AGAIN_AFTER_ADOPTED
         } else {
@@ -426,6 +434,30 @@ mod tests {
         train(&schedule, true, Some(500));
         assert!(!put(&schedule, DRIFT_PUTS - 1, 3000));
         assert!(put(&schedule, 1, 3000));
+    }
+
+    #[test]
+    fn pages_of_two_kinds_in_turn_are_looked_at_less_and_less() {
+        let schedule = Schedule::default();
+        put(&schedule, FIRST_OBJECTS, 500);
+        train(&schedule, true, Some(500));
+        // All within the eight-fold that a new look is due after anyway.
+        schedule.next_puts.store(u64::MAX, Relaxed);
+        let mut looks = Vec::new();
+        for turn in 0..400 {
+            if put(&schedule, 1000, if turn % 2 == 0 { 3000 } else { 500 }) {
+                train(&schedule, false, None);
+                schedule.next_puts.store(u64::MAX, Relaxed);
+                looks.push(turn);
+            }
+        }
+        let gaps: Vec<i32> = looks.windows(2).map(|pair| pair[1] - pair[0]).collect();
+        assert!(looks.len() >= 4, "{looks:?}");
+        assert!(gaps.windows(2).all(|pair| pair[1] * 2 >= pair[0] * 3), "{gaps:?}");
+        // A dictionary that is found begins anew.
+        train(&schedule, true, Some(500));
+        schedule.next_puts.store(u64::MAX, Relaxed);
+        assert!(put(&schedule, DRIFT_PUTS, 3000));
     }
 
     #[test]

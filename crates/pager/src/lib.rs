@@ -44,6 +44,7 @@ mod snapshot;
 mod space;
 mod streams;
 mod tenant;
+mod together;
 mod unwritten;
 mod usage;
 mod watching;

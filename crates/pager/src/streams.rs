@@ -74,6 +74,17 @@ impl Streams {
         }
         0
     }
+
+    /// After the page at `address`, whose fault was followed last, what lies before
+    /// `next` comes as well: if it began a reader, that is where it goes on.
+    pub(crate) fn brought(&mut self, address: u64, next: u64) {
+        let faults = self.faults;
+        let begun = |stream: &&mut Stream| stream.seen == faults && stream.window_pages == 0;
+        if let Some(stream) = self.streams.iter_mut().find(begun) {
+            debug_assert_eq!(stream.next, address.saturating_add(PAGE));
+            stream.next = next;
+        }
+    }
 }
 
 #[cfg(test)]
@@ -123,6 +134,18 @@ mod tests {
             at += (streams.follow(at) + 1) * PAGE;
         }
         assert_eq!(streams.follow(at + 5 * PAGE), MOST_PAGES);
+    }
+
+    #[test]
+    fn a_reader_is_found_whose_pages_come_in_blocks() {
+        let mut streams = Streams::default();
+        let mut at = 1 << 30;
+        for _ in 0..2 {
+            assert_eq!(streams.follow(at), 0);
+            streams.brought(at, at + 4 * PAGE);
+            at += 4 * PAGE;
+        }
+        assert_eq!(streams.follow(at), FIRST_PAGES);
     }
 
     #[test]

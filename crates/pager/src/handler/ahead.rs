@@ -15,6 +15,7 @@ use crate::reads::{Reads, Why};
 use crate::space::{Space, lock};
 use crate::streams::Streams;
 use crate::tenant::Tenant;
+use crate::together::{BLOCK_PAGES, Together};
 
 /// Pages brought ahead between two looks for threads that wait.
 const AHEAD_AT_A_TIME: usize = 8;
@@ -25,7 +26,7 @@ const MOST_AHEAD: usize = 64;
 const AHEAD_HEADROOM: i64 = crate::keeper::WAKE_AT_PAGES;
 /// What comes around a page where all pages will: of a fault most is the messages
 /// and the switches between threads.
-const BLOCK_BYTES: u64 = 16 * PAGE_SIZE as u64;
+const AROUND_BYTES: u64 = 16 * PAGE_SIZE as u64;
 /// Pages brought at once where the program has said that it reads in order.
 const IN_ORDER_PAGES: u64 = 256;
 /// Readers of that kind that are told apart in one space.
@@ -45,6 +46,7 @@ const AHEAD_HEADROOM_OF_FILE: i64 = AHEAD_HEADROOM / 4;
 #[derive(Default)]
 pub(super) struct Ahead {
     streams: Streams,
+    together: Together,
     /// What is still to come, at most [`MOST_AHEAD`].
     ranges: VecDeque<Range>,
     /// What the program has said that it wants, at most [`MOST_HOT`] pieces, or asked
@@ -68,10 +70,13 @@ impl Ahead {
     /// has said how it goes on.
     pub(super) fn follow(&mut self, space: &Space, tenant: &Tenant, address: u64, in_order: bool) {
         let pages = self.streams.follow(address);
-        let comes_back = tenant.comes_back.load(Ordering::Relaxed);
-        if pages == 0 && comes_back && !in_order && self.ranges.len() < MOST_AHEAD {
-            let start = address / BLOCK_BYTES * BLOCK_BYTES;
-            self.ranges.push_back(Range { start, end: start + BLOCK_BYTES });
+        if pages == 0 && !in_order && self.ranges.len() < MOST_AHEAD {
+            if tenant.comes_back.load(Ordering::Relaxed) {
+                let start = address / AROUND_BYTES * AROUND_BYTES;
+                self.ranges.push_back(Range { start, end: start + AROUND_BYTES });
+            } else {
+                self.bring_block(space, tenant, address);
+            }
         }
         let range = |start: u64, pages: u64| Range { start, end: start + pages * PAGE_SIZE as u64 };
         let start = address + PAGE_SIZE as u64;
@@ -101,6 +106,25 @@ impl Ahead {
                 read.push(Range { start: end.saturating_sub(window), end });
             }
         }
+    }
+
+    /// Has those of the page's block come that are used together with it.
+    fn bring_block(&mut self, space: &Space, tenant: &Tenant, address: u64) {
+        let with = self.together.follow(address, |other| {
+            let page = lock(&space.gate).page(other);
+            page.is_some_and(|page| matches!(tenant.map.get(page), Entry::Stored(_)))
+        });
+        let page_bytes = PAGE_SIZE as u64;
+        let block = address / (BLOCK_PAGES * page_bytes) * BLOCK_PAGES * page_bytes;
+        let mut next = address + page_bytes;
+        for page in (0..BLOCK_PAGES).filter(|page| with >> page & 1 == 1) {
+            let start = block + page * page_bytes;
+            self.ranges.push_back(Range { start, end: start + page_bytes });
+            if start == next {
+                next += page_bytes;
+            }
+        }
+        self.streams.brought(address, next);
     }
 
     /// Takes what the keeper passes on.

@@ -1,0 +1,179 @@
+//! Which pages of a block come back with the one that is asked for, because they are
+//! asked for soon after it: a database's pages are larger than the machine's. Knows
+//! addresses only; whether a page can come is the handler's business.
+//!
+//! A page that was brought is mapped, and nobody sees whether it is used. So in one block
+//! of eight nothing is brought, and there it shows: of the pages that were out when the
+//! first of the block was asked for, how many are asked for while so many other such
+//! blocks are opened. That is told apart by which page came first, and which other one:
+//! what lies at the same place in all blocks (a header, a directory) is used alike.
+
+use std::collections::VecDeque;
+
+use strata_units::PAGE_SIZE;
+
+/// Pages of a block.
+pub(crate) const BLOCK_PAGES: u64 = 4;
+const PAGES: usize = BLOCK_PAGES as usize;
+const PAGE: u64 = PAGE_SIZE as u64;
+const BLOCK_BYTES: u64 = BLOCK_PAGES * PAGE;
+/// One block in so many is only watched.
+const WATCHED_PART: u64 = 8;
+/// Blocks watched at a time: a page that comes back later was not used together.
+const WATCHED: usize = 32;
+/// A page comes with another if it would have been asked for this often: less, and
+/// what is saved in faults is paid for in evictions.
+const WORTH: f32 = 0.6;
+/// Not before so many blocks were seen; each counts for this part of the mean then.
+const LEAST_SEEN: u32 = 32;
+const MOST_SEEN: u32 = 128;
+
+/// A block that was opened.
+#[derive(Clone, Copy, Debug)]
+struct Watched {
+    block: u64,
+    /// The page that was asked for first.
+    first: usize,
+    /// A bit for each other page that was out then, and for each asked for since.
+    out: u8,
+    asked: u8,
+}
+
+/// How often a page was asked for.
+#[derive(Clone, Copy, Debug, Default)]
+struct Mean {
+    share: f32,
+    seen: u32,
+}
+
+impl Mean {
+    fn add(&mut self, asked: bool) {
+        self.seen = (self.seen + 1).min(MOST_SEEN);
+        self.share += (f32::from(u8::from(asked)) - self.share) / self.seen as f32;
+    }
+
+    fn is_worth_it(self) -> bool {
+        self.seen >= LEAST_SEEN && self.share >= WORTH
+    }
+}
+
+/// What is used together in a space.
+#[derive(Debug, Default)]
+pub(crate) struct Together {
+    watched: VecDeque<Watched>,
+    /// By the page that came first, and the other.
+    means: [[Mean; PAGES]; PAGES],
+}
+
+impl Together {
+    /// The page at `address` was asked for. The others of its block that should come
+    /// too, a bit each. `is_out` says of an address whether its page is; it is asked
+    /// only in blocks that are watched. Constant time.
+    pub(crate) fn follow(&mut self, address: u64, is_out: impl Fn(u64) -> bool) -> u8 {
+        let block = address / BLOCK_BYTES;
+        let page = (address % BLOCK_BYTES / PAGE) as usize;
+        if !is_watched(block) {
+            return self.with(page);
+        }
+        if let Some(known) = self.watched.iter_mut().find(|known| known.block == block) {
+            known.asked |= 1 << page;
+            return 0;
+        }
+        let others = (0..PAGES).filter(|&other| other != page);
+        let out = others
+            .filter(|&other| is_out(block * BLOCK_BYTES + other as u64 * PAGE))
+            .fold(0, |out, other| out | 1 << other);
+        self.watched.push_back(Watched { block, first: page, out, asked: 0 });
+        if self.watched.len() > WATCHED
+            && let Some(last) = self.watched.pop_front()
+        {
+            for other in (0..PAGES).filter(|other| last.out >> other & 1 == 1) {
+                self.means[last.first][other].add(last.asked >> other & 1 == 1);
+            }
+        }
+        0
+    }
+
+    fn with(&self, page: usize) -> u8 {
+        let means = self.means[page].iter().enumerate();
+        means.filter(|(_, mean)| mean.is_worth_it()).fold(0, |with, (other, _)| with | 1 << other)
+    }
+}
+
+/// Blocks that lie beside each other are watched or not as chance has it.
+fn is_watched(block: u64) -> bool {
+    (block.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32).is_multiple_of(WATCHED_PART)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Has `pages` of each of so many blocks asked for in turn, all of them out before;
+    /// how many were brought, and how many faults there were.
+    fn walk(
+        together: &mut Together,
+        blocks: std::ops::Range<u64>,
+        pages: impl Fn(u64) -> Vec<usize>,
+    ) -> (u32, u32) {
+        let (mut brought, mut faults) = (0, 0);
+        for block in blocks {
+            let mut here = 0u8;
+            for page in pages(block) {
+                if here >> page & 1 == 1 {
+                    continue;
+                }
+                faults += 1;
+                let with = together.follow(block * BLOCK_BYTES + page as u64 * PAGE, |_| true);
+                assert_eq!(with >> page & 1, 0, "the page itself");
+                brought += (with & !here).count_ones();
+                here |= with | 1 << page;
+            }
+        }
+        (brought, faults)
+    }
+
+    #[test]
+    fn a_header_and_a_directory_come_together_and_what_lies_between_does_not() {
+        let mut together = Together::default();
+        let pages = |block: u64| if block.is_multiple_of(5) { vec![0, 3, 1] } else { vec![0, 3] };
+        walk(&mut together, 0..4000, pages);
+        let (brought, faults) = walk(&mut together, 4000..8000, pages);
+        // In seven of eight blocks one page came with the first.
+        assert!((3300..3700).contains(&brought), "{brought}");
+        assert!((5000..5600).contains(&faults), "{faults}");
+    }
+
+    #[test]
+    fn pages_that_are_used_alone_bring_nothing() {
+        let mut together = Together::default();
+        let mut seed = 3u64;
+        let mut brought = 0;
+        for _ in 0..100_000 {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(99);
+            brought += together.follow((seed >> 44) * PAGE, |_| true);
+        }
+        assert_eq!(brought, 0);
+        // An object across the edge of a page, one in four.
+        let pages = |block: u64| if block.is_multiple_of(4) { vec![1, 2] } else { vec![1] };
+        assert_eq!(walk(&mut together, 1 << 30..(1 << 30) + 20_000, pages).0, 0);
+    }
+
+    #[test]
+    fn what_changes_is_noticed_in_the_blocks_in_which_nothing_is_brought() {
+        let mut together = Together::default();
+        walk(&mut together, 0..8000, |_| vec![2, 0]);
+        assert!(walk(&mut together, 8000..9000, |_| vec![2, 0]).0 > 800);
+        walk(&mut together, 9000..17_000, |_| vec![2]);
+        assert_eq!(walk(&mut together, 17_000..18_000, |_| vec![2]).0, 0);
+    }
+
+    #[test]
+    fn pages_that_were_there_already_say_nothing() {
+        let mut together = Together::default();
+        for block in 0..8000 {
+            assert_eq!(together.follow(block * BLOCK_BYTES, |_| false), 0);
+        }
+        assert!(together.means.iter().flatten().all(|mean| mean.seen == 0));
+    }
+}

@@ -67,7 +67,7 @@ fn foretell(
 ) -> Result<()> {
     let mut foretelling = Foretelling::new(name, unit);
     let (watch, settle) =
-        if bench.quick { (["15", "2"], ["5", "2"]) } else { (["60", "8"], ["30", "8"]) };
+        if bench.quick { (["15", "2"], ["5", "2"]) } else { (["60", "8"], ["90", "8"]) };
     for _ in 0..bench.repetitions {
         let watched = |budget_bytes: u64, place: &str| {
             let figures = trial(Run { budget_bytes, is_advised: true, times: watch }, place)?;

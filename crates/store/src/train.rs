@@ -59,8 +59,11 @@ pub(crate) struct Schedule {
     /// Objects put at the last training, and those put at which the next is due.
     last_puts: AtomicU64,
     next_puts: AtomicU64,
-    /// Trainings since the last one that brought a dictionary.
+    /// Trainings for pages that pack worse, since the last one that brought a
+    /// dictionary.
     refusals: AtomicU32,
+    /// The next training is one for such pages.
+    for_drift: AtomicBool,
     /// Mean slot of the pages packed last, in 1/256 bytes; 0: not known.
     landed: AtomicU64,
     /// What it was, or was judged to become, at the last training.
@@ -108,10 +111,13 @@ impl Schedule {
         let drifted = expected > 0
             && landed > expected + expected / DRIFT_PART
             && puts >= self.last_puts.load(Relaxed) + (DRIFT_PUTS << shift);
-        !self.training.load(Relaxed)
+        let may = !self.training.load(Relaxed)
             && self.attempts.load(Relaxed) < MAX_ATTEMPTS
-            && puts >= FIRST_OBJECTS
-            && (puts >= self.next_puts.load(Relaxed) || drifted)
+            && puts >= FIRST_OBJECTS;
+        if may && drifted {
+            self.for_drift.store(true, Relaxed);
+        }
+        may && (drifted || puts >= self.next_puts.load(Relaxed))
     }
 
     fn begin(&self) -> Option<Turn<'_>> {
@@ -127,8 +133,12 @@ impl Schedule {
     fn note_result(&self, adopted: bool, expected_bytes: Option<u64>) {
         let puts = self.puts.load(Relaxed);
         self.last_puts.store(puts, Relaxed);
-        let refusals = if adopted { 0 } else { self.refusals.load(Relaxed).saturating_add(1) };
-        self.refusals.store(refusals, Relaxed);
+        if adopted {
+            self.refusals.store(0, Relaxed);
+            self.for_drift.store(false, Relaxed);
+        } else if self.for_drift.swap(false, Relaxed) {
+            self.refusals.fetch_add(1, Relaxed);
+        }
         let again = if adopted || expected_bytes.is_some() {
             AGAIN_AFTER_ADOPTED
         } else {

@@ -97,17 +97,22 @@ pub struct Advice {
 }
 
 impl Advisor {
-    /// A watched page is in place again. In the middle of faults: nearly always
-    /// this is one comparison.
+    /// Whether the use of this page is to be seen. In the middle of faults: nearly
+    /// always this is one comparison.
+    pub(crate) fn watches(&self, page: PageId) -> bool {
+        u64::from(hash(page)) < self.limit.load(Ordering::Relaxed)
+    }
+
+    /// A watched page is in place again.
     pub(crate) fn returned(&self, page: PageId) {
-        if u64::from(hash(page)) < self.limit.load(Ordering::Relaxed) {
+        if self.watches(page) {
             self.push(Event { page, at: Instant::now(), left: false });
         }
     }
 
     /// A page has left its address space at `at`.
     pub(crate) fn left(&self, page: PageId, at: Instant) {
-        if u64::from(hash(page)) < self.limit.load(Ordering::Relaxed) {
+        if self.watches(page) {
             self.push(Event { page, at, left: true });
         }
     }

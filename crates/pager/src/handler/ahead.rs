@@ -108,7 +108,8 @@ impl Ahead {
         }
     }
 
-    /// Has those of the page's block come that are used together with it.
+    /// Has those of the page's block come that are used together with it. Not what the
+    /// advisor watches: to come would count as to be used.
     fn bring_block(&mut self, space: &Space, tenant: &Tenant, address: u64) {
         let with = self.together.follow(address, |other| {
             let page = lock(&space.gate).page(other);
@@ -119,7 +120,10 @@ impl Ahead {
         let mut next = address + page_bytes;
         for page in (0..BLOCK_PAGES).filter(|page| with >> page & 1 == 1) {
             let start = block + page * page_bytes;
-            self.ranges.push_back(Range { start, end: start + page_bytes });
+            let known = lock(&space.gate).page(start);
+            if known.is_some_and(|page| !tenant.advisor.watches(page)) {
+                self.ranges.push_back(Range { start, end: start + page_bytes });
+            }
             if start == next {
                 next += page_bytes;
             }

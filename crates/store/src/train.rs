@@ -62,8 +62,6 @@ pub(crate) struct Schedule {
     /// Trainings for pages that pack worse, since the last one that brought a
     /// dictionary.
     refusals: AtomicU32,
-    /// The next training is one for such pages.
-    for_drift: AtomicBool,
     /// Mean slot of the pages packed last, in 1/256 bytes; 0: not known.
     landed: AtomicU64,
     /// What it was, or was judged to become, at the last training.
@@ -71,11 +69,15 @@ pub(crate) struct Schedule {
 }
 
 /// Ends a training however it ends.
-struct Turn<'a>(&'a Schedule);
+struct Turn<'a> {
+    schedule: &'a Schedule,
+    /// It began when pages packed worse than judged.
+    for_drift: bool,
+}
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        self.0.training.store(false, Release);
+        self.schedule.training.store(false, Release);
     }
 }
 
@@ -106,52 +108,55 @@ impl Schedule {
 
     fn is_due(&self) -> bool {
         let puts = self.puts.load(Relaxed);
-        let (landed, expected) = (self.landed.load(Relaxed), self.expected.load(Relaxed));
         let shift = self.refusals.load(Relaxed).min(MAX_DRIFT_SHIFT);
-        let drifted = expected > 0
-            && landed > expected + expected / DRIFT_PART
-            && puts >= self.last_puts.load(Relaxed) + (DRIFT_PUTS << shift);
-        let may = !self.training.load(Relaxed)
+        let drifted =
+            self.packs_worse() && puts >= self.last_puts.load(Relaxed) + (DRIFT_PUTS << shift);
+        !self.training.load(Relaxed)
             && self.attempts.load(Relaxed) < MAX_ATTEMPTS
-            && puts >= FIRST_OBJECTS;
-        if may && drifted {
-            self.for_drift.store(true, Relaxed);
-        }
-        may && (drifted || puts >= self.next_puts.load(Relaxed))
+            && puts >= FIRST_OBJECTS
+            && (puts >= self.next_puts.load(Relaxed) || drifted)
+    }
+
+    /// Pages have come to take a quarter more than was judged.
+    fn packs_worse(&self) -> bool {
+        let (landed, expected) = (self.landed.load(Relaxed), self.expected.load(Relaxed));
+        expected > 0 && landed > expected + expected / DRIFT_PART
     }
 
     fn begin(&self) -> Option<Turn<'_>> {
         let begun = self.training.compare_exchange(false, true, AcqRel, Relaxed).is_ok();
         begun.then(|| {
             self.attempts.fetch_add(1, Relaxed);
-            Turn(self)
+            Turn { schedule: self, for_drift: self.packs_worse() }
         })
     }
+}
 
+impl Turn<'_> {
     /// Sets the next date. `expected_bytes`: what a page will cost from now on,
     /// where a dictionary is in use.
     fn note_result(&self, adopted: bool, expected_bytes: Option<u64>) {
-        let puts = self.puts.load(Relaxed);
-        self.last_puts.store(puts, Relaxed);
+        let schedule = self.schedule;
+        let puts = schedule.puts.load(Relaxed);
+        schedule.last_puts.store(puts, Relaxed);
         if adopted {
-            self.refusals.store(0, Relaxed);
-            self.for_drift.store(false, Relaxed);
-        } else if self.for_drift.swap(false, Relaxed) {
-            self.refusals.fetch_add(1, Relaxed);
+            schedule.refusals.store(0, Relaxed);
+        } else if self.for_drift {
+            schedule.refusals.fetch_add(1, Relaxed);
         }
         let again = if adopted || expected_bytes.is_some() {
             AGAIN_AFTER_ADOPTED
         } else {
             AGAIN_AFTER_REFUSED
         };
-        self.next_puts.store(puts.max(FIRST_OBJECTS).saturating_mul(again), Relaxed);
+        schedule.next_puts.store(puts.max(FIRST_OBJECTS).saturating_mul(again), Relaxed);
         if let Some(bytes) = expected_bytes {
             let judged = bytes << LANDED_SHIFT;
             // What was no reason for a better dictionary now is none tomorrow.
-            let landed = self.landed.load(Relaxed);
-            self.expected.store(if adopted { judged } else { judged.max(landed) }, Relaxed);
+            let landed = schedule.landed.load(Relaxed);
+            schedule.expected.store(if adopted { judged } else { judged.max(landed) }, Relaxed);
             if adopted {
-                self.landed.store(judged, Relaxed);
+                schedule.landed.store(judged, Relaxed);
             }
         }
     }
@@ -180,12 +185,12 @@ impl Store {
     /// and 20 MB of memory for that long, and holds no lock meanwhile: a thread
     /// of its own may run it beside everything else.
     pub fn train_dictionary(&self) -> Training {
-        let Some(_turn) = self.schedule.begin() else { return Training::Busy };
+        let Some(turn) = self.schedule.begin() else { return Training::Busy };
         let Some(id) = self.dictionaries.next_id() else { return Training::NoRoom };
         let current = self.dictionaries.current();
         let pages = self.sample();
         let refused = |training| {
-            self.schedule.note_result(false, None);
+            turn.note_result(false, None);
             training
         };
         if pages.len() < MIN_SAMPLE_PAGES {
@@ -204,7 +209,7 @@ impl Store {
             self.offer_all_for_repacking();
         }
         let expected = if adopted { Some(verdict.new_bytes) } else { verdict.current_bytes };
-        self.schedule.note_result(adopted, expected.map(|bytes| bytes / judged));
+        turn.note_result(adopted, expected.map(|bytes| bytes / judged));
         Training::Judged {
             adopted,
             dictionary: id,
@@ -402,7 +407,7 @@ mod tests {
     fn train(schedule: &Schedule, adopted: bool, expected_bytes: Option<u64>) {
         let turn = schedule.begin().expect("nobody else");
         assert!(schedule.begin().is_none() && !schedule.is_due(), "one at a time");
-        schedule.note_result(adopted, expected_bytes);
+        turn.note_result(adopted, expected_bytes);
         drop(turn);
     }
 
@@ -455,10 +460,12 @@ mod tests {
         schedule.next_puts.store(u64::MAX, Relaxed);
         let mut looks = Vec::new();
         for turn in 0..400 {
-            if put(&schedule, 1000, if turn % 2 == 0 { 3000 } else { 500 }) {
-                train(&schedule, false, None);
-                schedule.next_puts.store(u64::MAX, Relaxed);
-                looks.push(turn);
+            for _ in 0..1000 {
+                if put(&schedule, 1, if turn % 2 == 0 { 3000 } else { 500 }) {
+                    train(&schedule, false, None);
+                    schedule.next_puts.store(u64::MAX, Relaxed);
+                    looks.push(turn);
+                }
             }
         }
         let gaps: Vec<i32> = looks.windows(2).map(|pair| pair[1] - pair[0]).collect();

@@ -228,6 +228,7 @@ impl Registry {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::numbers;
 
     fn r(start: u64, end: u64) -> Range {
         Range { start: start << 12, end: end << 12 }
@@ -281,11 +282,8 @@ mod tests {
     fn every_page_agrees_with_a_plain_table() {
         let mut one = Settings::default();
         let mut table = [None; 64];
-        let mut seed = 3u64;
-        let mut next = |below: u64| {
-            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(99);
-            (seed >> 33) % below
-        };
+        let mut numbers = numbers(3);
+        let mut next = |below: u64| (numbers.next().expect("endless") >> 33) % below;
         for _ in 0..5000 {
             let start = next(60);
             let end = start + 1 + next(63 - start);

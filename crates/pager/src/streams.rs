@@ -90,6 +90,7 @@ impl Streams {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::numbers;
 
     /// Walks `pages` pages from `start` on; faults and pages that came ahead.
     fn walk(streams: &mut Streams, start: u64, pages: u64) -> (u64, u64) {
@@ -160,11 +161,9 @@ mod tests {
     #[test]
     fn a_random_reader_gets_nothing() {
         let mut streams = Streams::default();
-        let mut seed = 7u64;
         let mut ahead = 0;
-        for _ in 0..100_000 {
-            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(99);
-            ahead += streams.follow((seed >> 44) * PAGE);
+        for number in numbers(7).take(100_000) {
+            ahead += streams.follow((number >> 44) * PAGE);
         }
         // Of a million pages, one in 60,000 draws is a neighbour of the last 16.
         assert!(ahead < 40, "{ahead} pages for nothing");

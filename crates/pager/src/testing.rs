@@ -19,6 +19,12 @@ use crate::tenant::Tenant;
 /// What a test's tenants may have resident.
 pub(crate) const HEADROOM_PAGES: i64 = 1 << 20;
 
+/// Numbers that look like chance in their upper bits, the same for the same seed.
+pub(crate) fn numbers(seed: u64) -> impl Iterator<Item = u64> {
+    let next = |number: &u64| Some(number.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(99));
+    std::iter::successors(next(&seed), next)
+}
+
 pub(crate) fn record(name: &str) -> TenantRecord {
     TenantRecord {
         name: name.into(),

@@ -13,10 +13,9 @@ use std::collections::VecDeque;
 use strata_units::PAGE_SIZE;
 
 /// Pages of a block.
-pub(crate) const BLOCK_PAGES: u64 = 4;
-const PAGES: usize = BLOCK_PAGES as usize;
+const PAGES: usize = 4;
 const PAGE: u64 = PAGE_SIZE as u64;
-const BLOCK_BYTES: u64 = BLOCK_PAGES * PAGE;
+const BLOCK_BYTES: u64 = PAGES as u64 * PAGE;
 /// One block in so many is only watched.
 const WATCHED_PART: u64 = 8;
 /// Blocks watched at a time: a page that comes back later was not used together.
@@ -87,7 +86,7 @@ impl Together {
         if self.watched.len() > WATCHED
             && let Some(last) = self.watched.pop_front()
         {
-            for other in (0..PAGES).filter(|other| last.out >> other & 1 == 1) {
+            for other in pages_of(last.out) {
                 self.means[last.first][other].add(last.asked >> other & 1 == 1);
             }
         }
@@ -100,6 +99,16 @@ impl Together {
     }
 }
 
+/// Where these pages of the block around `address` are, a bit each.
+pub(crate) fn addresses(address: u64, pages: u8) -> impl Iterator<Item = u64> {
+    let block = address / BLOCK_BYTES * BLOCK_BYTES;
+    pages_of(pages).map(move |page| block + page as u64 * PAGE)
+}
+
+fn pages_of(bits: u8) -> impl Iterator<Item = usize> {
+    (0..PAGES).filter(move |page| bits >> page & 1 == 1)
+}
+
 /// Blocks that lie beside each other are watched or not as chance has it.
 fn is_watched(block: u64) -> bool {
     (block.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32).is_multiple_of(WATCHED_PART)
@@ -108,6 +117,7 @@ fn is_watched(block: u64) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::numbers;
 
     /// Has `pages` of each of so many blocks asked for in turn, all of them out before;
     /// how many were brought, and how many faults there were.
@@ -147,11 +157,9 @@ mod tests {
     #[test]
     fn pages_that_are_used_alone_bring_nothing() {
         let mut together = Together::default();
-        let mut seed = 3u64;
         let mut brought = 0;
-        for _ in 0..100_000 {
-            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(99);
-            brought += together.follow((seed >> 44) * PAGE, |_| true);
+        for number in numbers(3).take(100_000) {
+            brought += together.follow((number >> 44) * PAGE, |_| true);
         }
         assert_eq!(brought, 0);
         // An object across the edge of a page, one in four.

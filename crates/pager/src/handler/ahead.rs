@@ -9,13 +9,13 @@ use std::time::Duration;
 use strata_sys::Range;
 use strata_units::{PAGE_SIZE, PageBuffer};
 
-use super::{Filled, Order, Served};
+use super::{Filled, Order, Served, one_page};
 use crate::entry::Entry;
 use crate::reads::{Reads, Why};
 use crate::space::{Space, lock};
 use crate::streams::Streams;
 use crate::tenant::Tenant;
-use crate::together::{BLOCK_PAGES, Together};
+use crate::together::{Together, addresses};
 
 /// Pages brought ahead between two looks for threads that wait.
 const AHEAD_AT_A_TIME: usize = 8;
@@ -111,24 +111,23 @@ impl Ahead {
     /// Has those of the page's block come that are used together with it. Not what the
     /// advisor watches: to come would count as to be used.
     fn bring_block(&mut self, space: &Space, tenant: &Tenant, address: u64) {
+        let gate = lock(&space.gate);
         let with = self.together.follow(address, |other| {
-            let page = lock(&space.gate).page(other);
-            page.is_some_and(|page| matches!(tenant.map.get(page), Entry::Stored(_)))
+            gate.page(other).is_some_and(|page| matches!(tenant.map.get(page), Entry::Stored(_)))
         });
-        let page_bytes = PAGE_SIZE as u64;
-        let block = address / (BLOCK_PAGES * page_bytes) * BLOCK_PAGES * page_bytes;
-        let mut next = address + page_bytes;
-        for page in (0..BLOCK_PAGES).filter(|page| with >> page & 1 == 1) {
-            let start = block + page * page_bytes;
-            let known = lock(&space.gate).page(start);
-            if known.is_some_and(|page| !tenant.advisor.watches(page)) {
-                self.ranges.push_back(Range { start, end: start + page_bytes });
+        let after = address + PAGE_SIZE as u64;
+        let mut next = after;
+        for start in addresses(address, with) {
+            if gate.page(start).is_some_and(|page| !tenant.advisor.watches(page)) {
+                self.ranges.push_back(one_page(start));
             }
             if start == next {
-                next += page_bytes;
+                next += PAGE_SIZE as u64;
             }
         }
-        self.streams.brought(address, next);
+        if next > after {
+            self.streams.brought(address, next);
+        }
     }
 
     /// Takes what the keeper passes on.

@@ -244,18 +244,17 @@ pub(super) fn jvm(bench: &Bench, results: &mut PartResults) -> Result<()> {
     let young = if bench.quick { "-Xmn16m" } else { "-Xmn64m" };
     let data_bytes = if bench.quick { 128 << 20 } else { 800 << 20 };
     // Left to itself a JVM takes another collector under the rival's limit than
-    // without one. G1 marks the whole heap every 10 to 20 s of this job, so a window
-    // has to be long, or chance decides whether there is a mark in it.
+    // without one. G1 marks the whole heap now and then, so a window has to be
+    // long, or chance decides whether there is a mark in it.
     let [warmup, seconds] = bench.times();
     let g1_seconds = if bench.quick { seconds } else { "30" };
     for (name, collector, seconds) in
         [("jvm", "-XX:+UseSerialGC", seconds), ("jvm-g1", "-XX:+UseG1GC", g1_seconds)]
     {
-        let mut line: Vec<OsString> = vec![machine.clone().into()];
-        let heap = [format!("-Xms{heap}"), format!("-Xmx{heap}")];
-        line.extend(heap.map(OsString::from));
+        let mut line: Vec<OsString> = vec![(&machine).into()];
+        line.extend([format!("-Xms{heap}"), format!("-Xmx{heap}")].map(OsString::from));
         line.extend([young, collector, "-cp"].map(OsString::from));
-        line.push(directory.clone().into());
+        line.push((&directory).into());
         line.extend(["Lookups", records, warmup, seconds].map(OsString::from));
         let job = Job { name, line, data_bytes, is_advised: false };
         gated(bench, results, &job, &per("lookups/s", "µs/lookup"))?;

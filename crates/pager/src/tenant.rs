@@ -352,12 +352,6 @@ impl Tenant {
         Some(pid).filter(|&pid| pid != 0)
     }
 
-    /// How many of its processes have an agent that has said hello.
-    #[must_use]
-    pub fn agents(&self) -> usize {
-        self.space_list().iter().filter(|space| space.agent().is_some()).count()
-    }
-
     /// Whether a process ever attached, and whether any is attached now.
     #[must_use]
     pub fn attachment(&self) -> (bool, bool) {

@@ -28,7 +28,9 @@ pub use criu::{Criu, CriuError, OLDEST};
 pub use dump::{Dump, DumpError, DumpOptions, DumpOutcome, FrozenProcess};
 pub use preflight::{Refusal, Survey, preflight};
 pub use processes::{is_ending, process_tree};
-pub use restore::{Arrival, Restore, RestoreError, RestoreOptions, RestoredTree, Shown};
+pub use restore::{
+    Arrival, Restore, RestoreError, RestoreOptions, RestoredTree, Shown, release_held,
+};
 
 #[cfg(test)]
 mod testing;

@@ -23,7 +23,9 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use std::{fs, io};
 
-use strata_sys::{Launch, Pidfd, Running, parent_of, peer, poll_readable, receive_with_fds};
+use strata_sys::{
+    Launch, Pidfd, Running, parent_of, peer, poll_readable, receive_with_fds, start_of,
+};
 
 use crate::breakpoints::Breakpoints;
 use crate::clone::Run;
@@ -44,6 +46,9 @@ const FINISHED: i32 = 0x5253_5446;
 const SIGKILL: i32 = 9;
 /// The same; as on every architecture that Strata runs on.
 const SIGSTOP: i32 = 19;
+const SIGCONT: i32 = 18;
+/// Which CRIU is stopped, and since when it runs: in the work directory.
+const HELD: &str = "held";
 /// How long a restored tree may take to be gone after it was killed.
 const GONE_WITHIN: Duration = Duration::from_secs(5);
 
@@ -180,6 +185,8 @@ pub struct Restore {
     numbers: Vec<u32>,
     /// CRIU's own number here, once it has connected.
     coordinator: u32,
+    /// The same, while it is stopped: all stands ready, and it would let it run.
+    held: Option<Pidfd>,
     finished: bool,
     own_pids: bool,
     work: PathBuf,
@@ -345,6 +352,7 @@ impl Restore {
             arrived: Vec::new(),
             numbers: if options.own_pids { Vec::new() } else { numbers },
             coordinator: 0,
+            held: None,
             finished: false,
             own_pids: options.own_pids,
             work: work.to_owned(),
@@ -400,8 +408,8 @@ impl Restore {
         Ok(())
     }
 
-    /// The next process; `None` when all have come and stand ready to run. What
-    /// it hands out must be served at once.
+    /// The next process; `None` when all have come and stand ready to run, until
+    /// [`Restore::finish`]. What it hands out must be served at once.
     ///
     /// # Errors
     /// [`RestoreError`]. Drop the restore then: that ends what was started.
@@ -423,7 +431,10 @@ impl Restore {
                 return Err(if over { self.failed() } else { system("hearing CRIU")(error) });
             }
             match i32::from_ne_bytes(number) {
-                FINISHED => self.finished = true,
+                FINISHED => {
+                    self.finished = true;
+                    self.hold();
+                }
                 // A zombie: it has no memory.
                 number if number < 0 => {}
                 number => {
@@ -431,6 +442,27 @@ impl Restore {
                     return Ok(Some(arrival));
                 }
             }
+        }
+    }
+
+    /// CRIU waits for no answer to its last word: it is stopped in what it still has
+    /// to do before it lets the tree run: each thread to its return from the kernel,
+    /// its own code out of each process. Where we had to wait for a processor for
+    /// longer than that takes, the tree runs already, or has ended.
+    fn hold(&mut self) {
+        let Ok(pidfd) = Pidfd::open(self.coordinator) else { return };
+        // For whoever finds it stopped when we have died.
+        let started = start_of(self.coordinator).unwrap_or(0);
+        let note = format!("{} {started}\n", self.coordinator);
+        if fs::write(self.work.join(HELD), note).is_ok() && pidfd.signal(SIGSTOP) {
+            self.held = Some(pidfd);
+        }
+    }
+
+    /// Lets CRIU go on.
+    fn release(&mut self) {
+        if let Some(pidfd) = self.held.take() {
+            pidfd.signal(SIGCONT);
         }
     }
 
@@ -461,6 +493,9 @@ impl Restore {
         if !self.finished {
             return Err(RestoreError::Protocol("the end before the end".to_owned()));
         }
+        // While none has ended.
+        let root = self.root();
+        self.release();
         let limit = self.limit;
         let is_clone = if let Some(ready) = self.ready.take() {
             let mut byte = [0; 1];
@@ -479,7 +514,6 @@ impl Restore {
                 Some(_) => false,
             }
         };
-        let root = self.root();
         // Nothing is to be ended any more.
         let keeper = self.criu.take().filter(|_| is_clone);
         Ok(RestoredTree { root, keeper })
@@ -496,6 +530,18 @@ impl Restore {
             [one] => *one,
             _ => pids.iter().find(has_all).or(pids.first()).copied().unwrap_or(0),
         }
+    }
+}
+
+/// Lets the CRIU go on that stood still for a restore in `work` whose owner has
+/// died: it ends when it finds its processes killed.
+pub fn release_held(work: &Path) {
+    let note = fs::read_to_string(work.join(HELD)).unwrap_or_default();
+    let Some((pid, started)) = note.trim_end().split_once(' ') else { return };
+    let (Ok(pid), Ok(started)) = (pid.parse(), started.parse()) else { return };
+    let Ok(pidfd) = Pidfd::open(pid) else { return };
+    if start_of(pid) == Some(started) {
+        pidfd.signal(SIGCONT);
     }
 }
 
@@ -543,6 +589,7 @@ impl Drop for Restore {
     /// Ends what CRIU has started first: it then gives up by itself. Killed
     /// before, it would leave processes behind that wait for it for ever.
     fn drop(&mut self) {
+        self.release();
         let Some(mut criu) = self.criu.take() else { return };
         let end = Instant::now() + GONE_WITHIN;
         while matches!(criu.wait(Some(Duration::ZERO)), Ok(None)) && Instant::now() < end {

@@ -21,6 +21,8 @@ use crate::cgroup::Cgroups;
 use crate::supervisor::AGENT_SOCKET_NAME;
 
 const SIGKILL: i32 = 9;
+/// Between the end of a process's memory and its own.
+const GONE_WITHIN: Duration = Duration::from_secs(1);
 /// How long killed processes may take to be gone.
 const KILL_PATIENCE: Duration = Duration::from_secs(10);
 /// How long the agents of restored processes may take to say hello.
@@ -363,17 +365,20 @@ impl Snapshots {
                 .map_err(|error| error.to_string())?;
             spaces.push((space, process));
         }
-        for (space, process) in &spaces {
+        for ((space, process), pidfd) in spaces.iter().zip(alive.iter()) {
             let needed: Vec<Range> = process.needed.iter().map(range).collect();
-            tenant
-                .restored_stands(
-                    space,
-                    range(&process.own),
-                    &needed,
-                    &process.touched,
-                    (process.restart, &agent_socket),
-                )
-                .map_err(|error| error.to_string())?;
+            let prepared = tenant.restored_stands(
+                space,
+                range(&process.own),
+                &needed,
+                &process.touched,
+                (process.restart, &agent_socket),
+            );
+            match prepared {
+                // It ran already, and has ended.
+                Err(_) if has_exited_within(pidfd, GONE_WITHIN) => {}
+                done => done.map_err(|error| error.to_string())?,
+            }
         }
         let tree = restore.finish().map_err(|error| error.to_string())?;
         if let Some(mut keeper) = tree.keeper {
@@ -385,7 +390,11 @@ impl Snapshots {
             collected.map_err(|error| format!("no thread for a clone: {error}"))?;
         }
         let deadline = Instant::now() + HELLO_PATIENCE;
-        while tenant.agents() < known.processes.len() {
+        // One that has ended by then says no more: it found a connection closed, say.
+        let is_there = |((space, _), pidfd): (&(Arc<Space>, _), &Pidfd)| {
+            space.pid().is_some() || pidfd.has_exited()
+        };
+        while !spaces.iter().zip(alive.iter()).all(is_there) {
             if Instant::now() > deadline {
                 return Err("the agents of its processes do not say hello".into());
             }
@@ -432,6 +441,15 @@ pub(crate) fn helper() -> Result<PathBuf, String> {
     found.map(Path::to_owned).ok_or_else(|| {
         missing(format!("it is neither beside {} nor at {INSTALLED_HELPER}", own.display()))
     })
+}
+
+/// Its memory is gone a moment before a process has ended.
+fn has_exited_within(pidfd: &Pidfd, patience: Duration) -> bool {
+    let deadline = Instant::now() + patience;
+    while !pidfd.has_exited() && Instant::now() < deadline {
+        std::thread::sleep(LOOK_EVERY);
+    }
+    pidfd.has_exited()
 }
 
 /// Waits for a tenant whose processes were all killed and are not gone yet, or not

@@ -5,6 +5,7 @@ use std::fs::OpenOptions;
 use std::io::{self, Write};
 use std::path::Path;
 
+use strata_snapshot::release_held;
 use strata_sys::{Pidfd, start_of};
 
 use crate::tenants::Tenants;
@@ -34,4 +35,5 @@ pub(super) fn end(work: &Path, tenants: &Tenants) {
             pidfd.signal(SIGKILL);
         }
     }
+    release_held(work);
 }

@@ -67,8 +67,8 @@ const LEAST_PROGRESS: f64 = 0.25;
 /// A miss is guessed to take this long until so many were seen.
 const GUESSED_MISS_SECONDS: f64 = 18e-6;
 const LEAST_WAITS: u64 = 256;
-/// A stored page is guessed to cost this until there are samples, and is taken to
-/// cost what they would until so many were packed.
+/// A stored page is guessed to cost this until a sample was packed, and what that
+/// takes until so many were stored; then no more than that.
 const GUESSED_STORED_BYTES: f64 = 1600.0;
 const LEAST_PACKED: u64 = 1024;
 /// Pages out that are worth packing for a sample, and how often that is done: it
@@ -285,8 +285,7 @@ impl Advising {
         if self.packed.is_some_and(|then| now.duration_since(then) <= PACK_EVERY) {
             return false;
         }
-        let store = tenant.store_stats();
-        let packs = has_packed_few(&store) && store.objects >= LEAST_TO_SAMPLE;
+        let packs = tenant.store_stats().objects >= LEAST_TO_SAMPLE;
         if packs {
             self.packed = Some(now);
         }
@@ -314,15 +313,17 @@ fn facts(tenant: &Tenant, seen: &Observation, miss_seconds: f64) -> Facts {
     let store = tenant.store_stats();
     let away = tenant.away_pages() as f64;
     let registered = tenant.under_pressure.load(Ordering::Relaxed);
+    let foretold = tenant.advisor.packed_bytes.load(Ordering::Relaxed);
+    let foretold = (foretold > 0).then_some(foretold as f64);
+    // What several pages share costs each of them a part.
+    let objects = store.objects.max(1) as f64;
+    let distinct = objects / (objects + store.deduplicated_pages as f64);
     let stored_page_bytes = if has_packed_few(&store) {
-        match tenant.advisor.packed_bytes.load(Ordering::Relaxed) {
-            0 => GUESSED_STORED_BYTES,
-            bytes => bytes as f64,
-        }
+        foretold.unwrap_or(GUESSED_STORED_BYTES)
     } else {
-        // What several pages share costs each of them a part.
-        let objects = store.objects.max(1) as f64;
-        stored_page_cost(&store) as f64 * objects / (objects + store.deduplicated_pages as f64)
+        // With less room what was stored fast is packed densely.
+        let so_far = stored_page_cost(&store) as f64;
+        foretold.map_or(so_far, |bytes| bytes.min(so_far)) * distinct
     };
     // What is not registered yet will be when the budget presses.
     let in_space = seen.resident_bytes - seen.staged_bytes.min(seen.resident_bytes);

@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 use std::{fs, io};
 
 use strata_sys::{
-    Launch, Pidfd, Running, parent_of, peer, poll_readable, receive_with_fds, start_of,
+    Launch, Pidfd, Running, note_of, noted, parent_of, peer, poll_readable, receive_with_fds,
 };
 
 use crate::breakpoints::Breakpoints;
@@ -452,9 +452,9 @@ impl Restore {
     fn hold(&mut self) {
         let Ok(pidfd) = Pidfd::open(self.coordinator) else { return };
         // For whoever finds it stopped when we have died.
-        let started = start_of(self.coordinator).unwrap_or(0);
-        let note = format!("{} {started}\n", self.coordinator);
-        if fs::write(self.work.join(HELD), note).is_ok() && pidfd.signal(SIGSTOP) {
+        let note = note_of(self.coordinator);
+        let is_noted = note.is_some_and(|note| fs::write(self.work.join(HELD), note).is_ok());
+        if is_noted && pidfd.signal(SIGSTOP) {
             self.held = Some(pidfd);
         }
     }
@@ -537,10 +537,7 @@ impl Restore {
 /// died: it ends when it finds its processes killed.
 pub fn release_held(work: &Path) {
     let note = fs::read_to_string(work.join(HELD)).unwrap_or_default();
-    let Some((pid, started)) = note.trim_end().split_once(' ') else { return };
-    let (Ok(pid), Ok(started)) = (pid.parse(), started.parse()) else { return };
-    let Ok(pidfd) = Pidfd::open(pid) else { return };
-    if start_of(pid) == Some(started) {
+    if let Some((_, pidfd)) = noted(&note) {
         pidfd.signal(SIGCONT);
     }
 }

@@ -4,6 +4,7 @@ use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
 
 use strata_units::{PAGE_SHIFT, PAGE_SIZE};
 
@@ -199,9 +200,23 @@ pub fn parent_of(pid: u32) -> Option<u32> {
 
 /// When a process started, in the kernel's ticks since the machine did: with its
 /// number, it is no other.
-#[must_use]
-pub fn start_of(pid: u32) -> Option<u64> {
+fn start_of(pid: u32) -> Option<u64> {
     stat_field(&format!("/proc/{pid}/stat"), 22)?.parse().ok()
+}
+
+/// A line by which [`noted`] finds the process again, if it is still the same.
+#[must_use]
+pub fn note_of(pid: u32) -> Option<String> {
+    Some(format!("{pid} {}", start_of(pid)?))
+}
+
+/// The process of a line that [`note_of`] has made, while it is there.
+#[must_use]
+pub fn noted(line: &str) -> Option<(u32, Pidfd)> {
+    let (pid, started) = line.trim_end().split_once(' ')?;
+    let pid = pid.parse().ok()?;
+    let pidfd = Pidfd::open(pid).ok()?;
+    (start_of(pid)? == started.parse().ok()?).then_some((pid, pidfd))
 }
 
 /// Whether a process has ended and is not collected yet.
@@ -341,8 +356,24 @@ impl Pidfd {
     /// Whether the process has ended (it may still be a zombie).
     #[must_use]
     pub fn has_exited(&self) -> bool {
-        poll_readable([self.fd.as_fd()], Some(std::time::Duration::ZERO))
-            .is_ok_and(|[polled]| polled.readable)
+        self.is_readable_within(Duration::ZERO)
+    }
+
+    /// The same, waited for.
+    #[must_use]
+    pub fn exits_within(&self, limit: Duration) -> bool {
+        let deadline = Instant::now() + limit;
+        // A signal may cut a wait short.
+        while !self.is_readable_within(deadline.saturating_duration_since(Instant::now())) {
+            if Instant::now() >= deadline {
+                return false;
+            }
+        }
+        true
+    }
+
+    fn is_readable_within(&self, limit: Duration) -> bool {
+        poll_readable([self.fd.as_fd()], Some(limit)).is_ok_and(|[polled]| polled.readable)
     }
 
     /// Collects the process if it has ended and is a child of this one; no matter

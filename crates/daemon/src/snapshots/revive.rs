@@ -376,7 +376,7 @@ impl Snapshots {
             );
             match prepared {
                 // It ran already, and has ended.
-                Err(_) if has_exited_within(pidfd, GONE_WITHIN) => {}
+                Err(_) if pidfd.exits_within(GONE_WITHIN) => {}
                 done => done.map_err(|error| error.to_string())?,
             }
         }
@@ -441,15 +441,6 @@ pub(crate) fn helper() -> Result<PathBuf, String> {
     found.map(Path::to_owned).ok_or_else(|| {
         missing(format!("it is neither beside {} nor at {INSTALLED_HELPER}", own.display()))
     })
-}
-
-/// Its memory is gone a moment before a process has ended.
-fn has_exited_within(pidfd: &Pidfd, patience: Duration) -> bool {
-    let deadline = Instant::now() + patience;
-    while !pidfd.has_exited() && Instant::now() < deadline {
-        std::thread::sleep(LOOK_EVERY);
-    }
-    pidfd.has_exited()
 }
 
 /// Waits for a tenant whose processes were all killed and are not gone yet, or not

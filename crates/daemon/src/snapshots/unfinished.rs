@@ -6,7 +6,7 @@ use std::io::{self, Write};
 use std::path::Path;
 
 use strata_snapshot::release_held;
-use strata_sys::{Pidfd, start_of};
+use strata_sys::{note_of, noted};
 
 use crate::tenants::Tenants;
 
@@ -15,23 +15,17 @@ const LIST: &str = "processes";
 
 /// Notes a process of the restore that works in `work`, before it is served.
 pub(super) fn note(work: &Path, pid: u32) -> io::Result<()> {
-    let started = start_of(pid).ok_or(io::ErrorKind::NotFound)?;
+    let line = note_of(pid).ok_or(io::ErrorKind::NotFound)?;
     let mut list = OpenOptions::new().create(true).append(true).open(work.join(LIST))?;
-    writeln!(list, "{pid} {started}")
+    writeln!(list, "{line}")
 }
 
 /// Ends what is left of the restore that worked in `work`.
 pub(super) fn end(work: &Path, tenants: &Tenants) {
     let list = std::fs::read_to_string(work.join(LIST)).unwrap_or_default();
-    for line in list.lines() {
-        let mut words = line.split_ascii_whitespace();
-        let pid = words.next().and_then(|word| word.parse::<u32>().ok());
-        let then = words.next().and_then(|word| word.parse::<u64>().ok());
-        let (Some(pid), Some(then)) = (pid, then) else { continue };
-        let Ok(pidfd) = Pidfd::open(pid) else { continue };
-        let is_it = start_of(pid) == Some(then);
+    for (pid, pidfd) in list.lines().filter_map(noted) {
         let lives = tenants.list().iter().any(|tenant| tenant.space_of(pid).is_some());
-        if is_it && !lives {
+        if !lives {
             pidfd.signal(SIGKILL);
         }
     }

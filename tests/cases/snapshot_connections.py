@@ -1,6 +1,6 @@
 """Connections of a program while it is snapshotted: those that it has with others
 are not disturbed, and end in what is brought back; those inside of it go on there
-(snapshot-connections, snapshot-clone-connections)."""
+(snapshot-connections, snapshot-clone-connections); who ends with them ends there."""
 
 import os
 import re
@@ -227,3 +227,27 @@ def keeps(run):
     clones.Clone(server, "closed")
     run.daemon.wait_until(lambda: "has lost" in machine.read(server.program.log_path),
                           "its connections are closed in a clone")
+
+
+@case("snapshot-clone-brief", native=False, own_daemon=True)
+def brief(run):
+    """Processes of a clone whose connections are closed, and that end with them
+    before they were ever heard of, do not keep the others from going on."""
+    need_criu()
+    program = run.start("brief", "4")
+    original = Snapshots(run, program)
+
+    def counted():
+        return int(machine.read(os.path.join(run.directory, "rounds")) or 0)
+    run.daemon.wait_until(lambda: os.path.exists(os.path.join(run.directory, "ready")),
+                          "all are connected")
+    snapshot = original.take()
+    original.kill()
+    for number in range(run.times(4)):
+        name = f"brief-{number}"
+        clones.start(original, snapshot, "--name", name)
+        clone = clones.Clone(original, name)
+        run.daemon.wait_until(lambda: len(clone.pids()) == 1, "the children end")
+        before = counted()
+        run.daemon.wait_until(lambda: counted() > before + 5, "their parent goes on")
+        clone.kill()

@@ -46,8 +46,9 @@ int main(int argc, char **argv)
     int rounds = T_SYS(open("rounds", O_CREAT | O_RDWR, 0666));
     close(T_SYS(open("ready", O_CREAT, 0666)));
     for (unsigned long round = 0;; round++) {
+        /* Of one length: a clone begins with a smaller number than stands there. */
         char text[24];
-        int length = snprintf(text, sizeof text, "%lu", round);
+        int length = snprintf(text, sizeof text, "%020lu", round);
         T_SYS(pwrite(rounds, text, length, 0));
         usleep(1000);
     }

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use strata_policy::advice::{Facts, Point, changes_too_fast, points};
 use strata_policy::curve::{Curve, Seen};
 use strata_policy::sampler::hash;
+use strata_store::Foretelling;
 use strata_units::PageId;
 
 use crate::space::lock;
@@ -59,8 +60,8 @@ pub(crate) struct Advisor {
     until: Mutex<Option<Instant>>,
     observed: Mutex<Option<Arc<Observed>>>,
     said: Mutex<Option<(Instant, Advice)>>,
-    /// What a page will take when it is packed, by a sample; 0: not known.
-    pub(crate) packed_bytes: AtomicU64,
+    /// What watched pages took when they were packed last.
+    pub(crate) sample: Mutex<Option<Foretelling>>,
 }
 
 /// Whether there is advice.

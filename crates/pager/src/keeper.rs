@@ -4,6 +4,7 @@
 
 mod advised;
 mod advising;
+mod contents;
 mod evicting;
 mod exchange;
 mod lookout;
@@ -29,6 +30,7 @@ use strata_units::wire::BATCH_PAGES;
 use strata_units::{ByteSize, LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
 
 use advising::Advising;
+use contents::contents;
 use rest::{LONGEST, NextLook, State};
 use spread::Spread;
 
@@ -536,12 +538,11 @@ impl Keeper<'_> {
         });
     }
 
-    /// Has the advisor know what pages will take that are not packed yet.
-    fn foretell_packing(&mut self) {
-        self.train(|tenant| {
-            if let Some(bytes) = tenant.store.foretell_packed_bytes() {
-                tenant.advisor.packed_bytes.store(bytes, Ordering::Relaxed);
-            }
+    /// Has the advisor know what such pages will take in the store.
+    fn foretell_packing(&mut self, pages: Vec<PageId>) {
+        self.train(move |tenant| {
+            let found = tenant.store.foretell(contents(tenant, &pages));
+            *lock(&tenant.advisor.sample) = Some(found);
         });
     }
 

@@ -37,6 +37,7 @@ mod recover;
 mod registry;
 mod release;
 mod restore;
+mod sample;
 mod scan;
 mod settings;
 mod share;

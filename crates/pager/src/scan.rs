@@ -8,10 +8,9 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use strata_policy::sampler;
 use strata_sys::{
-    Mapping, ProcessPages, Range, Registration, page_presence, present_ranges, read_mapping_flags,
-    read_maps, stack_pointers,
+    Mapping, Range, Registration, page_presence, present_ranges, read_mapping_flags, read_maps,
+    stack_pointers,
 };
 use strata_units::wire::Control;
 use strata_units::{PAGE_SIZE, PageId, SpaceId};
@@ -35,12 +34,7 @@ const LARGEST_UNRECORDED_BYTES: u64 = 16 << 20;
 /// the kernel writes there when a thread ends, and cannot wait for a page then.
 const CONTROL_BLOCK_PAGES: (u64, u64) = (1, 3);
 /// Mappings registered under one hold of the gate.
-const REGISTERED_AT_ONCE: usize = 64;
-/// One piece in so many is registered for the advisor.
-const SAMPLE_PART: u32 = 112;
-/// ...and so many pieces at most: each is a mapping of its own, and with some 65,000 of
-/// them (`vm.max_map_count`) a process gets no more memory.
-const MOST_PIECES: usize = 1024;
+pub(crate) const REGISTERED_AT_ONCE: usize = 64;
 /// Pages whose entries are changed under one hold of the gate.
 const CHUNK_BYTES: u64 = 16 << 20;
 
@@ -204,72 +198,6 @@ fn register_some(space: &Arc<Space>, tenant: &Arc<Tenant>, wanted: impl Fn(Range
     true
 }
 
-/// Registers a sample of what is eligible and in DRAM, for the advisor: one piece in
-/// [`SAMPLE_PART`], by a hash of where it lies, and never more than a hundredth of that
-/// or [`MOST_PIECES`]. What is reserved and was never touched is not looked at, however
-/// large it is. Returns whether the process was there.
-pub(crate) fn register_sample(space: &Arc<Space>, tenant: &Arc<Tenant>, piece_bytes: u64) -> bool {
-    let Some(agent) = space.agent() else { return true };
-    let Ok(maps) = read_maps(agent.pid) else { return false };
-    let control = agent.control.control();
-    if control.thread_overflow.load(Ordering::Relaxed) != 0 {
-        return true;
-    }
-    let mut stacks = stacks_of(control);
-    stacks.extend(stack_pointers(agent.pid));
-    let Ok(pages) = ProcessPages::open(agent.pid) else { return true };
-    let mut present_bytes = 0;
-    let mut pieces = Vec::new();
-    for mapping in maps.iter().filter(|mapping| eligible(mapping, &agent, &stacks)) {
-        let whole = mapping.range.start.div_ceil(piece_bytes)..mapping.range.end / piece_bytes;
-        let found = |present: Range| {
-            present_bytes += present.len();
-            let touched = present.start / piece_bytes..present.end.div_ceil(piece_bytes);
-            for number in touched.start.max(whole.start)..touched.end.min(whole.end) {
-                let hash = sampler::hash(PageId(number as u32));
-                if hash.is_multiple_of(SAMPLE_PART) && pieces.last() != Some(&number) {
-                    pieces.push(number);
-                }
-            }
-        };
-        // Whether it is gone is told where something is registered.
-        if pages.present(mapping.range, found).is_err() {
-            return true;
-        }
-    }
-    let mut new = Vec::new();
-    {
-        let gate = lock(&space.gate);
-        let mut sampled: u64 = gate.registered.iter().map(|range| range.len()).sum();
-        let most = MOST_PIECES.saturating_sub(gate.registered.len());
-        for number in pieces {
-            let piece = Range { start: number * piece_bytes, end: (number + 1) * piece_bytes };
-            if gate.is_registered(piece) {
-                continue;
-            }
-            sampled += piece_bytes;
-            if sampled * 100 > present_bytes || new.len() >= most {
-                break;
-            }
-            new.push(piece);
-        }
-    }
-    if new.is_empty() {
-        return true;
-    }
-    handler::start(space, tenant);
-    if space.uffd.register(agent.ranges.transfer) == Registration::Gone {
-        return false;
-    }
-    for few in new.chunks(REGISTERED_AT_ONCE) {
-        let Some(registered) = register(space, agent.pid, few) else { return false };
-        for range in registered {
-            note_resident(space, tenant, agent.pid, range);
-        }
-    }
-    true
-}
-
 /// Registers those of `ranges` that are still one mapping each, and remembers
 /// them: memory that is taken for registered and is not would be evicted, and
 /// then read as zero.
@@ -282,7 +210,7 @@ pub(crate) fn register_sample(space: &Arc<Space>, tenant: &Arc<Tenant>, piece_by
 /// last: that message cannot be acted on before its range is remembered.
 ///
 /// None: the process is gone.
-fn register(space: &Space, pid: u32, ranges: &[Range]) -> Option<Vec<Range>> {
+pub(crate) fn register(space: &Space, pid: u32, ranges: &[Range]) -> Option<Vec<Range>> {
     let mut gate = lock(&space.gate);
     let mut registered = Vec::with_capacity(ranges.len());
     for &range in ranges {
@@ -343,7 +271,7 @@ pub(crate) fn stand_down(space: &Space, tenant: &Tenant) -> bool {
 /// it is entered: a page believed resident that is not reads as zero, which is
 /// what a page discarded meanwhile must read as; and a page that was evicted
 /// meanwhile is not `Untouched`, so nothing is entered.
-fn note_resident(space: &Space, tenant: &Tenant, pid: u32, range: Range) {
+pub(crate) fn note_resident(space: &Space, tenant: &Tenant, pid: u32, range: Range) {
     let mut parts = Vec::new();
     // Gone, then: there is nothing to enter.
     let _ = present_ranges(pid, range, |found| {

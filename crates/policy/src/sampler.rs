@@ -26,6 +26,8 @@ use crate::curve::{GROUPS, Seen};
 
 /// Pages watched at most.
 pub const MOST_PAGES: usize = 1024;
+/// The part of the pages that [`Sampler::coldest`] names.
+pub const COLD_PART: f64 = 2.0 / 3.0;
 /// Pages that the drift is told from, at least.
 const LEAST_PAGES: usize = 48;
 /// Samples a page after which an epoch may end.
@@ -221,6 +223,21 @@ impl Sampler {
     /// Those watched.
     pub fn pages(&self) -> impl Iterator<Item = PageId> {
         self.pages.keys().copied().map(PageId)
+    }
+
+    /// The part of them, [`COLD_PART`], that is used least often as far as is known: what
+    /// would be out with room for the others. Pages of which nothing is known count as used.
+    #[must_use]
+    pub fn coldest(&self, now: f64) -> Vec<PageId> {
+        let rate = |watch: &Watch| {
+            let seen = watch.seen(now, 0);
+            if seen.away > 0.0 { seen.returns / seen.away } else { f64::INFINITY }
+        };
+        let mut pages: Vec<(f64, PageId)> =
+            self.pages.iter().map(|(&page, watch)| (rate(watch), PageId(page))).collect();
+        pages.sort_by(|a, b| a.0.total_cmp(&b.0));
+        pages.truncate((pages.len() as f64 * COLD_PART) as usize);
+        pages.into_iter().map(|(_, page)| page).collect()
     }
 
     /// Watches `page` from now on, if it is of the sample and not watched yet.
@@ -472,4 +489,26 @@ fn missed(pairs: &mut [(f64, f64)], room: f64) -> f64 {
     let kept = (pairs.len() as f64 * room) as usize;
     let sum = |pairs: &[(f64, f64)]| pairs.iter().map(|pair| pair.1).sum::<f64>();
     sum(&pairs[kept..]) / sum(pairs).max(f64::MIN_POSITIVE)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_used_least_often_is_coldest_and_what_is_unknown_is_not() {
+        let mut sampler = Sampler::default();
+        // Page n comes back every n + 1 seconds; the last ten were never out.
+        for page in 0..30 {
+            sampler.found(PageId(page), true, 0.0);
+            for turn in (0..10).filter(|_| page < 20) {
+                let at = f64::from(turn * (page + 1));
+                sampler.left(PageId(page), at);
+                sampler.returned(PageId(page), at + f64::from(page + 1));
+            }
+        }
+        let coldest = sampler.coldest(300.0);
+        let expected: Vec<PageId> = (0..20).rev().map(PageId).collect();
+        assert_eq!(coldest, expected);
+    }
 }

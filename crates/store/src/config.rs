@@ -196,6 +196,18 @@ pub struct StoreStats {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Fingerprint(pub(crate) u64);
 
+/// What [`crate::Store::foretell`] found.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Foretelling {
+    /// Pages of the sample.
+    pub pages: u64,
+    /// Those of one value throughout, which will cost nothing.
+    pub fill_pages: u64,
+    /// What each other would take in bytes of its slot, on average. None: too few to
+    /// tell.
+    pub packed_bytes: Option<u64>,
+}
+
 /// What [`crate::Store::train_dictionary`] did; its display is a line for a log.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Training {

@@ -54,8 +54,8 @@ mod train;
 
 pub use backing::{Backing, Faults, Faulty, FileBacking, MappedBacking, MemoryBacking, Waiting};
 pub use config::{
-    BorrowedDescriptors, Compacted, Descriptors, FileConfig, Fingerprint, GetError, Put, PutError,
-    RecoverError, Source, StoreConfig, StoreError, StoreStats, Training,
+    BorrowedDescriptors, Compacted, Descriptors, FileConfig, Fingerprint, Foretelling, GetError,
+    Put, PutError, RecoverError, Source, StoreConfig, StoreError, StoreStats, Training,
 };
 pub use read::{FileRead, Unread};
 pub use recover::Recovery;

@@ -9,13 +9,13 @@ use std::fmt;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 
-use strata_units::PAGE_SIZE;
+use strata_units::{Handle, PAGE_SIZE};
 
-use crate::codec::{Page, with_scratch};
-use crate::config::Training;
+use crate::codec::{Page, fill, fill_value, with_scratch};
+use crate::config::{Foretelling, Training};
 use crate::dictionary::{Candidate, Encoder, MAX_CONTENT_BYTES};
 use crate::location::{Codec, SizeClass, Tier, Word};
-use crate::store::Store;
+use crate::store::{Store, Target};
 use crate::table::random_seed;
 
 /// Objects that a store has before its first training.
@@ -222,27 +222,58 @@ impl Store {
         }
     }
 
-    /// What a page of this store is going to take when it is packed, in bytes of its
-    /// slot, for a store that has packed few yet: a sample, staged pages included, is
-    /// packed and the result thrown away. None: too few pages. Takes as long as
-    /// [`Store::train_dictionary`], for a thread of its own likewise.
+    /// What pages would take in this store, packed, by a sample of them: it is packed,
+    /// and the result thrown away. Takes as long as [`Store::train_dictionary`], for a
+    /// thread of its own likewise.
     #[must_use]
-    pub fn foretell_packed_bytes(&self) -> Option<u64> {
-        let id = self.dictionaries.next_id()?;
-        let pages = self.sample();
+    pub fn foretell(&self, mut pages: Vec<Page>) -> Foretelling {
+        let count = pages.len() as u64;
+        pages.retain(|page| fill_value(page).is_none());
+        let fill_pages = count - pages.len() as u64;
         if pages.len() < MIN_SAMPLE_PAGES {
-            return None;
+            return Foretelling { pages: count, fill_pages, packed_bytes: None };
         }
-        let (judges, _, candidate) = train(&pages, id);
+        let all: Vec<&Page> = pages.iter().collect();
+        let lz4_bytes = slots(&all, None);
+        // What a new dictionary saves of the pages that judge it, it saves of all.
+        let new = self.dictionaries.next_id().and_then(|id| {
+            let (judges, _, candidate) = train(&pages, id);
+            let packed = slots(&judges, Some(&candidate?.encoder));
+            Some(lz4_bytes * packed / slots(&judges, None))
+        });
         let current = self.dictionaries.current();
-        let current = current.as_deref();
-        let slots = |encoder| slots(&judges, encoder);
-        let lz4_bytes = slots(None);
-        let with_one = [current, candidate.as_ref().map(|candidate| &candidate.encoder)];
-        let with_one = with_one.into_iter().flatten().map(|encoder| slots(Some(encoder))).min();
+        let current = current.map(|encoder| slots(&all, Some(&encoder)));
         // As it will be judged once there are enough.
         let pays = |&bytes: &u64| is_smaller(bytes, lz4_bytes, LZ4_GAIN_PERCENT);
-        Some(with_one.filter(pays).unwrap_or(lz4_bytes) / judges.len() as u64)
+        let bytes = current.into_iter().chain(new).min().filter(pays).unwrap_or(lz4_bytes);
+        Foretelling { pages: count, fill_pages, packed_bytes: Some(bytes / pages.len() as u64) }
+    }
+
+    /// A copy of what is stored under `handle`, if it is in DRAM and still there; else,
+    /// perhaps, of another page that has come in its place. Whoever asks need not own a
+    /// reference: this is for samples.
+    #[must_use]
+    pub fn glance(&self, handle: Handle) -> Option<Page> {
+        match Target::of(handle) {
+            Target::Fill(value) => {
+                let mut page = [0; PAGE_SIZE];
+                fill(value, &mut page);
+                Some(page)
+            }
+            Target::Object(id) => self.glance_at(id),
+        }
+    }
+
+    fn glance_at(&self, id: u32) -> Option<Page> {
+        if !self.try_reference(id) {
+            return None;
+        }
+        let mut page = [0; PAGE_SIZE];
+        let in_dram = self.location(id).tier == Tier::Dram;
+        let read =
+            in_dram && with_scratch(|scratch| self.read_object(scratch, id, &mut page)).is_ok();
+        self.drop_reference(id);
+        read.then_some(page)
     }
 
     fn pays(&self, verdict: &Verdict, judged: u64, candidate: &Candidate) -> bool {
@@ -273,16 +304,8 @@ impl Store {
             };
             let nearest = [&self.table.demotable, &self.table.staged].map(ahead);
             let Some(&(_, id)) = nearest.iter().flatten().min() else { break };
-            if !drawn.insert(id) || !self.try_reference(id) {
-                continue;
-            }
-            let mut page = [0; PAGE_SIZE];
-            let in_dram = self.location(id).tier == Tier::Dram;
-            let read =
-                in_dram && with_scratch(|scratch| self.read_object(scratch, id, &mut page)).is_ok();
-            self.drop_reference(id);
-            if read {
-                pages.push(page);
+            if drawn.insert(id) {
+                pages.extend(self.glance_at(id));
             }
             if pages.len() == SAMPLE_PAGES {
                 break;

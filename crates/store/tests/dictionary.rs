@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use common::{Page, Random, keep_house, page, sentences, store_with_file};
 use strata_store::{
-    Descriptors, GetError, MemoryBacking, Put, Store, StoreConfig, StoreStats, Training,
+    Descriptors, Foretelling, GetError, MemoryBacking, Put, Store, StoreConfig, StoreStats,
+    Training,
 };
 use strata_sys::SharedMemory;
 use strata_units::Handle;
@@ -374,13 +375,16 @@ fn training_goes_on_beside_everything_else() {
 }
 
 #[test]
-fn what_pages_will_take_is_foretold_from_staged_ones() {
+fn what_pages_will_take_is_foretold_from_a_sample() {
     let store = Store::create(StoreConfig::default()).expect("a store");
-    assert_eq!(store.foretell_packed_bytes(), None, "nothing to tell it from");
-    let pages = put_sentences(&store, 1, Put::Staged, 0..500);
-    let foretold = store.foretell_packed_bytes().expect("enough pages");
-    assert_eq!(store.stats().staged_bytes, 500 * 4096, "they are as they were");
-    check_all(&store, &pages);
+    let nothing = Foretelling { pages: 0, fill_pages: 0, packed_bytes: None };
+    assert_eq!(store.foretell(Vec::new()), nothing);
+    let mut sample: Vec<Page> = (0..500).map(|seed| sentences(1, seed)).collect();
+    sample.extend([[7; 4096]; 30]);
+    let foretold = store.foretell(sample);
+    assert_eq!((foretold.pages, foretold.fill_pages), (530, 30));
+    let foretold = foretold.packed_bytes.expect("enough pages");
+    assert_eq!(store.stats().objects, 0, "nothing is stored");
     // As many as it takes to adopt one, packed with it.
     let packed = put_sentences(&store, 1, Put::Fast, 500..500 + ENOUGH);
     adopts(&store);
@@ -393,4 +397,20 @@ fn what_pages_will_take_is_foretold_from_staged_ones() {
     );
     check_all(&store, &packed);
     check_all(&store, &more);
+}
+
+#[test]
+fn a_glance_needs_no_reference() {
+    let store = Store::create(StoreConfig::default()).expect("a store");
+    let page = sentences(1, 1);
+    for (page, how) in [(page, Put::Staged), (page, Put::Fast), ([9; 4096], Put::Fast)] {
+        let handle = store.put(&page, how).expect("room");
+        assert_eq!(store.glance(handle), Some(page));
+        store.release(handle);
+    }
+    let handle = store.put(&page, Put::Fast).expect("room");
+    store.release(handle);
+    store.reap();
+    assert_eq!(store.glance(handle), None, "it is gone");
+    assert_eq!(store.stats().objects, 0, "and no glance keeps a page");
 }

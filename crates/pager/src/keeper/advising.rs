@@ -12,18 +12,18 @@ use std::time::{Duration, Instant};
 
 use strata_policy::advice::Facts;
 use strata_policy::budget::Observation;
-use strata_policy::sampler::{LEAST_SECONDS, Sampler};
-use strata_store::StoreStats;
+use strata_policy::sampler::{COLD_PART, LEAST_SECONDS, Sampler};
+use strata_store::Foretelling;
 use strata_sys::process_time;
 use strata_units::PageId;
 
 use crate::advice::{Event, Observed};
-use crate::copies::stored_page_cost;
 use crate::counters::Counter;
 use crate::entry::Entry;
-use crate::keeper::{Keeper, PAGE};
-use crate::scan::register_sample;
-use crate::space::Space;
+use crate::events::address_of;
+use crate::keeper::{Keeper, PAGE, SLACK_PART};
+use crate::sample::{Pieces, register_sample};
+use crate::space::{Space, lock};
 use crate::tenant::Tenant;
 use crate::usage::has_huge_pages;
 
@@ -49,12 +49,6 @@ const SAMPLE_EVERY: Duration = Duration::from_secs(5);
 /// Finding it walks the page tables of all that the tenant has: one part of the time,
 /// and so many without.
 const SAMPLE_REST: u32 = 400;
-/// Pieces that a hundredth of the tenant is cut into, about: each splits a mapping
-/// in the kernel and takes a leaf of the page map, and the more there are, the more
-/// they tell.
-const PIECES: u64 = 256;
-const SMALLEST_PIECE: u64 = 16 << 10;
-const HUGE_PIECE: u64 = 2 << 20;
 /// How often what is known is put out for those who ask.
 const PUBLISH_EVERY: Duration = Duration::from_millis(500);
 /// What a miss takes beside what the handler sees of it: the kernel's part of the
@@ -67,14 +61,13 @@ const LEAST_PROGRESS: f64 = 0.25;
 /// A miss is guessed to take this long until so many were seen.
 const GUESSED_MISS_SECONDS: f64 = 18e-6;
 const LEAST_WAITS: u64 = 256;
-/// A stored page is guessed to cost this until a sample was packed, and what that
-/// takes until so many were stored; then no more than that.
+/// A stored page is guessed to cost this until a sample was packed.
 const GUESSED_STORED_BYTES: f64 = 1600.0;
-const LEAST_PACKED: u64 = 1024;
-/// Pages out that are worth packing for a sample, and how often that is done: it
-/// takes a tenth of a second.
-const LEAST_TO_SAMPLE: u64 = 160;
-const PACK_EVERY: Duration = Duration::from_secs(60);
+/// Watched pages that are worth packing for a sample, and how often that is done: it
+/// takes some tenths of a second. The first times sooner, each time after twice as long:
+/// who has just begun still fills its memory.
+const LEAST_TO_PACK: usize = 240;
+const PACK_EVERY: (Duration, Duration) = (Duration::from_secs(4), Duration::from_secs(60));
 
 /// The processor time of all processes of a tenant, that in which the kernel
 /// serves their faults left out: with more room they would not have it.
@@ -112,8 +105,7 @@ impl ProcessorClock {
 struct Sampled {
     /// When what is new is looked for.
     next: Instant,
-    /// With huge pages as large as these, which a smaller piece would cost one, too.
-    piece_bytes: u64,
+    pieces: Pieces,
 }
 
 /// What the keeper knows of watched pages.
@@ -138,8 +130,8 @@ pub(super) struct Advising {
     /// Faults that waited, pages that came ahead of any, and nanoseconds waited, at
     /// the beginnings of the epochs.
     waits: [Waits; 2],
-    /// When pages were last packed for a sample.
-    packed: Option<Instant>,
+    /// When pages are to be packed for a sample again, and how long after the last time.
+    packs: (Instant, Duration),
 }
 
 /// What bringing pages back has taken so far.
@@ -190,7 +182,7 @@ impl Advising {
             published: now.0,
             sampled: None,
             waits: [Waits::read(tenant); 2],
-            packed: None,
+            packs: (now.0, PACK_EVERY.0),
         }
     }
 
@@ -224,11 +216,13 @@ impl Advising {
         if self.next_leaf == 0 {
             self.sampler.fit_to(tenant.census().managed);
         }
+        let far = !tenant.under_pressure.load(Ordering::Relaxed);
+        let pieces = self.sampled.filter(|_| far).map(|sampled| sampled.pieces);
         let count = if self.searches == 0 { FIRST_LEAVES } else { LEAVES };
         let Some(leaves) = tenant.map.leaf_range(self.next_leaf, count) else {
             self.next_leaf = 0;
             self.searches += 1;
-            let lost = |&page: &PageId| !is_somewhere(tenant, page);
+            let lost = |&page: &PageId| !is_to_be_watched(tenant, pieces, page);
             for page in self.sampler.pages().filter(lost).collect::<Vec<_>>() {
                 self.sampler.gone(page);
             }
@@ -237,7 +231,7 @@ impl Advising {
         self.next_leaf += count;
         for leaf in leaves {
             for page in leaf.pages() {
-                if self.sampler.takes(page) && is_somewhere(tenant, page) {
+                if self.sampler.takes(page) && is_to_be_watched(tenant, pieces, page) {
                     self.sampler.found(page, tenant.map.get(page).is_resident(), now);
                 }
             }
@@ -280,61 +274,57 @@ impl Advising {
         true
     }
 
-    /// Whether a sample is to be packed now, to learn what stored pages will cost.
-    fn packs_sample(&mut self, tenant: &Tenant, now: Instant) -> bool {
-        if self.packed.is_some_and(|then| now.duration_since(then) <= PACK_EVERY) {
-            return false;
+    /// The pages to be packed now, if any, to learn what stored ones will cost: those
+    /// that are going to be. What is used least often packs worse in some programs.
+    fn pages_to_pack(&mut self, now: (Instant, f64)) -> Option<Vec<PageId>> {
+        if now.0 < self.packs.0 || self.searches == 0 || self.sampler.watched() < LEAST_TO_PACK {
+            return None;
         }
-        let packs = tenant.store_stats().objects >= LEAST_TO_SAMPLE;
-        if packs {
-            self.packed = Some(now);
-        }
-        packs
+        self.packs = (now.0 + self.packs.1, (self.packs.1 * 2).min(PACK_EVERY.1));
+        Some(self.sampler.coldest(now.1))
     }
 }
 
-/// Whether the page is this tenant's and its content is somewhere.
-fn is_somewhere(tenant: &Tenant, page: PageId) -> bool {
-    let own = tenant.map.owner(page.leaf()).is_some_and(|(space, _)| {
-        tenant.registry.tenant_of(space) == tenant.id && tenant.registry.space_is_live(space)
-    });
-    own && !matches!(
-        tenant.map.get(page),
-        Entry::Untouched | Entry::Discarded | Entry::Lost | Entry::Pending
-    )
-}
-
-/// What its stored pages cost says nothing yet.
-fn has_packed_few(store: &StoreStats) -> bool {
-    store.objects.saturating_sub(store.staged_bytes / PAGE) < LEAST_PACKED
+/// Whether the page is this tenant's, its content is somewhere, and it lies in `pieces`,
+/// if only these are the sample.
+fn is_to_be_watched(tenant: &Tenant, pieces: Option<Pieces>, page: PageId) -> bool {
+    let Some((space, piece)) = tenant.map.owner(page.leaf()) else { return false };
+    pieces.is_none_or(|pieces| pieces.contain(address_of(piece, page.index())))
+        && tenant.registry.tenant_of(space) == tenant.id
+        && tenant.registry.space_is_live(space)
+        && !matches!(
+            tenant.map.get(page),
+            Entry::Untouched | Entry::Discarded | Entry::Lost | Entry::Pending
+        )
 }
 
 fn facts(tenant: &Tenant, seen: &Observation, miss_seconds: f64) -> Facts {
     let store = tenant.store_stats();
     let away = tenant.away_pages() as f64;
     let registered = tenant.under_pressure.load(Ordering::Relaxed);
-    let foretold = tenant.advisor.packed_bytes.load(Ordering::Relaxed);
-    let foretold = (foretold > 0).then_some(foretold as f64);
+    let sample = *lock(&tenant.advisor.sample);
     // What several pages share costs each of them a part.
     let objects = store.objects.max(1) as f64;
     let distinct = objects / (objects + store.deduplicated_pages as f64);
-    let stored_page_bytes = if has_packed_few(&store) {
-        foretold.unwrap_or(GUESSED_STORED_BYTES)
-    } else {
-        // With less room what was stored fast is packed densely.
-        let so_far = stored_page_cost(&store) as f64;
-        foretold.map_or(so_far, |bytes| bytes.min(so_far)) * distinct
-    };
-    // What is not registered yet will be when the budget presses.
+    // Between no unused parts of slabs and as many as are put up with.
+    let slack = 1.0 + 0.5 / SLACK_PART as f64;
+    let packed = sample.and_then(|sample| sample.packed_bytes).map(|bytes| bytes as f64);
+    let stored_page_bytes = packed.map_or(GUESSED_STORED_BYTES, |bytes| bytes * slack * distinct);
     let in_space = seen.resident_bytes - seen.staged_bytes.min(seen.resident_bytes);
-    let (in_place, fixed) = if registered {
-        (in_space, seen.unmanaged_bytes)
+    let pages = |in_place: u64| in_place as f64 / PAGE as f64 + away;
+    let (pages, free_pages, fixed) = if registered {
+        // Being the first that are out, they are out already.
+        (pages(in_space), store.fill_pages as f64, seen.unmanaged_bytes)
     } else {
-        (in_space + seen.unmanaged_bytes, 0)
+        // What is not registered yet will be when the budget presses.
+        let pages = pages(in_space + seen.unmanaged_bytes);
+        // Of the coldest ones; the others are in use, and hold something.
+        let share = |sample: Foretelling| sample.fill_pages as f64 / sample.pages.max(1) as f64;
+        (pages, sample.map_or(0.0, share) * COLD_PART * pages, 0)
     };
     Facts {
-        pages: in_place as f64 / PAGE as f64 + away,
-        free_pages: store.fill_pages as f64,
+        pages,
+        free_pages,
         stored_page_bytes,
         fixed_bytes: (fixed + seen.metadata_bytes) as f64,
         miss_seconds,
@@ -348,22 +338,22 @@ impl Keeper<'_> {
         let tenant = self.tenant;
         let Some(advising) = &mut self.advising else { return };
         let began = Instant::now();
-        let before = match advising.sampled {
+        let mut pieces = match advising.sampled {
             Some(Sampled { next, .. }) if began < next => return,
-            Some(Sampled { piece_bytes, .. }) => piece_bytes,
-            None if spaces.iter().filter_map(|space| space.pid()).any(has_huge_pages) => HUGE_PIECE,
-            None => SMALLEST_PIECE,
+            Some(Sampled { pieces, .. }) => pieces,
+            None => {
+                let mut pids = spaces.iter().filter_map(|space| space.pid());
+                Pieces::new(pids.any(has_huge_pages))
+            }
         };
-        // Of a tenant that has grown they are larger, and not more.
-        let piece_bytes =
-            (seen.unmanaged_bytes / 100 / PIECES).next_power_of_two().clamp(before, HUGE_PIECE);
+        pieces.fit_to(seen.unmanaged_bytes);
         for space in spaces {
-            if !register_sample(space, tenant, piece_bytes) {
+            if !register_sample(space, tenant, pieces) {
                 space.set_gone();
             }
         }
         let rest = SAMPLE_EVERY.max(began.elapsed() * SAMPLE_REST);
-        advising.sampled = Some(Sampled { next: Instant::now() + rest, piece_bytes });
+        advising.sampled = Some(Sampled { next: Instant::now() + rest, pieces });
     }
 
     /// Watches pages, if anybody wants to know. When to look again at the latest.
@@ -393,7 +383,8 @@ impl Keeper<'_> {
         advising.search(tenant, now.1);
         tenant.advisor.set_limit(advising.sampler.limit());
         advising.turn_epoch(tenant, now);
-        let packs = advising.publish(tenant, seen, now) && advising.packs_sample(tenant, now.0);
+        let is_due = advising.publish(tenant, seen, now);
+        let packs = if is_due { advising.pages_to_pack(now) } else { None };
         let worth = (now.1 - advising.looked.1) * PROBES_PER_SECOND;
         let least = elapsed.as_secs_f64() * LEAST_PROBES_PER_SECOND;
         advising.probes_saved = (advising.probes_saved + worth.max(least)).min(MOST_PROBES);
@@ -407,9 +398,33 @@ impl Keeper<'_> {
             self.evict_pages(probes, spaces);
             self.evictor.in_a_hurry = hurries;
         }
-        if packs {
-            self.foretell_packing();
+        if let Some(pages) = packs {
+            self.foretell_packing(pages);
         }
         TICK
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing;
+
+    #[test]
+    fn what_is_not_registered_is_judged_by_the_sample() {
+        let tenant = testing::tenant();
+        let seen = Observation { unmanaged_bytes: 1000 * PAGE, ..Observation::default() };
+        let before = facts(&tenant, &seen, 1e-5);
+        assert_eq!((before.pages, before.free_pages, before.fixed_bytes), (1000.0, 0.0, 0.0));
+        assert_eq!(before.stored_page_bytes, GUESSED_STORED_BYTES);
+        let sample = Foretelling { pages: 200, fill_pages: 60, packed_bytes: Some(800) };
+        *lock(&tenant.advisor.sample) = Some(sample);
+        let after = facts(&tenant, &seen, 1e-5);
+        assert_eq!((after.free_pages.round(), after.stored_page_bytes), (200.0, 850.0));
+        // Under pressure what is free is out, and counted.
+        tenant.under_pressure.store(true, Ordering::Relaxed);
+        let near = facts(&tenant, &seen, 1e-5);
+        assert_eq!((near.pages, near.free_pages), (0.0, 0.0));
+        assert_eq!((near.fixed_bytes, near.stored_page_bytes), (1000.0 * PAGE as f64, 850.0));
     }
 }

@@ -159,6 +159,24 @@ def advise_reserved(run):
     program.finish(pressed=False)
 
 
+@case("advise-remap", native=False, own_daemon=True, seconds=180)
+def advise_remap(run):
+    """Far from its budget a program moves and resizes memory of which parts are watched;
+    then all of it is managed, and keeps its bytes."""
+    program = run.start("remap", budget="1GiB")
+    program.gate("ready")
+    run.daemon.strata("advise", program.name, "--json")
+    run.daemon.wait_until(lambda: machine.registered_bytes(program.pid) > 2 * MIB,
+                          "a sample is registered")
+    program.answer("go")
+    program.gate("moved")
+    run.daemon.strata("set", program.name, "--dram", "64MiB")
+    run.daemon.wait_until(lambda: run.daemon.stats(program.name)["stored_bytes"] > 40 * MIB,
+                          "pages are stored")
+    program.answer("go")
+    program.finish()
+
+
 @case("advise-jump", native=False, own_daemon=True, seconds=240)
 def advise_jump(run):
     """A hot set that moves on and on is not advised on."""

@@ -25,6 +25,9 @@ pub enum PlaceWish {
     Node,
     /// To leave DRAM early, to the file tier.
     File,
+    /// To be one mapping: where a part of it is watched for the advisor the kernel has
+    /// several, and `mremap` takes one only.
+    Whole,
 }
 
 /// What came of it. The library inside programs knows these words.

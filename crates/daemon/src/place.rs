@@ -22,6 +22,7 @@ pub(crate) fn place(
         PlaceWish::Compressed => Wish::Set(Setting::Compressed),
         PlaceWish::Node => Wish::Set(Setting::Node),
         PlaceWish::File => Wish::Set(Setting::File),
+        PlaceWish::Whole => Wish::Whole,
     };
     let outcome = if ranges.len() > MAX_PLACE_RANGES {
         Err(Refused::Range)

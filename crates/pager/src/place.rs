@@ -16,7 +16,7 @@ use strata_units::{PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
 
 use crate::entry::Entry;
 use crate::events::address_of;
-use crate::scan::register_within;
+use crate::scan::{register_whole, register_within};
 use crate::settings::{Setting, Settings};
 use crate::space::{Gate, Space, ids_in, lock};
 use crate::tenant::Tenant;
@@ -55,6 +55,8 @@ pub enum Wish {
     Unpin,
     /// Nothing any more.
     Normal,
+    /// One mapping, where it was cut into pieces for the advisor.
+    Whole,
 }
 
 /// Why nothing of a wish was done.
@@ -242,6 +244,12 @@ impl Tenant {
         if !ranges.iter().all(|&range| is_sane(range)) {
             return Err(Refused::Range);
         }
+        if wish == Wish::Whole {
+            for &range in ranges {
+                register_whole(space, self, range);
+            }
+            return Ok(());
+        }
         if let Wish::Set(setting) = wish
             && !self.has_tier_for(setting)
         {
@@ -264,6 +272,7 @@ impl Tenant {
                 Wish::Set(setting) => settings.set(range, setting),
                 Wish::Unpin => settings.clear(range, |setting| setting == Setting::Pinned),
                 Wish::Normal => settings.clear(range, |_| true),
+                Wish::Whole => {}
             }
             // A range at a time: a request may name thousands.
             if !settings.fits() {

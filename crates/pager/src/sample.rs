@@ -9,20 +9,20 @@ use strata_sys::{ProcessPages, Range, Registration, read_maps, stack_pointers};
 use strata_units::PageId;
 
 use crate::handler;
-use crate::scan::{REGISTERED_AT_ONCE, eligible, note_resident, register, stacks_of};
+use crate::scan::{eligible, register_all, stacks_of};
 use crate::space::{Space, lock};
 use crate::tenant::Tenant;
 
 /// One piece in so many is registered, of a tenant that is not large.
 const PART: u64 = 112;
 /// Pieces wanted: each splits a mapping in the kernel and takes a leaf of the page map,
-/// and the more there are, the more they tell. Of the smallest ones four times as many
-/// pages, which is what the sampler watches at most.
-const WANTED: u64 = 256;
+/// if it is alone there. Pages that lie together are used alike, so one of each tells
+/// most.
+const WANTED: u64 = 640;
 /// Most pieces: with some 65,000 mappings (`vm.max_map_count`) a process gets no more
 /// memory.
 const MOST: usize = 1024;
-const SMALLEST_BYTES: u64 = 16 << 10;
+const SMALLEST_BYTES: u64 = 4 << 10;
 const HUGE_BYTES: u64 = 2 << 20;
 
 /// Which pieces of address spaces are of the sample: those whose hash is below a limit,
@@ -48,7 +48,7 @@ impl Pieces {
         while all >> self.halvings > WANTED + WANTED / 2 {
             self.halvings += 1;
         }
-        while self.halvings > 0 && all >> self.halvings < WANTED / 2 {
+        while self.halvings > 0 && all >> self.halvings < WANTED / 3 {
             self.halvings -= 1;
         }
     }
@@ -117,13 +117,7 @@ pub(crate) fn register_sample(space: &Arc<Space>, tenant: &Arc<Tenant>, pieces: 
     if space.uffd.register(agent.ranges.transfer) == Registration::Gone {
         return false;
     }
-    for few in new.chunks(REGISTERED_AT_ONCE) {
-        let Some(registered) = register(space, agent.pid, few) else { return false };
-        for range in registered {
-            note_resident(space, tenant, agent.pid, range);
-        }
-    }
-    true
+    register_all(space, tenant, agent.pid, &new)
 }
 
 #[cfg(test)]

@@ -34,7 +34,7 @@ const LARGEST_UNRECORDED_BYTES: u64 = 16 << 20;
 /// the kernel writes there when a thread ends, and cannot wait for a page then.
 const CONTROL_BLOCK_PAGES: (u64, u64) = (1, 3);
 /// Mappings registered under one hold of the gate.
-pub(crate) const REGISTERED_AT_ONCE: usize = 64;
+const REGISTERED_AT_ONCE: usize = 64;
 /// Pages whose entries are changed under one hold of the gate.
 const CHUNK_BYTES: u64 = 16 << 20;
 
@@ -118,14 +118,19 @@ fn overlaps(a: Range, b: Range) -> bool {
     a.start < b.end && b.start < a.end
 }
 
-/// Whether a mapping is memory that the program uses as its own.
-pub(crate) fn eligible(mapping: &Mapping, agent: &Agent, stacks: &[u64]) -> bool {
+/// Whether a mapping may be managed.
+fn is_data(mapping: &Mapping, agent: &Agent) -> bool {
     mapping.private
         && mapping.anonymous
         && !mapping.executable
-        && mapping.range.len() >= SMALLEST_BYTES
         && !overlaps(mapping.range, agent.ranges.transfer)
         && !overlaps(mapping.range, agent.ranges.own)
+}
+
+/// Whether a mapping is memory that the program uses as its own.
+pub(crate) fn eligible(mapping: &Mapping, agent: &Agent, stacks: &[u64]) -> bool {
+    is_data(mapping, agent)
+        && mapping.range.len() >= SMALLEST_BYTES
         && !(mapping.range.len() <= LARGEST_STACK_BYTES
             && stacks.iter().any(|&stack| mapping.range.contains(stack)))
 }
@@ -152,6 +157,39 @@ pub(crate) fn register_within(space: &Arc<Space>, tenant: &Arc<Tenant>, range: R
     let _alone = lock(&tenant.placement.registering);
     tenant.placement.registers.store(true, Ordering::Relaxed);
     register_some(space, tenant, |mapping| overlaps(mapping, range))
+}
+
+/// Registers what lies between registered parts of `range`, however little it is: then
+/// the kernel has one mapping there again.
+pub(crate) fn register_whole(space: &Arc<Space>, tenant: &Arc<Tenant>, range: Range) -> bool {
+    let _alone = lock(&tenant.placement.registering);
+    let Some(agent) = space.agent() else { return true };
+    let Ok(maps) = read_maps(agent.pid) else { return false };
+    let new: Vec<Range> = {
+        let gate = lock(&space.gate);
+        if !gate.registered.iter().any(|&known| overlaps(known, range)) {
+            return true;
+        }
+        maps.iter()
+            .filter(|mapping| is_data(mapping, &agent) && overlaps(mapping.range, range))
+            .map(|mapping| mapping.range)
+            .filter(|&part| !gate.is_registered(part))
+            .collect()
+    };
+    tenant.placement.registers.store(true, Ordering::Relaxed);
+    register_all(space, tenant, agent.pid, &new)
+}
+
+/// Registers `ranges` and enters what is resident there. Returns whether the process was
+/// there.
+pub(crate) fn register_all(space: &Space, tenant: &Tenant, pid: u32, ranges: &[Range]) -> bool {
+    for few in ranges.chunks(REGISTERED_AT_ONCE) {
+        let Some(registered) = register(space, pid, few) else { return false };
+        for range in registered {
+            note_resident(space, tenant, pid, range);
+        }
+    }
+    true
 }
 
 fn register_some(space: &Arc<Space>, tenant: &Arc<Tenant>, wanted: impl Fn(Range) -> bool) -> bool {
@@ -189,13 +227,7 @@ fn register_some(space: &Arc<Space>, tenant: &Arc<Tenant>, wanted: impl Fn(Range
         });
     }
     let new: Vec<Range> = new.iter().map(|mapping| mapping.range).collect();
-    for few in new.chunks(REGISTERED_AT_ONCE) {
-        let Some(registered) = register(space, agent.pid, few) else { return false };
-        for range in registered {
-            note_resident(space, tenant, agent.pid, range);
-        }
-    }
-    true
+    register_all(space, tenant, agent.pid, &new)
 }
 
 /// Registers those of `ranges` that are still one mapping each, and remembers
@@ -210,7 +242,7 @@ fn register_some(space: &Arc<Space>, tenant: &Arc<Tenant>, wanted: impl Fn(Range
 /// last: that message cannot be acted on before its range is remembered.
 ///
 /// None: the process is gone.
-pub(crate) fn register(space: &Space, pid: u32, ranges: &[Range]) -> Option<Vec<Range>> {
+fn register(space: &Space, pid: u32, ranges: &[Range]) -> Option<Vec<Range>> {
     let mut gate = lock(&space.gate);
     let mut registered = Vec::with_capacity(ranges.len());
     for &range in ranges {
@@ -271,7 +303,7 @@ pub(crate) fn stand_down(space: &Space, tenant: &Tenant) -> bool {
 /// it is entered: a page believed resident that is not reads as zero, which is
 /// what a page discarded meanwhile must read as; and a page that was evicted
 /// meanwhile is not `Untouched`, so nothing is entered.
-pub(crate) fn note_resident(space: &Space, tenant: &Tenant, pid: u32, range: Range) {
+fn note_resident(space: &Space, tenant: &Tenant, pid: u32, range: Range) {
     let mut parts = Vec::new();
     // Gone, then: there is nothing to enter.
     let _ = present_ranges(pid, range, |found| {

@@ -39,6 +39,7 @@ mod next;
 mod place;
 mod reason;
 mod records;
+mod remap;
 mod reply;
 mod snapshot;
 mod start;

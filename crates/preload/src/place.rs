@@ -458,6 +458,17 @@ fn allocate(bytes: usize, tier: c_int) -> Result<u64, Failure> {
     Ok(start)
 }
 
+/// Has the daemon make one mapping of a range that it cut into pieces; whether it did.
+pub(crate) fn make_whole(start: u64, bytes: usize) -> bool {
+    let (Ok(block), Ok(Some(pages))) = (managed(), pages_of(start, bytes, false)) else {
+        return false;
+    };
+    let mut request = RequestLine::new();
+    request.begin_place("whole");
+    request.add_range(pages);
+    place(block, request).is_ok()
+}
+
 /// Unmaps what `strata_alloc` gave.
 ///
 /// # Safety

@@ -23,6 +23,7 @@ fn only_what_is_documented_is_exported() {
         names,
         [
             "fork",
+            "mremap",
             "pthread_create",
             "pthread_mutex_destroy",
             "pthread_mutex_init",

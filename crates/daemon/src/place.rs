@@ -14,21 +14,21 @@ pub(crate) fn place(
     wish: PlaceWish,
     ranges: &[(u64, u64)],
 ) -> Reply {
-    let wish = match wish {
-        PlaceWish::Normal => Wish::Normal,
-        PlaceWish::Unpin => Wish::Unpin,
-        PlaceWish::Pin => Wish::Set(Setting::Pinned),
-        PlaceWish::Sequential => Wish::Set(Setting::Sequential),
-        PlaceWish::Compressed => Wish::Set(Setting::Compressed),
-        PlaceWish::Node => Wish::Set(Setting::Node),
-        PlaceWish::File => Wish::Set(Setting::File),
-        PlaceWish::Whole => Wish::Whole,
-    };
     let outcome = if ranges.len() > MAX_PLACE_RANGES {
         Err(Refused::Range)
     } else {
         let ranges: Vec<Range> = ranges.iter().map(|&(start, end)| Range { start, end }).collect();
-        tenant.place(space, &ranges, wish)
+        let place = |wish| tenant.place(space, &ranges, wish);
+        match wish {
+            PlaceWish::Normal => place(Wish::Normal),
+            PlaceWish::Unpin => place(Wish::Unpin),
+            PlaceWish::Pin => place(Wish::Set(Setting::Pinned)),
+            PlaceWish::Sequential => place(Wish::Set(Setting::Sequential)),
+            PlaceWish::Compressed => place(Wish::Set(Setting::Compressed)),
+            PlaceWish::Node => place(Wish::Set(Setting::Node)),
+            PlaceWish::File => place(Wish::Set(Setting::File)),
+            PlaceWish::Whole => tenant.make_whole(space, &ranges),
+        }
     };
     match outcome {
         Ok(()) => Reply::Place { outcome: PlaceOutcome::Done, message: String::new() },

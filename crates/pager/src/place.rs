@@ -55,8 +55,6 @@ pub enum Wish {
     Unpin,
     /// Nothing any more.
     Normal,
-    /// One mapping, where it was cut into pieces for the advisor.
-    Whole,
 }
 
 /// Why nothing of a wish was done.
@@ -231,6 +229,24 @@ impl Tenant {
         self.space(space).is_some_and(|space| what(&lock(&space.gate), address))
     }
 
+    /// Makes one mapping of each of `ranges` where it was cut into pieces for the advisor.
+    ///
+    /// # Errors
+    /// A range is none.
+    pub fn make_whole(
+        self: &Arc<Self>,
+        space: &Arc<Space>,
+        ranges: &[Range],
+    ) -> Result<(), Refused> {
+        if !ranges.iter().all(|&range| is_sane(range)) {
+            return Err(Refused::Range);
+        }
+        for &range in ranges {
+            register_whole(space, self, range);
+        }
+        Ok(())
+    }
+
     /// Does what the program of `space` wants for `ranges`, for all or for none.
     ///
     /// # Errors
@@ -243,12 +259,6 @@ impl Tenant {
     ) -> Result<(), Refused> {
         if !ranges.iter().all(|&range| is_sane(range)) {
             return Err(Refused::Range);
-        }
-        if wish == Wish::Whole {
-            for &range in ranges {
-                register_whole(space, self, range);
-            }
-            return Ok(());
         }
         if let Wish::Set(setting) = wish
             && !self.has_tier_for(setting)
@@ -272,7 +282,6 @@ impl Tenant {
                 Wish::Set(setting) => settings.set(range, setting),
                 Wish::Unpin => settings.clear(range, |setting| setting == Setting::Pinned),
                 Wish::Normal => settings.clear(range, |_| true),
-                Wish::Whole => {}
             }
             // A range at a time: a request may name thousands.
             if !settings.fits() {

@@ -20,10 +20,10 @@ const STEPS_PER_OCTAVE: f64 = 4.0;
 const MOST_STEPS: usize = 96;
 /// Rounds of expectation maximisation. More sharpen what the samples do not say.
 const ROUNDS: usize = 120;
-/// By how much (natural logarithms) the replacement misjudges rates. With 0.3 this curve
-/// meets what it misses in the simulator where neighbours are used alike (1.06 to 1.13
-/// times the best fixed set), with 0.45 where heat is scattered; which it is, a sample of
-/// pages does not say.
+/// By how much (natural logarithms) the replacement misjudges rates. With this the curve
+/// meets what it misses in the simulator where heat is scattered; where neighbours are
+/// used alike it misses less (1.06 to 1.13 times the best fixed set, as with 0.3), but
+/// which it is a sample of pages does not say.
 const MISJUDGED: f64 = 0.4;
 /// The sample is cut into so many parts; each is left out once to see how much the
 /// curve depends on chance (delete-a-group jackknife).

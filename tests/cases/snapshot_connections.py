@@ -231,10 +231,11 @@ def keeps(run):
 
 @case("snapshot-clone-brief", native=False, own_daemon=True)
 def brief(run):
-    """Processes of a clone whose connections are closed, and that end with them
-    before they were ever heard of, do not keep the others from going on."""
+    """Processes of a clone whose connections are closed, and that end with them, by
+    the first of many threads, before they were ever heard of, do not keep the others
+    from going on."""
     need_criu()
-    program = run.start("brief", "4")
+    program = run.start("brief", "4", "100")
     original = Snapshots(run, program)
 
     def counted():

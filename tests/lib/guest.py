@@ -125,7 +125,7 @@ def make_initramfs(path, root, binaries, programs, more=(), criu=None, kernel=No
     archive.tree(sysconfig.get_path("stdlib"), without=NOT_NEEDED)
     for command in COMMANDS:
         archive.add(os.path.realpath(command), command)
-    for name in ("strata", "stratad", "libstrata.so"):
+    for name in ("strata", "stratad", "strata-clone", "libstrata.so"):
         archive.add(os.path.join(binaries.directory, name), "/strata/bin/" + name)
     archive.tree(os.path.join(root, "tests"), "/strata/tests", without=("__pycache__",))
     for program in os.listdir(programs):

@@ -1,16 +1,18 @@
 /* Children that are each connected to their parent by TCP and end at once when
- * that connection does: with the first thing that they do, before anything else
- * in the process has run.
+ * that connection does: with the first thing that their first thread does, before
+ * any of their others has run.
  *
- *   brief CHILDREN
+ *   brief CHILDREN THREADS
  *
  * The file `ready` is there when all are connected. The parent counts on in the file
  * `rounds`. */
 #include "../lib/t.h"
 
 #include <arpa/inet.h>
+#include <errno.h>
 #include <fcntl.h>
 #include <netinet/in.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,10 +20,30 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+static void *sleeper(void *unused)
+{
+    pause();
+    return unused;
+}
+
+static void child(const struct sockaddr_in *address, int threads)
+{
+    char byte;
+    int link = T_SYS(socket(AF_INET, SOCK_STREAM, 0));
+    for (; threads > 0; threads--) {
+        pthread_t thread;
+        T_ASSERT((errno = pthread_create(&thread, NULL, sleeper, NULL)) == 0, "%s", t_error());
+    }
+    T_SYS(connect(link, (const struct sockaddr *)address, sizeof *address));
+    while (read(link, &byte, 1) > 0)
+        ;
+    syscall(SYS_exit_group, 0);
+}
+
 int main(int argc, char **argv)
 {
     t_start();
-    T_ASSERT(argc == 2, "how many children?");
+    T_ASSERT(argc == 3, "how many children, and threads of each?");
     signal(SIGCHLD, SIG_IGN);
     int listener = T_SYS(socket(AF_INET, SOCK_STREAM, 0));
     struct sockaddr_in address = {.sin_family = AF_INET,
@@ -32,13 +54,8 @@ int main(int argc, char **argv)
     T_SYS(getsockname(listener, (struct sockaddr *)&address, &size));
     for (int i = atoi(argv[1]); i > 0; i--) {
         if (T_SYS(fork()) == 0) {
-            char byte;
             close(listener);
-            int link = T_SYS(socket(AF_INET, SOCK_STREAM, 0));
-            T_SYS(connect(link, (struct sockaddr *)&address, size));
-            while (read(link, &byte, 1) > 0)
-                ;
-            syscall(SYS_exit_group, 0);
+            child(&address, atoi(argv[2]));
         }
         T_SYS(accept(listener, NULL, NULL));
     }

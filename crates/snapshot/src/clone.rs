@@ -1,4 +1,4 @@
-//! The programs around a clone; `strata-clone` is all three, and nothing else.
+//! The programs around a restored tree; `strata-clone` is all four, and nothing else.
 //!
 //! `run`: gets namespaces of its own, shows directories elsewhere, switches the
 //! loopback interface on, and starts CRIU in there. With a pid namespace CRIU
@@ -10,7 +10,10 @@
 //! `init`: what CRIU becomes when it has restored the tree. It writes a byte to
 //! a descriptor (that is how the restore is known to be over), collects whoever
 //! ends, and ends when nobody is left, with the exit code of the tree's root.
+//!
+//! Without arguments it is what CRIU runs at each step of a restore (see `gate`).
 
+use std::env;
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, Write};
@@ -22,6 +25,8 @@ use strata_sys::{
     Own, adopt_fd, bind_mount, enter_namespaces_of, own_session, prepare_child, raise_loopback,
     unshare, wait_any_child,
 };
+
+use crate::gate;
 
 /// Exit code of `run` and `init` when they themselves failed.
 pub const FAILED: i32 = 125;
@@ -123,7 +128,12 @@ fn init(ready: &str) -> io::Result<i32> {
 /// The whole program `strata-clone`: what to exit with.
 #[must_use]
 pub fn main(mut words: impl Iterator<Item = OsString>) -> i32 {
-    let result = match words.next().as_deref().and_then(|word| word.to_str()) {
+    let word = words.next();
+    if let (None, Ok(action)) = (&word, env::var("CRTOOLS_SCRIPT_ACTION")) {
+        gate::ask(&action);
+        return 0;
+    }
+    let result = match word.as_deref().and_then(|word| word.to_str()) {
         Some("run") => Run::parse(words).map(|run| run.run()),
         Some("enter") => enter(words),
         Some("init") => words.next().and_then(|word| word.into_string().ok()).map(|fd| init(&fd)),

@@ -17,6 +17,7 @@ pub mod clone;
 mod connections;
 mod criu;
 mod dump;
+mod gate;
 mod hide;
 mod images;
 mod log;
@@ -28,9 +29,7 @@ pub use criu::{Criu, CriuError, OLDEST};
 pub use dump::{Dump, DumpError, DumpOptions, DumpOutcome, FrozenProcess};
 pub use preflight::{Refusal, Survey, preflight};
 pub use processes::{is_ending, process_tree};
-pub use restore::{
-    Arrival, Restore, RestoreError, RestoreOptions, RestoredTree, Shown, release_held,
-};
+pub use restore::{Arrival, Restore, RestoreError, RestoreOptions, RestoredTree, Shown};
 
 #[cfg(test)]
 mod testing;

@@ -8,8 +8,7 @@ use strata_sys::parent_of;
 
 /// Longest wait for a tracer's end to show.
 const DETACHED_WITHIN: Duration = Duration::from_secs(2);
-/// SIGKILL in a set of signals.
-const KILLED: u64 = 1 << (9 - 1);
+const SIGKILL: i32 = 9;
 /// A task that ends (`PF_EXITING`, kernel's `linux/sched.h`).
 const EXITING: u64 = 4;
 /// Which field of `/proc/PID/stat` that is, counted from the state.
@@ -64,12 +63,16 @@ pub(crate) fn is_in_state(pid: u32, letter: char) -> bool {
 /// kernel takes its memory down, which is tenths of a second for a big one.
 #[must_use]
 pub fn is_ending(pid: u32) -> bool {
-    let killed = |key| {
-        let set = status(pid, key).and_then(|set| u64::from_str_radix(&set, 16).ok());
-        set.is_none_or(|set| set & KILLED != 0)
-    };
     let exits = || flags(pid).is_none_or(|flags| flags & EXITING != 0);
-    is_in_state(pid, 'Z') || killed("SigPnd") || killed("ShdPnd") || exits()
+    is_in_state(pid, 'Z') || has_pending(pid, SIGKILL) || exits()
+}
+
+/// Whether a signal waits for it, or for its first thread; also of who is gone.
+pub(crate) fn has_pending(pid: u32, signal: i32) -> bool {
+    ["SigPnd", "ShdPnd"].into_iter().any(|key| {
+        let set = status(pid, key).and_then(|set| u64::from_str_radix(&set, 16).ok());
+        set.is_none_or(|set| set & (1 << (signal - 1)) != 0)
+    })
 }
 
 /// A task's `PF_` flags (see proc(5)).

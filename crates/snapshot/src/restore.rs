@@ -23,14 +23,13 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use std::{fs, io};
 
-use strata_sys::{
-    Launch, Pidfd, Running, note_of, noted, parent_of, peer, poll_readable, receive_with_fds,
-};
+use strata_sys::{Launch, Pidfd, Running, parent_of, peer, poll_readable, receive_with_fds};
 
 use crate::breakpoints::Breakpoints;
 use crate::clone::Run;
 use crate::connections::wait_gone;
 use crate::criu::{Criu, IGNORE_CGROUPS};
+use crate::gate;
 use crate::images;
 use crate::log::reason_in;
 use crate::processes::{find_by_inner_number, is_ending, is_in_state, process_tree};
@@ -46,9 +45,6 @@ const FINISHED: i32 = 0x5253_5446;
 const SIGKILL: i32 = 9;
 /// The same; as on every architecture that Strata runs on.
 const SIGSTOP: i32 = 19;
-const SIGCONT: i32 = 18;
-/// Which CRIU is stopped, and since when it runs: in the work directory.
-const HELD: &str = "held";
 /// How long a restored tree may take to be gone after it was killed.
 const GONE_WITHIN: Duration = Duration::from_secs(5);
 
@@ -80,14 +76,17 @@ pub struct RestoreOptions {
     /// The file `tasks` of the cgroup (v1) that the tree comes to live in, open for
     /// writing.
     pub group: Option<fs::File>,
-    /// The program `strata-clone`; needed for anything own or shown.
-    pub helper: Option<PathBuf>,
+    /// The program `strata-clone`.
+    pub helper: PathBuf,
     /// Longest wait for the next process, and for the end.
     pub limit: Duration,
 }
 
-impl Default for RestoreOptions {
-    fn default() -> Self {
+impl RestoreOptions {
+    /// Nothing own, nothing shown elsewhere, connections kept. `helper`: the program
+    /// `strata-clone`.
+    #[must_use]
+    pub fn new(helper: PathBuf) -> Self {
         Self {
             own_pids: false,
             own_network: false,
@@ -95,7 +94,7 @@ impl Default for RestoreOptions {
             inherited: Vec::new(),
             keep_connections: true,
             group: None,
-            helper: None,
+            helper,
             limit: Duration::from_secs(30),
         }
     }
@@ -185,9 +184,9 @@ pub struct Restore {
     numbers: Vec<u32>,
     /// CRIU's own number here, once it has connected.
     coordinator: u32,
-    /// The same, while it is stopped: all stands ready, and it would let it run.
-    held: Option<Pidfd>,
-    finished: bool,
+    gate: UnixListener,
+    /// When all stands ready: answered, it lets the tree run.
+    asking: Option<UnixStream>,
     own_pids: bool,
     work: PathBuf,
     limit: Duration,
@@ -196,6 +195,14 @@ pub struct Restore {
 
 fn log_paths(work: &Path) -> (PathBuf, PathBuf) {
     (work.join("restore.log"), work.join("restore.out"))
+}
+
+/// A socket in `work`.
+fn bind(work: &Path, name: &str) -> Result<UnixListener, RestoreError> {
+    // By way of a descriptor: a socket's path is 107 bytes long at most.
+    let here = fs::File::open(work).map_err(system(format!("opening {}", work.display())))?;
+    let here = format!("/proc/self/fd/{}/{name}", here.as_raw_fd());
+    UnixListener::bind(here).map_err(system(format!("binding {name} in {}", work.display())))
 }
 
 fn arguments(
@@ -210,6 +217,7 @@ fn arguments(
     words.extend(["--log-file", "restore.log", "-v1"].map(OsString::from));
     words.extend(["--lazy-pages", "--shell-job", "--file-locks"].map(OsString::from));
     words.push(IGNORE_CGROUPS.into());
+    words.extend(["--action-script".into(), options.helper.clone().into()]);
     if keep_connections {
         words.extend(["--tcp-established", "--network-lock", "skip"].map(OsString::from));
     } else {
@@ -295,11 +303,8 @@ impl Restore {
             .mode(0o700)
             .create(work)
             .map_err(system(format!("making {}", work.display())))?;
-        // By way of a descriptor: a socket's path is 107 bytes long at most.
-        let here = fs::File::open(work).map_err(system(format!("opening {}", work.display())))?;
-        let here = format!("/proc/self/fd/{}/{SOCKET}", here.as_raw_fd());
-        let listener = UnixListener::bind(here)
-            .map_err(system(format!("binding {SOCKET} in {}", work.display())))?;
+        let listener = bind(work, SOCKET)?;
+        let gate = bind(work, gate::SOCKET)?;
         let own_place = options.own_pids || options.own_network || !options.shown.is_empty();
         let mut connections = BTreeSet::new();
         if options.keep_connections {
@@ -313,10 +318,8 @@ impl Restore {
         let mut inherited: Vec<OwnedFd> =
             std::mem::take(&mut options.inherited).into_iter().map(|(_, fd)| fd).collect();
         let mut ready = None;
-        let helper = options.helper.clone();
-        let missing = || io::Error::new(io::ErrorKind::NotFound, "no path to strata-clone is set");
         if options.own_pids {
-            let helper = helper.clone().ok_or_else(missing).map_err(system("starting a clone"))?;
+            let helper = &options.helper;
             let (reader, writer) = io::pipe().map_err(system("making a pipe"))?;
             let writer = OwnedFd::from(writer);
             program.extend(["--exec-cmd".into(), "--".into(), helper.into(), "init".into()]);
@@ -328,10 +331,9 @@ impl Restore {
         }
         let mut launch;
         if own_place {
-            let helper = helper.ok_or_else(missing).map_err(system("starting a clone"))?;
             let shown = options.shown.into_iter().map(|shown| (shown.copy, shown.path)).collect();
             let (own_pids, own_network) = (options.own_pids, options.own_network);
-            launch = Launch::new(helper);
+            launch = Launch::new(&options.helper);
             launch.args(Run { own_pids, own_network, shown, program }.words());
         } else {
             launch = Launch::new(&program[0]);
@@ -352,8 +354,8 @@ impl Restore {
             arrived: Vec::new(),
             numbers: if options.own_pids { Vec::new() } else { numbers },
             coordinator: 0,
-            held: None,
-            finished: false,
+            gate,
+            asking: None,
             own_pids: options.own_pids,
             work: work.to_owned(),
             limit: options.limit,
@@ -408,8 +410,9 @@ impl Restore {
         Ok(())
     }
 
-    /// The next process; `None` when all have come and stand ready to run, until
-    /// [`Restore::finish`]. What it hands out must be served at once.
+    /// The next process; `None` when all have come and stand, to the last thread, where
+    /// they will run on, until [`Restore::finish`]. What it hands out must be served
+    /// at once.
     ///
     /// # Errors
     /// [`RestoreError`]. Drop the restore then: that ends what was started.
@@ -419,7 +422,7 @@ impl Restore {
         }
         loop {
             let Some(connection) = &self.connection else { return Err(self.failed()) };
-            if self.finished {
+            if self.asking.is_some() {
                 return Ok(None);
             }
             if !self.wait_or_end(connection, "restore the next process")? {
@@ -432,8 +435,7 @@ impl Restore {
             }
             match i32::from_ne_bytes(number) {
                 FINISHED => {
-                    self.finished = true;
-                    self.hold();
+                    self.asking = Some(self.hear("bring all threads to where they run on")?);
                 }
                 // A zombie: it has no memory.
                 number if number < 0 => {}
@@ -445,25 +447,12 @@ impl Restore {
         }
     }
 
-    /// CRIU waits for no answer to its last word: it is stopped in what it still has
-    /// to do before it lets the tree run: each thread to its return from the kernel,
-    /// its own code out of each process. Where we had to wait for a processor for
-    /// longer than that takes, the tree runs already, or has ended.
-    fn hold(&mut self) {
-        let Ok(pidfd) = Pidfd::open(self.coordinator) else { return };
-        // For whoever finds it stopped when we have died.
-        let note = note_of(self.coordinator);
-        let is_noted = note.is_some_and(|note| fs::write(self.work.join(HELD), note).is_ok());
-        if is_noted && pidfd.signal(SIGSTOP) {
-            self.held = Some(pidfd);
+    /// Waits until CRIU asks for leave: until it has come to `what`.
+    fn hear(&self, what: &'static str) -> Result<UnixStream, RestoreError> {
+        if !self.wait_or_end(&self.gate, what)? {
+            return Err(self.failed());
         }
-    }
-
-    /// Lets CRIU go on.
-    fn release(&mut self) {
-        if let Some(pidfd) = self.held.take() {
-            pidfd.signal(SIGCONT);
-        }
+        Ok(self.gate.accept().map_err(system("hearing CRIU's program"))?.0)
     }
 
     fn receive(&mut self, old_pid: u32) -> Result<Arrival, RestoreError> {
@@ -490,12 +479,17 @@ impl Restore {
     /// # Errors
     /// [`RestoreError`]; what was started has been ended.
     pub fn finish(mut self) -> Result<RestoredTree, RestoreError> {
-        if !self.finished {
+        let Some(asking) = self.asking.take() else {
             return Err(RestoreError::Protocol("the end before the end".to_owned()));
-        }
+        };
         // While none has ended.
         let root = self.root();
-        self.release();
+        let stopped = gate::stop(&self.arrived);
+        let go_on = |asking| gate::grant(asking).map_err(system("telling CRIU to go on"));
+        go_on(asking)?;
+        let asking = self.hear("let all threads go")?;
+        gate::run(&stopped);
+        go_on(asking)?;
         let limit = self.limit;
         let is_clone = if let Some(ready) = self.ready.take() {
             let mut byte = [0; 1];
@@ -530,15 +524,6 @@ impl Restore {
             [one] => *one,
             _ => pids.iter().find(has_all).or(pids.first()).copied().unwrap_or(0),
         }
-    }
-}
-
-/// Lets the CRIU go on that stood still for a restore in `work` whose owner has
-/// died: it ends when it finds its processes killed.
-pub fn release_held(work: &Path) {
-    let note = fs::read_to_string(work.join(HELD)).unwrap_or_default();
-    if let Some((_, pidfd)) = noted(&note) {
-        pidfd.signal(SIGCONT);
     }
 }
 
@@ -586,7 +571,6 @@ impl Drop for Restore {
     /// Ends what CRIU has started first: it then gives up by itself. Killed
     /// before, it would leave processes behind that wait for it for ever.
     fn drop(&mut self) {
-        self.release();
         let Some(mut criu) = self.criu.take() else { return };
         let end = Instant::now() + GONE_WITHIN;
         while matches!(criu.wait(Some(Duration::ZERO)), Ok(None)) && Instant::now() < end {

@@ -85,7 +85,7 @@ fn helper() -> Finding {
         Ok(path) => Finding::new("strata-clone", Presence::Yes, path.display().to_string()),
         Err(why) => Finding::new("strata-clone", Presence::No, why),
     }
-    .without("clones")
+    .without("rollback, restore and clones of programs")
 }
 
 /// Whether the text of `/proc/mounts` has a tmpfs at `place`.

@@ -30,8 +30,8 @@ const HELLO_PATIENCE: Duration = Duration::from_secs(10);
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// What a restored process asks for in this time is remembered.
 const FIRST_MOMENTS: Duration = Duration::from_secs(1);
-/// The program that CRIU is started with for a clone, beside this one, or where it is
-/// installed.
+/// The program that CRIU runs at each step of a restore, and is started with for a clone:
+/// beside this one, or where it is installed.
 const HELPER: &str = "strata-clone";
 const INSTALLED_HELPER: &str = "/usr/lib/strata/strata-clone";
 
@@ -91,6 +91,7 @@ impl Snapshots {
         }
         // Before anything is ended.
         self.criu()?;
+        helper()?;
         let preparing = Preparing::begin(tenant, &origin, &known)?;
         let pids = tenant.pids();
         let held = tenant.hold_memory();
@@ -284,17 +285,13 @@ impl Snapshots {
         preparing: Preparing,
         keep_connections: bool,
     ) -> Result<u32, String> {
-        let mut options = match self.line_of(tenant).place {
-            Some(place) => RestoreOptions {
-                own_pids: true,
-                own_network: place.own_network,
-                keep_connections,
-                shown: place.shown.into_iter().map(|(copy, path)| Shown { copy, path }).collect(),
-                helper: Some(helper()?),
-                ..RestoreOptions::default()
-            },
-            None => RestoreOptions { keep_connections, ..RestoreOptions::default() },
-        };
+        let mut options = RestoreOptions { keep_connections, ..RestoreOptions::new(helper()?) };
+        if let Some(place) = self.line_of(tenant).place {
+            options.own_pids = true;
+            options.own_network = place.own_network;
+            let shown = place.shown.into_iter();
+            options.shown = shown.map(|(copy, path)| Shown { copy, path }).collect();
+        }
         options.group =
             tenant.record().cgroup.as_ref().and_then(|path| Cgroups::tasks_file(path.as_ref()));
         // A name of its own: somebody who is just being ended may still write to
@@ -375,7 +372,7 @@ impl Snapshots {
                 (process.restart, &agent_socket),
             );
             match prepared {
-                // It ran already, and has ended.
+                // Somebody has killed it.
                 Err(_) if pidfd.exits_within(GONE_WITHIN) => {}
                 done => done.map_err(|error| error.to_string())?,
             }
@@ -431,7 +428,7 @@ impl Snapshots {
     }
 }
 
-/// The program that clones are started with.
+/// The program that restores need.
 pub(crate) fn helper() -> Result<PathBuf, String> {
     let missing = |why: String| format!("cannot find {HELPER}: {why}");
     let own = std::env::current_exe().map_err(|error| missing(error.to_string()))?;

@@ -5,7 +5,6 @@ use std::fs::OpenOptions;
 use std::io::{self, Write};
 use std::path::Path;
 
-use strata_snapshot::release_held;
 use strata_sys::{note_of, noted};
 
 use crate::tenants::Tenants;
@@ -29,5 +28,4 @@ pub(super) fn end(work: &Path, tenants: &Tenants) {
             pidfd.signal(SIGKILL);
         }
     }
-    release_held(work);
 }

@@ -22,6 +22,8 @@ use strata_sys::Running;
 
 /// One at a time: they restore processes under their old numbers.
 static ONE: Mutex<()> = Mutex::new(());
+const SIGSTOP: i32 = 19;
+const SIGCONT: i32 = 18;
 
 fn criu() -> Option<Criu> {
     let named = env::var_os("STRATA_CRIU").filter(|path| !path.is_empty()).map(PathBuf::from);
@@ -123,12 +125,12 @@ fn copy_files(from: &std::path::Path, to: &std::path::Path) -> PathBuf {
     to.to_owned()
 }
 
+fn plain() -> RestoreOptions {
+    RestoreOptions::new(env!("CARGO_BIN_EXE_strata-clone").into())
+}
+
 fn own_numbers() -> RestoreOptions {
-    RestoreOptions {
-        own_pids: true,
-        helper: Some(env!("CARGO_BIN_EXE_strata-clone").into()),
-        ..RestoreOptions::default()
-    }
+    RestoreOptions { own_pids: true, ..plain() }
 }
 
 #[test]
@@ -142,8 +144,7 @@ fn a_tree_is_dumped_runs_on_and_comes_back_after_its_death() {
     let memory = dump(&criu, &program, &place.join("images"));
     assert_eq!(program.ask_on(&outside, "add"), "2 2", "it runs on, its client too");
     program.kill();
-    let (tree, pagers) =
-        restore(&criu, &place, "work", &memory, RestoreOptions::default()).expect("restored");
+    let (tree, pagers) = restore(&criu, &place, "work", &memory, plain()).expect("restored");
     assert_eq!(tree.root, program.pid());
     assert_eq!(pagers.len(), 2, "the program and its child");
     assert_eq!(program.ask("add"), "2 2", "as at the dump: parent's and child's count");
@@ -165,10 +166,28 @@ fn memory_that_criu_is_not_shown_comes_back_too() {
     let memory = dump_with(&criu, &program, &place.join("images"), &options);
     assert!(pagemap_bytes(&place.join("images")) < shown, "ranges are missing in the images");
     program.kill();
-    let (tree, _pagers) =
-        restore(&criu, &place, "work", &memory, RestoreOptions::default()).expect("restored");
+    let (tree, _pagers) = restore(&criu, &place, "work", &memory, plain()).expect("restored");
     assert_eq!(program.ask("add"), "1 1");
     assert_eq!(program.ask("sum"), program.sum());
+    program.adopt(tree.root);
+}
+
+#[test]
+fn what_was_stopped_at_the_dump_stays_so_and_nothing_else() {
+    let _one = ONE.lock();
+    let Some(criu) = criu() else { return };
+    let place = Place::new("stopped");
+    let mut program = Program::start(&place.0);
+    program::signal(program.pid(), SIGSTOP);
+    program::wait_until("it is stopped", || program::is_stopped(program.pid()));
+    let memory = dump(&criu, &program, &place.join("images"));
+    program.kill();
+    let (tree, _pagers) = restore(&criu, &place, "work", &memory, plain()).expect("restored");
+    program::wait_until("it is stopped again", || program::is_stopped(tree.root));
+    let child = process_tree(tree.root)[1];
+    program::wait_until("its child runs", || !program::is_stopped(child));
+    program::signal(tree.root, SIGCONT);
+    assert_eq!(program.ask("add"), "1 1", "it and its child answer");
     program.adopt(tree.root);
 }
 
@@ -215,7 +234,7 @@ fn clones_live_beside_the_original_with_numbers_and_files_of_their_own() {
     for hide_memory in [false, true] {
         let images = place.join(&format!("again{hide_memory}"));
         let other = copy_files(copy, &place.join(&format!("other{hide_memory}")));
-        let helper = own_numbers().helper;
+        let helper = Some(own_numbers().helper);
         let options = DumpOptions { hide_memory, helper, ..DumpOptions::default() };
         let frozen = Dump::begin(&criu, tree.root, &images, &options).expect("frozen");
         let memory = Memory::of(&process_tree(tree.root));
@@ -257,8 +276,7 @@ fn a_restore_that_cannot_be_says_why_and_leaves_nothing() {
     let mut program = Program::start(&place.0);
     let memory = dump(&criu, &program, &place.join("images"));
     // Its number is taken: by itself.
-    let error = restore(&criu, &place, "work1", &memory, RestoreOptions::default())
-        .expect_err("its number is taken");
+    let error = restore(&criu, &place, "work1", &memory, plain()).expect_err("its number is taken");
     let RestoreError::Taken(taken) = &error else { panic!("{error}") };
     assert!(taken.contains(&(program.pid(), "python3".to_owned())), "{error}");
     assert_eq!(program.ask("add"), "1 1", "not harmed");
@@ -267,19 +285,13 @@ fn a_restore_that_cannot_be_says_why_and_leaves_nothing() {
     let data = place.join("data");
     let old = fs::read(&data).expect("data");
     fs::write(&data, "short").expect("written");
-    let error = restore(&criu, &place, "work2", &memory, RestoreOptions::default())
-        .expect_err("a data file changed");
+    let error = restore(&criu, &place, "work2", &memory, plain()).expect_err("a data file changed");
     assert!(error.to_string().contains("bad size"), "{error}");
     program::wait_until("nothing is left", || process_tree(program.pid()).is_empty());
     fs::write(&data, old).expect("written");
     // Given up in the middle.
-    let mut restore_begun = Restore::begin(
-        &criu,
-        &place.join("images"),
-        &place.join("work3"),
-        RestoreOptions::default(),
-    )
-    .expect("begun");
+    let mut restore_begun =
+        Restore::begin(&criu, &place.join("images"), &place.join("work3"), plain()).expect("begun");
     let arrival = restore_begun.next_arrival().expect("no error").expect("a process");
     let all = process_tree(program.pid());
     drop(restore_begun);
@@ -288,8 +300,7 @@ fn a_restore_that_cannot_be_says_why_and_leaves_nothing() {
     program::wait_until("all of it is gone", || !all.iter().any(is_there));
     // A log that has grown is fine.
     fs::write(place.join("log"), "more and more and more").expect("written");
-    let (tree, _pagers) =
-        restore(&criu, &place, "work4", &memory, RestoreOptions::default()).expect("restored");
+    let (tree, _pagers) = restore(&criu, &place, "work4", &memory, plain()).expect("restored");
     assert_eq!(program.ask("add"), "1 1");
     program.adopt(tree.root);
 }
@@ -325,7 +336,7 @@ fn whatever_happens_to_criu_the_frozen_tree_runs_on() {
             "drop" => drop(frozen),
             "abort" => frozen.abort().expect("given up"),
             _ => {
-                program::kill_9(program.tracer());
+                program::signal(program.tracer(), 9);
                 frozen.thaw().expect_err("CRIU was killed");
             }
         }

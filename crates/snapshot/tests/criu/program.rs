@@ -21,8 +21,13 @@ pub(crate) fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-pub(crate) fn kill_9(pid: u32) {
-    Pidfd::open(pid).expect("it lives").signal(9);
+pub(crate) fn signal(pid: u32, signal: i32) {
+    Pidfd::open(pid).expect("it lives").signal(signal);
+}
+
+pub(crate) fn is_stopped(pid: u32) -> bool {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).expect("it lives");
+    status.lines().any(|line| line.starts_with("State:\tT "))
 }
 
 pub(crate) struct Program {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use strata_api::{PROTOCOL_VERSION, Reply, Request, RevivedTenant, SnapshotInfo, SnapshotRef};
 use strata_pager::{ReleaseRefused, Space, Tenant};
 use strata_sys::peer::Peer;
-use strata_sys::{Pidfd, total_bytes};
+use strata_sys::{Pidfd, SIGTERM, total_bytes};
 use strata_units::ByteSize;
 use strata_units::wire::{ENV_SOCKET, ENV_TOKEN};
 
@@ -22,7 +22,6 @@ use crate::statistics;
 use crate::supervisor::Inheritance;
 use crate::tenants::{Tenants, Wish};
 
-const SIGTERM: i32 = 15;
 /// How often `stop` looks whether the processes have gone.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// How long killed processes may take to be gone.

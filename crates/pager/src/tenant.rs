@@ -12,7 +12,9 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use strata_policy::order::TierOrder;
 use strata_store::{Descriptors, FileConfig, Fingerprint, Store, StoreConfig, StoreStats};
-use strata_sys::{ControlBlock, EventFd, Pidfd, Range, Registration, SeqPacket, Userfaultfd};
+use strata_sys::{
+    ControlBlock, EventFd, Pidfd, Range, Registration, SIGKILL, SIGSTOP, SeqPacket, Userfaultfd,
+};
 use strata_units::wire::TRANSFER_PAGES;
 use strata_units::{PAGE_SIZE, PageId, SpaceId, TenantId};
 
@@ -30,9 +32,6 @@ use crate::space::{Agent, AgentRanges, Space, lock};
 pub use crate::usage::Usage;
 use crate::watching::Watching;
 use crate::{handler, keeper, release};
-
-const SIGKILL: i32 = 9;
-const SIGSTOP: i32 = 19;
 
 /// What a new tenant is made of.
 #[derive(Clone, Debug)]

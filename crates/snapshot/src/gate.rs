@@ -14,7 +14,7 @@ use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use strata_sys::Pidfd;
+use strata_sys::{Pidfd, SIGCONT, SIGSTOP};
 
 use crate::processes::{has_pending, is_ending};
 
@@ -25,9 +25,6 @@ const BEFORE: &str = "pre-resume";
 const AFTER: &str = "post-resume";
 /// Between two looks whether the tree was ended.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
-/// As on every architecture that Strata runs on.
-const SIGSTOP: i32 = 19;
-const SIGCONT: i32 = 18;
 
 /// Lets CRIU go on, which asked here.
 pub(crate) fn grant(mut asking: UnixStream) -> io::Result<()> {

@@ -4,11 +4,10 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::time::{Duration, Instant};
 
-use strata_sys::parent_of;
+use strata_sys::{SIGKILL, parent_of};
 
 /// Longest wait for a tracer's end to show.
 const DETACHED_WITHIN: Duration = Duration::from_secs(2);
-const SIGKILL: i32 = 9;
 /// A task that ends (`PF_EXITING`, kernel's `linux/sched.h`).
 const EXITING: u64 = 4;
 /// Which field of `/proc/PID/stat` that is, counted from the state.

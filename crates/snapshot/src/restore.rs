@@ -23,7 +23,9 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use std::{fs, io};
 
-use strata_sys::{Launch, Pidfd, Running, parent_of, peer, poll_readable, receive_with_fds};
+use strata_sys::{
+    Launch, Pidfd, Running, SIGKILL, SIGSTOP, parent_of, peer, poll_readable, receive_with_fds,
+};
 
 use crate::breakpoints::Breakpoints;
 use crate::clone::Run;
@@ -41,10 +43,6 @@ const FREE_WITHIN: Duration = Duration::from_secs(15);
 const SOCKET: &str = "lazy-pages.socket";
 /// What it sends at the end (`LAZY_PAGES_RESTORE_FINISHED`, "RSTF").
 const FINISHED: i32 = 0x5253_5446;
-/// Not to be caught or ignored.
-const SIGKILL: i32 = 9;
-/// The same; as on every architecture that Strata runs on.
-const SIGSTOP: i32 = 19;
 /// How long a restored tree may take to be gone after it was killed.
 const GONE_WITHIN: Duration = Duration::from_secs(5);
 

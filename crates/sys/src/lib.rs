@@ -55,9 +55,10 @@ pub use perf::idle_task_event;
 pub use placement::{MappedMemory, PlacementError, advise_memory, memory_tiers, placement_reason};
 pub use poll::{Polled, Poller, poll_readable};
 pub use process::{
-    Mapping, MappingFlags, Pidfd, Presence, ReadOutcome, anonymous_rss, available_bytes,
-    is_page_present, is_zombie, note_of, noted, page_presence, parent_of, read_mapping_flags,
-    read_maps, read_process, stack_pointers, thread_cpu, thread_faults, total_bytes, trim_heap,
+    Mapping, MappingFlags, Pidfd, Presence, ReadOutcome, SIGCONT, SIGKILL, SIGSTOP, SIGTERM,
+    anonymous_rss, available_bytes, is_page_present, is_zombie, note_of, noted, page_presence,
+    parent_of, read_mapping_flags, read_maps, read_process, stack_pointers, thread_cpu,
+    thread_faults, total_bytes, trim_heap,
 };
 pub use read_queue::{READ_BYTES, ReadId, ReadQueue};
 pub use sched::{

@@ -330,6 +330,9 @@ pub fn read_process(pid: u32, runs: &[Range], buffer: &mut [u8]) -> ReadOutcome 
     ReadOutcome::Done
 }
 
+/// What [`Pidfd::signal`] is asked for here.
+pub use libc::{SIGCONT, SIGKILL, SIGSTOP, SIGTERM};
+
 /// A process that cannot be confused with a later one of the same number.
 #[derive(Debug)]
 pub struct Pidfd {

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use strata_api::{Net, PortForward, Progress, SnapshotId, SnapshotRef, Tcp, Unit, clone_name};
 use strata_pager::{Setting, Space, Tenant};
 use strata_snapshot::{Restore, RestoreOptions, Shown, is_ending};
-use strata_sys::{Pidfd, Range, collect_child};
+use strata_sys::{Pidfd, Range, SIGKILL, collect_child};
 
 use super::disk::{Known, Place, Process};
 use super::machine::Machine;
@@ -20,7 +20,6 @@ use super::{Snapshots, Tell, WORK, lock, remove_flat, unfinished, wish_of};
 use crate::cgroup::Cgroups;
 use crate::supervisor::AGENT_SOCKET_NAME;
 
-const SIGKILL: i32 = 9;
 /// Between the end of a process's memory and its own.
 const GONE_WITHIN: Duration = Duration::from_secs(1);
 /// How long killed processes may take to be gone.

@@ -5,11 +5,10 @@ use std::fs::OpenOptions;
 use std::io::{self, Write};
 use std::path::Path;
 
-use strata_sys::{note_of, noted};
+use strata_sys::{SIGKILL, note_of, noted};
 
 use crate::tenants::Tenants;
 
-const SIGKILL: i32 = 9;
 const LIST: &str = "processes";
 
 /// Notes a process of the restore that works in `work`, before it is served.

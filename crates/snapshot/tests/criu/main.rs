@@ -18,12 +18,10 @@ use strata_snapshot::{
     Criu, Dump, DumpError, DumpOptions, Restore, RestoreError, RestoreOptions, RestoredTree, Shown,
     process_tree,
 };
-use strata_sys::Running;
+use strata_sys::{Running, SIGCONT, SIGKILL, SIGSTOP};
 
 /// One at a time: they restore processes under their old numbers.
 static ONE: Mutex<()> = Mutex::new(());
-const SIGSTOP: i32 = 19;
-const SIGCONT: i32 = 18;
 
 fn criu() -> Option<Criu> {
     let named = env::var_os("STRATA_CRIU").filter(|path| !path.is_empty()).map(PathBuf::from);
@@ -336,7 +334,7 @@ fn whatever_happens_to_criu_the_frozen_tree_runs_on() {
             "drop" => drop(frozen),
             "abort" => frozen.abort().expect("given up"),
             _ => {
-                program::signal(program.tracer(), 9);
+                program::signal(program.tracer(), SIGKILL);
                 frozen.thaw().expect_err("CRIU was killed");
             }
         }

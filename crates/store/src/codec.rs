@@ -2,6 +2,8 @@
 //! contexts and buffers kept per thread so that reading allocates nothing.
 
 use std::cell::RefCell;
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::Relaxed;
 
 use strata_units::{PAGE_SIZE, PageBuffer};
 use zstd::zstd_safe::{CCtx, CParameter, DCtx, get_dict_id_from_frame};
@@ -23,6 +25,14 @@ pub(crate) const DICTIONARY_LEVEL: i32 = 1;
 /// A page that a dictionary packs into this is not tried with lz4 as well. Above
 /// it lz4 may do as well, and is unpacked sooner.
 const SURE_BYTES: usize = 1024;
+/// Above it pages are told apart by how many times so much a dictionary leaves of them.
+const KINDS: usize = MAX_COMPRESSED / SURE_BYTES - 1;
+/// Weight of one try in the mean that tells whether lz4 does as well.
+const TRIES_SHIFT: u32 = 6;
+/// Where lz4 wins less than one of so many tries, one of so many pages is tried.
+const SELDOM: u32 = 16;
+/// All tries, as a mean has it.
+const EVERY: u32 = 1 << 16;
 /// Enough of a frame to find its dictionary's id.
 pub(crate) const FRAME_HEADER_BYTES: usize = 18;
 
@@ -122,12 +132,16 @@ impl Scratch {
         let Some(dense) = dense else {
             return Some((Codec::Lz4, pack_lz4(page, &mut self.packed)?));
         };
-        if dense > SURE_BYTES
-            && let Some(fast) = pack_lz4(page, &mut self.spare)
-            && SizeClass::of(fast) <= SizeClass::of(dense)
+        if let Some(rival) = encoder.and_then(|encoder| encoder.rivals.rival_of(dense))
+            && rival.is_worth_a_try()
         {
-            self.packed[..fast].copy_from_slice(&self.spare[..fast]);
-            return Some((Codec::Lz4, fast));
+            let fast = pack_lz4(page, &mut self.spare);
+            let fast = fast.filter(|&fast| SizeClass::of(fast) <= SizeClass::of(dense));
+            rival.note(fast.is_some());
+            if let Some(fast) = fast {
+                self.packed[..fast].copy_from_slice(&self.spare[..fast]);
+                return Some((Codec::Lz4, fast));
+            }
         }
         Some((Codec::Zstd, dense))
     }
@@ -145,6 +159,47 @@ impl Scratch {
             Some(encoder) => context.compress_using_cdict(out, page, &encoder.prepared).ok(),
             None => context.compress2(out, page).ok(),
         }
+    }
+}
+
+/// Whether lz4 does as well as a dictionary, of the pages of one kind that both were
+/// tried on. Counts of two threads at once may get lost.
+pub(crate) struct Rival {
+    /// Of [`EVERY`] tries it wins so many: a mean that fades.
+    wins: AtomicU32,
+    /// Pages that were not tried, since the last that was.
+    passed: AtomicU32,
+}
+
+/// One for each kind of page: by what the dictionary makes of it.
+pub(crate) struct Rivals([Rival; KINDS]);
+
+impl Rivals {
+    /// As long as nothing is known every page is tried.
+    pub(crate) fn new() -> Self {
+        let always = || Rival { wins: AtomicU32::new(EVERY), passed: AtomicU32::new(0) };
+        Self(std::array::from_fn(|_| always()))
+    }
+
+    /// For pages that the dictionary packs into so many bytes; none where lz4 is not
+    /// tried at all.
+    fn rival_of(&self, dense: usize) -> Option<&Rival> {
+        self.0.get((dense.checked_sub(SURE_BYTES + 1)?) / SURE_BYTES)
+    }
+}
+
+impl Rival {
+    fn is_worth_a_try(&self) -> bool {
+        let passed = self.passed.load(Relaxed) + 1;
+        let tried = self.wins.load(Relaxed) >= EVERY / SELDOM || passed >= SELDOM;
+        self.passed.store(if tried { 0 } else { passed }, Relaxed);
+        tried
+    }
+
+    fn note(&self, won: bool) {
+        let wins = self.wins.load(Relaxed);
+        let won = if won { EVERY >> TRIES_SHIFT } else { 0 };
+        self.wins.store(wins - (wins >> TRIES_SHIFT) + won, Relaxed);
     }
 }
 
@@ -284,6 +339,31 @@ mod tests {
             assert!(at.is_some(), "the id is in the header");
             assert!(!scratch.unpack(codec, len, &three, &mut out) || out != page);
         });
+    }
+
+    #[test]
+    fn lz4_is_tried_seldom_where_it_loses_and_always_where_it_wins() {
+        let rivals = Rivals::new();
+        assert!(rivals.rival_of(SURE_BYTES).is_none(), "sure");
+        assert!(rivals.rival_of(MAX_COMPRESSED).is_some());
+        let rival = rivals.rival_of(SURE_BYTES + 1).expect("not sure");
+        let tries = |pages: u32, won: bool| {
+            let tried = |_: &u32| {
+                let tried = rival.is_worth_a_try();
+                if tried {
+                    rival.note(won);
+                }
+                tried
+            };
+            (0..pages).filter(tried).count() as u32
+        };
+        let losing = tries(10_000, false);
+        assert!((10_000 / SELDOM..1000).contains(&losing), "{losing}");
+        assert_eq!(tries(SELDOM * 100, false), 100);
+        // Found out by the few that are tried, then by all.
+        let winning = tries(10_000, true);
+        assert!(winning > 9_000, "{winning}");
+        assert_eq!(tries(100, true), 100);
     }
 
     #[test]

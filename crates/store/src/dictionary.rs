@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use strata_sys::SharedMemory;
 use zstd::zstd_safe::{CDict, DDict, get_dict_id_from_dict};
 
-use crate::codec::DICTIONARY_LEVEL;
+use crate::codec::{DICTIONARY_LEVEL, Rivals};
 use crate::store::lock;
 
 /// Dictionaries of one store, in its lifetime. Each costs about 90 KiB for good,
@@ -117,6 +117,7 @@ fn id_of(content: &[u8]) -> Option<u32> {
 pub(crate) struct Encoder {
     pub(crate) id: u32,
     pub(crate) prepared: CDict<'static>,
+    pub(crate) rivals: Rivals,
 }
 
 /// A dictionary in both prepared forms, not adopted yet.
@@ -139,7 +140,7 @@ impl Candidate {
         }
         let prepared = CDict::try_create(&content, DICTIONARY_LEVEL)?;
         let decoder = DDict::try_create(&content)?;
-        Some(Self { content, decoder, encoder: Encoder { id, prepared } })
+        Some(Self { content, decoder, encoder: Encoder { id, prepared, rivals: Rivals::new() } })
     }
 
     /// What it costs once adopted: content and prepared forms.

@@ -188,6 +188,46 @@ def node_tier(run):
         program.finish()
 
 
+def huge_mib(pid):
+    return machine.field_kib(f"/proc/{pid}/smaps_rollup", "AnonHugePages") >> 10
+
+
+@case("node-huge", native=False, own_daemon=True, seconds=120)
+def node_huge(run):
+    """Memory in huge pages goes to the node and comes back. The kernel moves such a page
+    whole, whichever part of it was meant: the account learns of it."""
+    with on_node(run, f'node_limit = "{LIMIT_MIB}MiB"\n') as (node, _):
+        program = run.start("hold", "56", "huge", budget="128MiB")
+        program.gate("ready")
+        if (huge := huge_mib(program.pid)) < LIMIT_MIB:
+            raise Failure(f"{huge} MiB of 56 in huge pages: nothing to see")
+        run.daemon.strata("set", program.name, "--dram", "24MiB")
+        most = 0
+
+        def went():
+            nonlocal most
+            most = max(most, pages_on(program.pid, node) * 4096)
+            return program.stats()["node_bytes"] > LIMIT_MIB * MIB * 3 // 4
+        run.daemon.wait_until(went, "pages went to the node", 60)
+        lies_there(run, program, node)
+        run.note(f"{huge} MiB in huge pages, {huge_mib(program.pid)} of them still when "
+                 f"{program.stats()['node_bytes'] >> 20} MiB are on node {node}, "
+                 f"{most >> 20} at most")
+        for work in ("check", "write", "check"):
+            program.answer(work)
+            program.gate("ready")
+        run.daemon.strata("set", program.name, "--dram", "128MiB")
+
+        def came_back():
+            check(program)
+            return program.stats()["node_bytes"] < LIMIT_MIB * MIB // 2
+        run.daemon.wait_until(came_back, "hot pages come back from the node", 60)
+        if lost := program.stats()["lost_pages_total"]:
+            raise Failure(f"{lost} pages lost")
+        program.answer("end")
+        program.finish()
+
+
 @case("node-alloc", native=False, own_daemon=True, seconds=120)
 def node_alloc(run):
     """Memory that a program asks for on the node."""
@@ -451,7 +491,8 @@ def node_damon(run):
 def guest_node(run):
     qemu = vm.files(run.tool("qemu-system-x86_64"))
     # The first has the kernel move pages, too.
-    for names in (["node-tier"], ["node-order", "node-alloc", "node-qemu", "node-cost"]):
+    for names in (["node-tier"],
+                  ["node-huge", "node-order", "node-alloc", "node-qemu", "node-cost"]):
         expect(in_guest(run, lambda version: version >= MANAGES,
                         [word for name in names for word in ("--only", name)],
                         hardware=HARDWARE, more=qemu), names)

@@ -10,6 +10,7 @@
  *                         over and over, then "ready" again
  *     quiet               no more, then "ready" again
  *     end                 checks everything and ends
+ *   hold SIZE_MIB huge    the same in huge pages, as far as the kernel gives them
  *   hold SIZE_MIB load    two threads read, check and write until the gate
  *                         "running" is answered, then everything is checked
  *   hold SIZE_MIB forever as load, never ends
@@ -21,6 +22,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 static char *memory;
@@ -70,13 +72,18 @@ int main(int argc, char **argv)
     const char *mode = argc > 2 ? argv[2] : "";
     pages = strtoul(argv[1], NULL, 10) * (MIB / PAGE);
     version = t_map(pages / PAGE * PAGE + PAGE);
-    memory = t_map(pages * PAGE);
+    bool huge = !strcmp(mode, "huge");
+    memory = t_map(pages * PAGE + (huge ? 2 * MIB : 0));
+    if (huge) {
+        memory += -(uintptr_t)memory % (2 * MIB);
+        T_SYS(madvise(memory, pages * PAGE, MADV_HUGEPAGE));
+    }
     t_fill(memory, pages * PAGE, 1);
     if (!strcmp(mode, "short")) {
         check_all();
         return 0;
     }
-    if (*mode) {
+    if (*mode && !huge) {
         pthread_t threads[2];
         for (uintptr_t t = 0; t < 2; t++)
             T_ASSERT((errno = pthread_create(&threads[t], NULL, work, (void *)t)) == 0, "%s",

@@ -138,6 +138,14 @@ void *t_map(size_t bytes)
     return T_SYS(mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
 }
 
+void *t_map_huge(size_t bytes)
+{
+    char *start = t_map(bytes + 2 * MIB);
+    start += 2 * MIB - (uintptr_t)start % (2 * MIB);
+    T_SYS(madvise(start, bytes, MADV_HUGEPAGE));
+    return start;
+}
+
 void t_fill_page(void *page, uint64_t seed, uint64_t index)
 {
     /* Records as a program would keep them: a fixed shape with a few bytes that

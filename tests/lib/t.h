@@ -47,6 +47,8 @@ uint64_t t_next(uint64_t *state);
 
 /* Private anonymous memory, readable and writable. */
 void *t_map(size_t bytes);
+/* The same in huge pages, as far as the kernel gives them. */
+void *t_map_huge(size_t bytes);
 /* Writes page `index` of the contents `seed`; compresses to about a sixth. */
 void t_fill_page(void *page, uint64_t seed, uint64_t index);
 /* Fails unless the page holds exactly that. */

@@ -22,7 +22,6 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 static char *memory;
@@ -73,11 +72,7 @@ int main(int argc, char **argv)
     pages = strtoul(argv[1], NULL, 10) * (MIB / PAGE);
     version = t_map(pages / PAGE * PAGE + PAGE);
     bool huge = !strcmp(mode, "huge");
-    memory = t_map(pages * PAGE + (huge ? 2 * MIB : 0));
-    if (huge) {
-        memory += -(uintptr_t)memory % (2 * MIB);
-        T_SYS(madvise(memory, pages * PAGE, MADV_HUGEPAGE));
-    }
+    memory = huge ? t_map_huge(pages * PAGE) : t_map(pages * PAGE);
     t_fill(memory, pages * PAGE, 1);
     if (!strcmp(mode, "short")) {
         check_all();

@@ -333,9 +333,7 @@ static void huge(void)
 {
     /* No pressure yet: the runner gives this case a budget for the start. */
     size_t bytes = 96 * MIB;
-    char *start = t_map(bytes + 2 * MIB);
-    start += 2 * MIB - (uintptr_t)start % (2 * MIB);
-    T_SYS(madvise(start, bytes, MADV_HUGEPAGE));
+    char *start = t_map_huge(bytes);
     t_fill(start, bytes, 6);
     unsigned long before = huge_kib(start);
     if (before == 0) {

@@ -128,11 +128,12 @@ impl Scratch {
         encoder: Option<&Encoder>,
         page: &Page,
     ) -> Option<(Codec, usize)> {
-        let dense = encoder.and_then(|encoder| self.pack_dense(Some(encoder), page));
-        let Some(dense) = dense else {
+        let dense = encoder
+            .and_then(|encoder| self.pack_dense(Some(encoder), page).map(|dense| (encoder, dense)));
+        let Some((encoder, dense)) = dense else {
             return Some((Codec::Lz4, pack_lz4(page, &mut self.packed)?));
         };
-        if let Some(rival) = encoder.and_then(|encoder| encoder.rivals.rival_of(dense))
+        if let Some(rival) = encoder.rivals.rival_of(dense)
             && rival.is_worth_a_try()
         {
             let fast = pack_lz4(page, &mut self.spare);

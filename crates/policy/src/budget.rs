@@ -43,6 +43,8 @@ const KEPT_TIMES: f64 = 2.0;
 /// Where hardly any does, they get less: enough to notice when that changes.
 const FEW_UNCHANGED_PERCENT: u64 = 25;
 const KEPT_PART_USELESS: u64 = 256;
+/// From this part of the tolerance on, growth waits and kept copies go.
+const HOLD_PART: u64 = 4;
 /// From this part of the budget on, what is stored fast is packed densely: the
 /// pages won by it spare more misses than dense pages cost in decompression.
 const DENSE_PART: u64 = 4;
@@ -208,15 +210,17 @@ pub fn decide(seen: &Observation) -> Actions {
     let packed = seen.fast.cost_bytes + seen.dense.cost_bytes;
     // Kept copies are a luxury: what exceeds its share goes first. The share
     // itself stays while pages come and go (that is when it spares
-    // compressions), but not beyond the budget.
+    // compressions), also while the budget is overstepped a little: a tenant
+    // whose evictions do not keep up would have to pack even more.
+    let pressing = over.saturating_sub(tolerance_bytes(budget) / HOLD_PART);
     let kept = seen.kept_cost_bytes.min(packed);
     let out_cost = packed - kept;
     let out_pages = out_cost / landing_page;
     let out_per_resident = out_pages as f64 / (seen.resident_bytes / PAGE_BYTES).max(1) as f64;
     let most = (budget / kept_part(seen)) as f64;
     let share = kept_share_bytes(most, out_cost as f64, out_per_resident) as u64;
-    actions.drop_kept_bytes = kept.min(over.max(kept.saturating_sub(share)));
-    actions.keep_copies = kept < share && over == 0;
+    actions.drop_kept_bytes = kept.min(pressing.max(kept.saturating_sub(share)));
+    actions.keep_copies = kept < share && pressing == 0;
     need = need.saturating_sub(actions.drop_kept_bytes);
 
     // Staged pages have left already; packing them brings memory soonest.
@@ -270,7 +274,7 @@ pub fn decide(seen: &Observation) -> Actions {
         || actions.drop_kept_bytes > 0
         || actions.demote_bytes > 0
         || actions.repack_pages > 0;
-    actions.hold_growth = frees && over >= tolerance_bytes(budget) / 4;
+    actions.hold_growth = frees && over >= tolerance_bytes(budget) / HOLD_PART;
     let mark = if actions.register { budget } else { budget / 100 * REGISTER_PERCENT };
     let distance_us = mark.saturating_sub(cost) / GROWTH_BYTES_PER_US;
     actions.next_look_us = distance_us.clamp(LOOK_MIN_US, LOOK_MAX_US);

@@ -15,14 +15,16 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use strata_policy::Level;
-use strata_sys::{NodeRefusal, PagePlace, find_pages, memory_node, move_pages, thread_time};
+use strata_sys::{
+    NodeRefusal, PagePlace, divide_huge_pages, find_pages, memory_node, move_pages, thread_time,
+};
 use strata_units::{LeafIndex, PAGE_SIZE, PageId};
 
 use crate::counters::Counter;
 use crate::entry::Entry;
 use crate::events::address_of;
 use crate::page_map::Piece;
-use crate::space::{Gate, Space, lock};
+use crate::space::{Agent, Gate, Space, lock};
 use crate::tenant::Tenant;
 
 /// Pages of one call: the kernel prepares each call at length, and holds locks of
@@ -65,15 +67,17 @@ pub struct NodeSpec {
 
 /// Who moves pages: the kernel, or a test.
 pub(crate) trait Mover: Send {
+    /// See [`strata_sys::divide_huge_pages`].
+    fn divide(&mut self, process: &Agent, addresses: &[u64]);
     /// See [`strata_sys::move_pages`].
     fn move_to(
         &mut self,
-        pid: u32,
+        process: &Agent,
         addresses: &[u64],
         node: u32,
     ) -> Result<Vec<PagePlace>, NodeRefusal>;
     /// See [`strata_sys::find_pages`].
-    fn find(&mut self, pid: u32, addresses: &[u64]) -> Result<Vec<PagePlace>, NodeRefusal>;
+    fn find(&mut self, process: &Agent, addresses: &[u64]) -> Result<Vec<PagePlace>, NodeRefusal>;
     /// All memory of a node and what is free of it; None: it is not there.
     fn room(&mut self, node: u32) -> Option<(u64, u64)>;
 }
@@ -82,17 +86,21 @@ pub(crate) trait Mover: Send {
 pub(crate) struct Kernel;
 
 impl Mover for Kernel {
+    fn divide(&mut self, process: &Agent, addresses: &[u64]) {
+        divide_huge_pages(&process.pidfd, addresses);
+    }
+
     fn move_to(
         &mut self,
-        pid: u32,
+        process: &Agent,
         addresses: &[u64],
         node: u32,
     ) -> Result<Vec<PagePlace>, NodeRefusal> {
-        move_pages(pid, addresses, node)
+        move_pages(process.pid, addresses, node)
     }
 
-    fn find(&mut self, pid: u32, addresses: &[u64]) -> Result<Vec<PagePlace>, NodeRefusal> {
-        find_pages(pid, addresses)
+    fn find(&mut self, process: &Agent, addresses: &[u64]) -> Result<Vec<PagePlace>, NodeRefusal> {
+        find_pages(process.pid, addresses)
     }
 
     fn room(&mut self, node: u32) -> Option<(u64, u64)> {
@@ -301,10 +309,13 @@ impl NodeTier {
         let is_there =
             |entry: Entry| if demotes { entry.is_own_dram() } else { entry == Entry::OnNode };
         let (pages, addresses) = in_place(tenant, space, batch, is_there);
-        let Some(pid) = living(space).filter(|_| !pages.is_empty()) else { return Vec::new() };
+        let Some(process) = living(space).filter(|_| !pages.is_empty()) else { return Vec::new() };
+        // The kernel would move a huge page whole, and nobody had asked for the rest. In
+        // every batch: it makes huge pages of small ones again, and cannot divide all.
+        self.mover.divide(&process, &addresses);
         // Without the gate: the process may discard, move or unmap any of it, and a
         // fault is served meanwhile. What holds then is looked up again below.
-        let places = match self.mover.move_to(pid, &addresses, to) {
+        let places = match self.mover.move_to(&process, &addresses, to) {
             Ok(places) => places,
             Err(refusal) => {
                 self.was_refused(tenant, refusal, now);
@@ -377,8 +388,8 @@ impl NodeTier {
         let any = |entry: Entry| entry.is_own_dram() || entry == Entry::OnNode;
         for batch in pages.chunks(MOVED_AT_ONCE) {
             let (pages, addresses) = in_place(tenant, space, batch, any);
-            let Some(pid) = living(space).filter(|_| !pages.is_empty()) else { continue };
-            let Ok(places) = self.mover.find(pid, &addresses) else { continue };
+            let Some(process) = living(space).filter(|_| !pages.is_empty()) else { continue };
+            let Ok(places) = self.mover.find(&process, &addresses) else { continue };
             let mut account = Account::open(tenant, space);
             for ((&page, &address), place) in pages.iter().zip(&addresses).zip(places) {
                 let entry = tenant.map.get(page);
@@ -490,7 +501,6 @@ fn count_time(tenant: &Tenant, began: Duration) {
 }
 
 /// The process, if it has not ended: another could have its number by now.
-fn living(space: &Space) -> Option<u32> {
-    let agent = space.agent()?;
-    (!space.is_gone() && !agent.pidfd.has_exited()).then_some(agent.pid)
+fn living(space: &Space) -> Option<Arc<Agent>> {
+    space.agent().filter(|agent| !space.is_gone() && !agent.pidfd.has_exited())
 }

@@ -14,7 +14,7 @@ use strata_units::{PAGE_SIZE, PageId};
 use crate::counters::Counter;
 use crate::entry::Entry;
 use crate::node::{Mover, NodeSpec, NodeTier};
-use crate::space::{Space, lock};
+use crate::space::{Agent, Space, lock};
 use crate::tenant::{Hail, Tenant};
 use crate::testing::{self, HEADROOM_PAGES};
 
@@ -29,6 +29,8 @@ struct Machine {
     /// Pages that are not in DRAM, by address.
     on_node: BTreeSet<u64>,
     absent: BTreeSet<u64>,
+    /// Where huge pages were divided, one after the other.
+    divided: Vec<u64>,
     busy: BTreeSet<u64>,
     free_bytes: u64,
     refuses: Option<NodeRefusal>,
@@ -40,13 +42,17 @@ struct Machine {
 struct Fake(Arc<Mutex<Machine>>);
 
 impl Mover for Fake {
+    fn divide(&mut self, _: &Agent, addresses: &[u64]) {
+        lock(&self.0).divided.extend(addresses);
+    }
+
     fn move_to(
         &mut self,
-        pid: u32,
+        process: &Agent,
         addresses: &[u64],
         node: u32,
     ) -> Result<Vec<PagePlace>, NodeRefusal> {
-        assert_eq!(pid, std::process::id());
+        assert_eq!(process.pid, std::process::id());
         let mut machine = lock(&self.0);
         if let Some(refusal) = machine.refuses {
             return Err(refusal);
@@ -72,7 +78,7 @@ impl Mover for Fake {
         Ok(places)
     }
 
-    fn find(&mut self, _: u32, addresses: &[u64]) -> Result<Vec<PagePlace>, NodeRefusal> {
+    fn find(&mut self, _: &Agent, addresses: &[u64]) -> Result<Vec<PagePlace>, NodeRefusal> {
         let machine = lock(&self.0);
         let place = |address: &u64| match machine.absent.contains(address) {
             true => PagePlace::Absent,
@@ -190,6 +196,19 @@ fn pages_go_and_come_back_and_are_charged_where_they_are() {
     let count = |counter| world.tenant.counters.get(counter);
     assert_eq!((count(Counter::NodeDemotions), count(Counter::NodePromotions)), (598, 598));
     assert!(lock(&world.machine.0).on_node.is_empty());
+}
+
+#[test]
+fn huge_pages_are_divided_before_a_part_of_them_goes_or_comes() {
+    let Some(mut world) = world(SPEC, 600) else { return };
+    let divided = |world: &World| std::mem::take(&mut lock(&world.machine.0).divided);
+    let addresses = |world: &World, pages: std::ops::Range<usize>| -> Vec<u64> {
+        pages.map(|page| world.address(page)).collect()
+    };
+    world.demote(500..530);
+    assert_eq!(divided(&world), addresses(&world, 500..530));
+    assert_eq!(world.promote(504..506), 2);
+    assert_eq!(divided(&world), addresses(&world, 504..506), "the kernel may have made one again");
 }
 
 #[test]

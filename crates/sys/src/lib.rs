@@ -46,8 +46,8 @@ pub use large_buffer::{LARGE_BUFFER_BYTES, LargeBuffer};
 pub use launch::{Launch, Running};
 pub use mapped_file::{MappedFile, MappingKind};
 pub use numa::{
-    MOST_NODES, MemoryNode, NodeRefusal, PagePlace, find_pages, home_of, memory_node, memory_nodes,
-    move_pages,
+    MOST_NODES, MemoryNode, NodeRefusal, PagePlace, divide_huge_pages, find_pages, home_of,
+    memory_node, memory_nodes, move_pages,
 };
 pub use own_memory::OwnMemory;
 pub use pagemap::{ProcessPages, present_ranges};

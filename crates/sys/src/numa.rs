@@ -4,12 +4,21 @@
 //! its content and its protection; who touches it meanwhile waits a moment. So
 //! nothing here can lose a byte, whatever it answers.
 
+use std::collections::BTreeMap;
 use std::io;
+use std::os::fd::{AsFd, AsRawFd};
 use std::path::Path;
+
+use strata_units::PAGE_SIZE;
+
+use crate::Pidfd;
 
 const NODES: &str = "/sys/devices/system/node";
 /// Move pages that only this process maps; those of several stay.
 const MPOL_MF_MOVE: libc::c_int = 1 << 1;
+/// Vectors that the kernel takes in a call (`UIO_MAXIOV`).
+const MOST_VECTORS: usize = 1024;
+const HUGE_PAGE_BYTES: u64 = 2 << 20;
 /// No status of the kernel's: it did not say.
 const UNSAID: libc::c_int = libc::c_int::MIN;
 /// Highest node number that a kernel can be built for.
@@ -104,6 +113,46 @@ pub fn move_pages(pid: u32, addresses: &[u64], node: u32) -> Result<Vec<PagePlac
     Ok(moved.collect())
 }
 
+/// Divides the huge pages in which `addresses` lie into small ones, as far as the kernel
+/// can: `move_pages` moves a huge page whole, whichever part of it is named.
+///
+/// The kernel has no call for it. `MADV_COLD` on a part of a huge page divides it first
+/// (`madvise_cold_or_pageout_pte_range`); what it does besides, to one page of each, is to
+/// say that the page was not used lately. Content and protection stay. Needs
+/// `CAP_SYS_NICE`. Nothing says which were divided: without the right, under a lock
+/// (`mlock`) or while somebody else holds a part of one they stay as they are.
+pub fn divide_huge_pages(process: &Pidfd, addresses: &[u64]) {
+    let vector = |&address: &u64| libc::iovec { iov_base: address as *mut _, iov_len: PAGE_SIZE };
+    let one_of_each: BTreeMap<u64, &u64> =
+        addresses.iter().map(|address| (address / HUGE_PAGE_BYTES, address)).collect();
+    let vectors: Vec<libc::iovec> = one_of_each.into_values().map(vector).collect();
+    for mut left in vectors.chunks(MOST_VECTORS) {
+        while !left.is_empty() {
+            // SAFETY: a descriptor that is open for the call, and as many live vectors as
+            // are named. What they name is the other process's, and keeps its content.
+            let advised = unsafe {
+                libc::syscall(
+                    libc::SYS_process_madvise,
+                    process.as_fd().as_raw_fd(),
+                    left.as_ptr(),
+                    left.len(),
+                    libc::MADV_COLD,
+                    0u32,
+                )
+            };
+            let error = || io::Error::last_os_error().raw_os_error();
+            match usize::try_from(advised) {
+                Ok(bytes) if bytes >= PAGE_SIZE => {
+                    left = &left[(bytes / PAGE_SIZE).min(left.len())..]
+                }
+                // The first is not there (any more), or locked: the others may be.
+                Err(_) if matches!(error(), Some(libc::ENOMEM | libc::EINVAL)) => left = &left[1..],
+                _ => return,
+            }
+        }
+    }
+}
+
 /// Where the pages at `addresses` of process `pid` are.
 ///
 /// # Errors
@@ -195,6 +244,7 @@ fn home_in(root: &Path, node: u32) -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use std::fs;
+    use std::os::unix::fs::FileExt;
     use std::path::PathBuf;
 
     use strata_units::PageBuffer;
@@ -236,6 +286,48 @@ mod tests {
         assert_eq!(memory_node_in(&root, 3), None);
         fs::remove_dir_all(&root).expect("removed");
         assert_eq!(memory_nodes_in(&root), []);
+    }
+
+    /// Whether the page at `address` of this process is a part of a huge page; None: this
+    /// is not told here.
+    fn is_of_a_huge_page(address: u64) -> Option<bool> {
+        const FRAME: u64 = (1 << 55) - 1;
+        const THP: u64 = 1 << 22;
+        let number = |file: &str, at: u64| {
+            let mut bytes = [0; 8];
+            fs::File::open(file).ok()?.read_exact_at(&mut bytes, at * 8).ok()?;
+            Some(u64::from_ne_bytes(bytes))
+        };
+        let entry = number("/proc/self/pagemap", address / PAGE_SIZE as u64)?;
+        let frame = Some(entry & FRAME).filter(|&frame| frame != 0)?;
+        Some(number("/proc/kpageflags", frame)? & THP != 0)
+    }
+
+    #[test]
+    fn a_huge_page_is_divided_and_keeps_its_content() {
+        const HUGE: usize = HUGE_PAGE_BYTES as usize;
+        let memory = OwnMemory::create(3 * HUGE / PAGE_SIZE).expect("memory");
+        let begin = memory.address(0).next_multiple_of(HUGE as u64);
+        let first = (begin - memory.address(0)) as usize / PAGE_SIZE;
+        // SAFETY: within memory that is ours, and advice keeps what it holds.
+        unsafe { libc::madvise(begin as *mut _, 2 * HUGE, libc::MADV_HUGEPAGE) };
+        let mut page = PageBuffer::zeroed();
+        for index in first..first + 2 * HUGE / PAGE_SIZE {
+            page.0.fill(index as u8);
+            memory.write_page(index, &page);
+        }
+        let (here, next) = (begin + 7 * PAGE_SIZE as u64, begin + HUGE as u64);
+        if (is_of_a_huge_page(here), is_of_a_huge_page(next)) != (Some(true), Some(true)) {
+            return println!("skipped: no huge pages here, or nobody tells");
+        }
+        let nowhere = 4 * PAGE_SIZE as u64;
+        let ours = Pidfd::open(std::process::id()).expect("a descriptor of ourselves");
+        divide_huge_pages(&ours, &[nowhere, here - PAGE_SIZE as u64, here]);
+        assert_eq!((is_of_a_huge_page(here), is_of_a_huge_page(next)), (Some(false), Some(true)));
+        for index in first..first + 2 * HUGE / PAGE_SIZE {
+            memory.read_page(index, &mut page);
+            assert!(page.0.iter().all(|&byte| byte == index as u8));
+        }
     }
 
     #[test]

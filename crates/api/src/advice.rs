@@ -25,7 +25,8 @@ pub enum AdviceState {
 pub struct CurvePoint {
     /// The budget.
     pub budget_bytes: u64,
-    /// Pages brought back in a second of the tenant's processor time.
+    /// Pages brought back in a second of the tenant's processor time, in which each
+    /// fault's own 2.5 microseconds do not count.
     pub misses_per_second: f64,
     /// The part of its speed that the tenant loses by waiting for them: 0 to 1.
     pub loss: f64,

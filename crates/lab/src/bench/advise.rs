@@ -2,12 +2,14 @@
 //! and what sharing out by its advice wins against equal shares.
 //!
 //! A miss is a page that is brought back. Misses are counted per request on both
-//! sides: what is foretold for a second of processor time is multiplied by the
-//! processor time of a request while it was foretold.
+//! sides: what is foretold for a second by the advisor's clock is multiplied by what a
+//! request took by it while it was foretold.
 
 use super::{
     Bench,
-    foretelling::{Foretelling, PLENTY_BYTES, SHARES, WATCHED_AT, brought_back, budget_bytes},
+    foretelling::{
+        Foretelling, PLENTY_BYTES, SHARES, WATCHED_AT, advisor_seconds, brought_back, budget_bytes,
+    },
     report::{PartResults, Series, Side},
 };
 use crate::{
@@ -65,7 +67,8 @@ struct Driven {
 struct Drive {
     run: Outcome,
     misses_per_op: f64,
-    cpu_seconds_per_op: f64,
+    /// By the advisor's clock.
+    seconds_per_op: f64,
 }
 
 impl Driven {
@@ -113,17 +116,14 @@ impl Driven {
             Moment::MeasureEnds => end = look(),
             Moment::Tick { .. } => {}
         })?;
-        let misses = end
-            .1
-            .as_ref()
-            .map(brought_back)
-            .zip(begin.1.as_ref().map(brought_back))
-            .map(|(end, begin)| end.saturating_sub(begin))
-            .context("the tenant had no statistics")?;
+        let stats = begin.1.as_ref().zip(end.1.as_ref()).context("the tenant had no statistics")?;
+        let grown = |of: fn(&Stats) -> u64| of(stats.1).saturating_sub(of(stats.0));
+        let cpu_seconds = (end.0 - begin.0) as f64 / 1e9;
         let operations = run.operations.max(1) as f64;
         Ok(Drive {
-            misses_per_op: misses as f64 / operations,
-            cpu_seconds_per_op: (end.0 - begin.0) as f64 / 1e9 / operations,
+            misses_per_op: grown(brought_back) as f64 / operations,
+            seconds_per_op: advisor_seconds(cpu_seconds, grown(|stats| stats.faults_total))
+                / operations,
             run,
         })
     }
@@ -203,10 +203,10 @@ fn foretell_once(
     let budget = |share: f64| budget_bytes(full, share);
     strata.advice(&driven.name)?;
     let far = driven.drive(&strata, warmup, watch)?;
-    let far = (strata.advice(&driven.name)?, far.cpu_seconds_per_op);
+    let far = (strata.advice(&driven.name)?, far.seconds_per_op);
     driven.set(&strata, budget(WATCHED_AT))?;
     let near = driven.drive(&strata, warmup, watch)?;
-    let near = (strata.advice(&driven.name)?, near.cpu_seconds_per_op);
+    let near = (strata.advice(&driven.name)?, near.seconds_per_op);
     for (at, &share) in SHARES.iter().enumerate() {
         driven.set(&strata, budget(share))?;
         for _ in 0..SETTLING_ROUNDS {
@@ -219,9 +219,9 @@ fn foretell_once(
             "misses_per_op": drive.misses_per_op, "stats": strata.stats(&driven.name)?,
         }));
     }
-    for (place, (advice, cpu)) in [("far", far), ("near", near)] {
+    for (place, (advice, seconds)) in [("far", far), ("near", near)] {
         results.raw.push(json!({
-            "pattern": pattern, "watched": place, "advice": advice, "cpu_seconds_per_op": cpu,
+            "pattern": pattern, "watched": place, "advice": advice, "seconds_per_op": seconds,
         }));
     }
     driven.server.stop()?;

@@ -14,6 +14,10 @@ pub(super) const SHARES: [f64; 2] = [0.5, 0.33];
 const STORED_PART: f64 = 0.4;
 /// Where the second foretelling is made.
 pub(super) const WATCHED_AT: f64 = 0.8;
+/// The advisor's clock: it leaves so much out of the processor's time for each fault,
+/// but no more than three quarters of it (docs/advisor.md, "The curve").
+const FAULT_SECONDS: f64 = 2.5e-6;
+const LEAST_PROGRESS: f64 = 0.25;
 /// Where it is foretold from.
 pub(super) const PLACES: [&str; 2] = ["far from the budget", "near it"];
 
@@ -22,14 +26,20 @@ pub(super) fn brought_back(stats: &Stats) -> u64 {
     stats.faults_total - stats.zero_faults_total + stats.prefetched_pages_total
 }
 
+/// What a program's `cpu_seconds` with so many faults are by the advisor's clock.
+pub(super) fn advisor_seconds(cpu_seconds: f64, faults: u64) -> f64 {
+    (cpu_seconds - faults as f64 * FAULT_SECONDS).max(cpu_seconds * LEAST_PROGRESS)
+}
+
 /// The budget with which about so many of the pages of a tenant, which costs `full`
 /// with all of them, are in place.
 pub(super) fn budget_bytes(full: u64, share: f64) -> u64 {
     (full as f64 * (share + (1.0 - share) * STORED_PART)) as u64
 }
 
-/// Misses a request that `advice` foretells for a budget.
-fn foretold(advice: &Advice, budget_bytes: u64, cpu_seconds_per_op: f64) -> Result<f64> {
+/// Misses a request that `advice` foretells for a budget. `seconds_per_op`: by the
+/// advisor's clock.
+fn foretold(advice: &Advice, budget_bytes: u64, seconds_per_op: f64) -> Result<f64> {
     let after = advice.curve.partition_point(|point| point.budget_bytes < budget_bytes);
     let of = |point: &CurvePoint| (point.budget_bytes as f64, point.misses_per_second);
     let per_second =
@@ -41,7 +51,7 @@ fn foretold(advice: &Advice, budget_bytes: u64, cpu_seconds_per_op: f64) -> Resu
             (Some(only), None) | (None, Some(only)) => of(only).1,
             (None, None) => bail!("the advisor said nothing of {}", advice.name),
         };
-    Ok(per_second * cpu_seconds_per_op)
+    Ok(per_second * seconds_per_op)
 }
 
 /// Of one program: a series for each share and each place.
@@ -65,7 +75,8 @@ impl Foretelling {
     }
 
     /// At a budget for the share `at` of [`SHARES`], `measured` misses a unit.
-    /// `foretellings`: from each of [`PLACES`], and the processor time of a unit there.
+    /// `foretellings`: from each of [`PLACES`], and the time of a unit there by the
+    /// advisor's clock.
     pub(super) fn add(
         &mut self,
         at: usize,
@@ -74,11 +85,11 @@ impl Foretelling {
         measured: f64,
     ) -> Result<()> {
         let series = &mut self.series[at * PLACES.len()..];
-        for ((advice, cpu_seconds), series) in foretellings.into_iter().zip(series) {
+        for ((advice, seconds), series) in foretellings.into_iter().zip(series) {
             if advice.curve.is_empty() {
                 continue;
             }
-            series.left.samples.push(foretold(advice, budget_bytes, *cpu_seconds)?);
+            series.left.samples.push(foretold(advice, budget_bytes, *seconds)?);
             if let Some(right) = &mut series.right {
                 right.samples.push(measured);
             }

@@ -3,7 +3,9 @@
 //! program is started anew for each budget.
 
 use super::{
-    super::foretelling::{Foretelling, PLACES, PLENTY_BYTES, SHARES, WATCHED_AT, budget_bytes},
+    super::foretelling::{
+        Foretelling, PLACES, PLENTY_BYTES, SHARES, WATCHED_AT, advisor_seconds, budget_bytes,
+    },
     mariadb::{Database, PHASES, Schedule},
     place::Figures,
     run::Job,
@@ -74,7 +76,9 @@ fn foretell(
             let advice = figures.advice.clone().context("the advisor was not asked")?;
             // Of the program alone: the advisor's time is that.
             let cpu_us = figures.program_cpu_us_per_op - figures.daemon_cpu_us_per_op;
-            anyhow::Ok((figures, (advice, cpu_us / 1e6 / parts)))
+            let operations = figures.done.operations.max(1) as f64;
+            let seconds = advisor_seconds(cpu_us / 1e6 * operations, figures.faults);
+            anyhow::Ok((figures, (advice, seconds / (operations * parts))))
         };
         let far = watched(PLENTY_BYTES, PLACES[0])?;
         let full = far.0.memory.total_bytes();

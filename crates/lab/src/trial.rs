@@ -107,6 +107,7 @@ impl Plan {
             pattern: Pattern::Uniform,
             reads: 1.0,
             warmup: Duration::from_secs(8),
+            warmup_pipeline: 1,
             duration: Duration::from_secs(12),
             seed: 1,
         };

@@ -47,6 +47,8 @@ pub(super) struct Narrowing {
 
 const WARMUP_SECONDS: Duration = Duration::from_secs(7);
 const TRIAL_SECONDS: Duration = Duration::from_secs(8);
+/// What is hot is learned by requests, of which an unpipelined client makes few.
+const WARMUP_PIPELINE: usize = 16;
 /// Trials without a limit settle at once and differ little.
 const NATIVE_WARMUP: Duration = Duration::from_secs(1);
 const NATIVE_SECONDS: Duration = Duration::from_secs(4);
@@ -234,6 +236,7 @@ impl Run<'_> {
         plan.pipeline = cell.pipeline;
         plan.workload.pattern = cell.pattern;
         plan.workload.reads = cell.reads;
+        plan.workload.warmup_pipeline = WARMUP_PIPELINE;
         plan.memtierd = self.memtierd.clone().and_then(Result::ok);
         // Every value of every GET is checked all the same.
         plan.verify = repetition == 0;

@@ -117,6 +117,7 @@ pub(crate) fn run(command: &RedisCommand) -> Result<()> {
                 pattern: *pattern,
                 reads: *reads,
                 warmup: Duration::from_secs_f64(*warmup_seconds),
+                warmup_pipeline: 1,
                 duration: Duration::from_secs_f64(*seconds),
                 seed: target.seed,
             };

@@ -144,6 +144,7 @@ fn exercise(lie: Lie, pattern: Pattern) -> Result<Outcome> {
         pattern,
         reads: 0.5,
         warmup: Duration::from_millis(100),
+        warmup_pipeline: 1,
         duration: Duration::from_millis(300),
         seed: 2,
     };

@@ -47,6 +47,8 @@ pub(crate) struct Workload {
     pub reads: f64,
     /// Not measured: lets caches and policies settle.
     pub warmup: Duration,
+    /// Requests under way per connection until then, if that is more than usual.
+    pub warmup_pipeline: usize,
     pub duration: Duration,
     pub seed: u64,
 }
@@ -335,7 +337,8 @@ impl Client {
             }
             requests.clear();
             batch.clear();
-            for _ in 0..self.pipeline {
+            let warmup_pipeline = if stage == 0 { workload.warmup_pipeline } else { 0 };
+            for _ in 0..self.pipeline.max(warmup_pipeline) {
                 let write = !stream.chance(workload.reads);
                 // Each key has one writer, or nobody could say what it holds.
                 let owned = write.then(|| self.draw_owned(&mut stream, number)).flatten();

@@ -122,19 +122,22 @@ impl Report {
         self.rows.iter().find(|row| row.policy == "LRU")
     }
 
-    /// What it took after the change: to the policy's own steady state, and to LRU's.
+    /// What it took after the change: to the policy's own steady state, to LRU's, and to
+    /// production's.
     fn recoveries(&self) -> String {
         let told = |recovery: Option<Recovery>| match recovery {
             Some(Recovery { units, misses }) => format!("{misses} in {units} {}s", self.unit),
             None => "never".to_owned(),
         };
         let mut text = String::from(
-            "misses after the change until within a tenth of a steady state: its own; LRU's\n",
+            "misses after the change until within a tenth of a steady state: its own; LRU's; \
+             strata's\n",
         );
         for row in &self.rows {
             let own = told(self.recovery(row, row));
             let lru = self.lru().map_or_else(String::new, |lru| told(self.recovery(row, lru)));
-            let _ = writeln!(text, "{:<10}{own:>24}{lru:>24}", row.policy);
+            let strata = told(self.recovery(row, &self.rows[0]));
+            let _ = writeln!(text, "{:<10}{own:>24}{lru:>24}{strata:>24}", row.policy);
         }
         text
     }
@@ -208,6 +211,7 @@ impl Report {
                     "cost_us_per_unit": self.cost_us_per_unit(row),
                     "recovery": recovery(row, Some(row)),
                     "recovery_to_lru": recovery(row, self.lru()),
+                    "recovery_to_strata": recovery(row, self.rows.first()),
                     "hard_by_window": &row.hard[..],
                     "soft_by_window": &row.soft[..],
                 })

@@ -1,13 +1,16 @@
 //! What production is compared with: policies that see every touch, which the
 //! kernel only approximates and a pager cannot have.
 
-use std::collections::{BinaryHeap, VecDeque};
+use std::collections::{BTreeSet, BinaryHeap, VecDeque};
 
 use strata_policy::replay::Touch;
 
 /// A policy that is shown every touch.
 pub(super) trait Replay {
     fn touch(&mut self, page: u32) -> Touch;
+
+    /// From now on each page is touched so often. Who sees touches only does not listen.
+    fn tell(&mut self, _touches: &[f64]) {}
 }
 
 const NONE: u32 = u32::MAX;
@@ -236,6 +239,57 @@ impl Replay for Opt {
     }
 }
 
+/// Keeps the pages that are touched most often, which it is told, and so finds out nothing
+/// itself: of touches that do not depend on each other nobody misses less in the long run
+/// (Aho, Denning, Ullman: Principles of optimal page replacement, 1971). After a change it
+/// misses once each page that has become hot.
+pub(super) struct Told {
+    room: usize,
+    seen: Vec<bool>,
+    /// Of each page, its place among all: 0 is touched least.
+    places: Vec<u32>,
+    pages: Vec<u32>,
+    /// Places of the resident pages.
+    resident: BTreeSet<u32>,
+}
+
+impl Told {
+    pub(super) fn new(pages: usize, room: usize) -> Self {
+        let any: Vec<u32> = (0..pages as u32).collect();
+        Self {
+            room,
+            seen: vec![false; pages],
+            places: any.clone(),
+            pages: any,
+            resident: BTreeSet::new(),
+        }
+    }
+}
+
+impl Replay for Told {
+    fn touch(&mut self, page: u32) -> Touch {
+        let place = self.places[page as usize];
+        let hit = self.resident.contains(&place);
+        if !hit {
+            if self.resident.len() == self.room {
+                self.resident.pop_first();
+            }
+            self.resident.insert(place);
+        }
+        outcome(hit, &mut self.seen[page as usize])
+    }
+
+    fn tell(&mut self, touches: &[f64]) {
+        let resident: Vec<u32> =
+            self.resident.iter().map(|&place| self.pages[place as usize]).collect();
+        self.pages.sort_by(|&a, &b| touches[a as usize].total_cmp(&touches[b as usize]));
+        for (place, &page) in self.pages.iter().enumerate() {
+            self.places[page as usize] = place as u32;
+        }
+        self.resident = resident.into_iter().map(|page| self.places[page as usize]).collect();
+    }
+}
+
 fn outcome(hit: bool, seen: &mut bool) -> Touch {
     match (hit, std::mem::replace(seen, true)) {
         (true, _) => Touch::Hit,
@@ -311,6 +365,18 @@ mod tests {
             }
             assert_eq!(lru.touch(page) == Touch::Hit, hit);
         }
+    }
+
+    #[test]
+    fn who_is_told_keeps_the_most_touched_through_a_change() {
+        let mut told = Told::new(6, 3);
+        told.tell(&[0.1, 0.3, 0.2, 0.0, 0.25, 0.15]);
+        misses(&mut told, &[0, 1, 2, 3, 4, 5]);
+        // 5 was the last to come, and is the least touched of those resident beside 1 and 4.
+        assert_eq!(misses(&mut told, &[1, 4, 5, 2, 5]), [false, false, false, true, true]);
+        told.tell(&[0.3, 0.0, 0.0, 0.25, 0.1, 0.2]);
+        assert_eq!(misses(&mut told, &[1, 4, 5, 0, 3]), [false, false, false, true, true]);
+        assert_eq!(misses(&mut told, &[5, 0, 3, 1]), [false, false, false, true]);
     }
 
     #[test]

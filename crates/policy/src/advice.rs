@@ -21,7 +21,7 @@ const VARIES_PART: f64 = 64.0;
 const STORED_PART: f64 = 0.5;
 /// Standard errors between an estimate and its bounds (95 %).
 pub const ERRORS: f64 = 2.0;
-/// From this drift on ([`crate::sampler::Sampler::drift`]) a workload changes too
+/// From this drift on ([`crate::sampler::Sampler::end_epoch`]) a workload changes too
 /// fast: more of its uses than this would miss for being foretold wrongly.
 pub const TOO_FAST: f64 = 0.08;
 

@@ -14,14 +14,17 @@
 //!
 //! What the tenant's own replacement evicts of the sample is seen the same way.
 //!
-//! Samples are kept for two *epochs*, the one under way and the one before.
-//! Whether the workload changes is seen by how well the one foretells the other:
-//! see [`Sampler::drift`].
+//! Time is cut into *epochs*. Whether the workload changes is seen by how well the last
+//! one and the one under way foretell each other: see [`Sampler::end_epoch`]. What was
+//! sampled before these two counts for less with each epoch, and not at all once a
+//! change was seen: pages that are used seldom, of which it depends how little room is
+//! enough, show little in one epoch.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use strata_units::PageId;
 
+use crate::advice::{ERRORS, TOO_FAST};
 use crate::curve::{GROUPS, Seen};
 
 /// Pages watched at most.
@@ -43,6 +46,12 @@ const EPOCH_SECONDS: (f64, f64) = (5.0, 15.0);
 /// as half of the one before, or of so much: for whoever rests it stands still, and what
 /// was seen of his work stays known.
 const FULL_SECONDS: f64 = 8.0;
+/// What is left at the end of an epoch of what was sampled before it.
+const KEPT_PART: f32 = 0.75;
+/// Nothing is left from this drift on: less than that which makes advice useless, for it
+/// adds up.
+const FORGET_FROM: f64 = TOO_FAST / 2.0;
+
 /// An epoch in which the tenant had less time of its own than this says nothing.
 pub const LEAST_SECONDS: f64 = 0.05;
 
@@ -72,6 +81,10 @@ struct Exposure {
 impl Exposure {
     fn plus(self, other: Self) -> Self {
         Self { returns: self.returns + other.returns, away: self.away + other.away }
+    }
+
+    fn faded(self) -> Self {
+        Self { returns: self.returns * KEPT_PART, away: self.away * KEPT_PART }
     }
 
     fn rate(self) -> f64 {
@@ -105,6 +118,15 @@ impl Sum {
             held: self.held + other.held,
         }
     }
+
+    fn faded(self) -> Self {
+        Self {
+            returns: self.returns * KEPT_PART,
+            away: self.away * KEPT_PART,
+            away_squared: self.away_squared * KEPT_PART,
+            held: self.held * KEPT_PART,
+        }
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -116,17 +138,25 @@ struct Watch {
     whole: [Sum; 2],
     /// By epoch, and by halves of its time that take turns.
     exposure: [[Exposure; 2]; 2],
+    /// What is left of earlier epochs.
+    past: (Sum, Exposure),
 }
 
 impl Watch {
     fn new(place: Place) -> Self {
-        Self { place, queued: false, whole: Default::default(), exposure: Default::default() }
+        Self {
+            place,
+            queued: false,
+            whole: Default::default(),
+            exposure: Default::default(),
+            past: Default::default(),
+        }
     }
 
     /// Everything, the absence under way included.
     fn seen(&self, now: f64, group: u8) -> Seen {
-        let whole = self.whole[0].plus(self.whole[1]);
-        let exposure = self.epoch(0).plus(self.epoch(1));
+        let whole = self.past.0.plus(self.whole[0]).plus(self.whole[1]);
+        let exposure = self.past.1.plus(self.epoch(0)).plus(self.epoch(1));
         let (open, uncounted) = match self.place {
             Place::Out { since, counted, .. } => ((now - since).max(0.0), (now - counted).max(0.0)),
             Place::In { .. } => (0.0, 0.0),
@@ -174,6 +204,8 @@ pub struct Sampler {
     epochs: u64,
     /// When the last of them began, and the one under way.
     begun: [f64; 2],
+    /// What is left of the times of those before.
+    past: f64,
     /// Of an epoch, the half of its time that is under way.
     half: usize,
 }
@@ -188,6 +220,7 @@ impl Default for Sampler {
             returns_now: 0.0,
             epochs: 0,
             begun: [0.0; 2],
+            past: 0.0,
             half: 0,
         }
     }
@@ -360,16 +393,35 @@ impl Sampler {
         self.half = 1 - self.half;
     }
 
-    /// Begins an epoch; what is older than the last one is forgotten.
-    pub fn end_epoch(&mut self, now: f64) {
+    /// Begins an epoch. The drift between the one that ends and the one before, of which
+    /// something is kept if that says that nothing has changed.
+    pub fn end_epoch(&mut self, now: f64) -> Option<(f64, f64)> {
+        let drift = self.drift(now);
+        let steady =
+            drift.is_some_and(|(drift, error)| drift < FORGET_FROM || drift < ERRORS * error);
         for watch in self.pages.values_mut() {
             watch.count(self.half, now);
+            let (whole, exposure) = watch.past;
+            watch.past = if steady {
+                (whole.plus(watch.whole[0]).faded(), exposure.plus(watch.epoch(0)).faded())
+            } else {
+                Default::default()
+            };
             watch.whole[0] = std::mem::take(&mut watch.whole[1]);
             watch.exposure[0] = std::mem::take(&mut watch.exposure[1]);
         }
+        let (before, _) = self.epoch_times(now);
+        self.past = if steady { (self.past + before) * f64::from(KEPT_PART) } else { 0.0 };
         self.returns_now = 0.0;
         self.epochs += 1;
         self.begun = [self.begun[1], now];
+        drift
+    }
+
+    /// For how long what is known was seen; earlier epochs count for what is left of them.
+    #[must_use]
+    pub fn seen_for(&self, now: f64) -> f64 {
+        self.past + now - self.begun[0]
     }
 
     /// Epochs that have ended.
@@ -400,7 +452,7 @@ impl Sampler {
     /// pages in the one as in the other, if the epochs are about as long. The second
     /// figure is the standard error. None: too little was seen, or they are not.
     #[must_use]
-    pub fn drift(&self, now: f64) -> Option<(f64, f64)> {
+    fn drift(&self, now: f64) -> Option<(f64, f64)> {
         let (before, this) = self.epoch_times(now);
         if before.max(this) > before.min(this) * UNLIKE {
             return None;

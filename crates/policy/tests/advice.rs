@@ -112,8 +112,7 @@ impl Watched {
                 Some(ends) => ends.contains(&self.now),
             };
             if ends {
-                self.drifts.extend(self.sampler.drift(now));
-                self.sampler.end_epoch(now);
+                self.drifts.extend(self.sampler.end_epoch(now));
             }
         }
     }
@@ -197,6 +196,30 @@ fn rest_is_not_taken_for_a_workload() {
     assert!(!sampler.is_epoch_over(109.9, 60.0) && sampler.is_epoch_over(110.0, 60.0));
     // One that only rests says nothing at all.
     assert!(!Sampler::default().is_epoch_over(0.01, 600.0));
+}
+
+#[test]
+fn what_was_seen_before_counts_until_the_workload_changes() {
+    let mut watched = Watched::new();
+    watched.ends = Some((1..=8).map(|epoch| epoch * 200_000).collect());
+    let mut stream = Stream::new(Use::Gaussian, 5);
+    // Of each page: how long it was out, over the time that is said to be known.
+    let known = |watched: &Watched| {
+        let now = watched.now as f64;
+        let seen = watched.sampler.seen(now);
+        let away = seen.iter().map(|seen| seen.away).sum::<f64>() / seen.len() as f64;
+        let time = watched.sampler.seen_for(now);
+        assert!(away < time && away > 0.2 * time, "{away} of {time}");
+        time
+    };
+    (0..400_000).for_each(|_| watched.touch(stream.next()));
+    assert_eq!(known(&watched), 200_000.0 * 1.75, "the last of two, and what is left");
+    (0..800_000).for_each(|_| watched.touch(stream.next()));
+    let long = known(&watched);
+    assert!((650_000.0..800_000.0).contains(&long), "{long}");
+    stream.offset = PAGES / 4;
+    (0..200_000).for_each(|_| watched.touch(stream.next()));
+    assert_eq!(known(&watched), 200_000.0, "only what came after the change");
 }
 
 #[test]

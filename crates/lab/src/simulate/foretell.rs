@@ -69,9 +69,8 @@ impl Foretold {
                 self.sampler.turn(self.now as f64);
             }
             if self.sampler.epoch_returns() >= EPOCH_RETURNS {
-                let drift = self.sampler.drift(self.now as f64);
+                let drift = self.sampler.end_epoch(self.now as f64);
                 self.drifts.extend(drift.map(|(drift, _)| drift));
-                self.sampler.end_epoch(self.now as f64);
             }
         }
     }

@@ -247,8 +247,7 @@ impl Advising {
         if self.searches == 0 || !self.sampler.is_epoch_over(now.1, lasted) {
             return;
         }
-        self.drift = self.sampler.drift(now.1).or(self.drift);
-        self.sampler.end_epoch(now.1);
+        self.drift = self.sampler.end_epoch(now.1).or(self.drift);
         self.epochs = [self.epochs[1], now.0];
         self.waits = [self.waits[1], Waits::read(tenant)];
     }
@@ -259,9 +258,11 @@ impl Advising {
             return false;
         }
         self.published = now.0;
-        let window = now.0.duration_since(self.epochs[0]);
+        let epochs = now.0.duration_since(self.epochs[0]);
         let (before, this) = self.sampler.epoch_times(now.1);
-        let processor_seconds = before + this;
+        let processor_seconds = self.sampler.seen_for(now.1);
+        // What was seen before was seen at the same pace, or would be forgotten.
+        let window = epochs.mul_f64(processor_seconds / (before + this).max(f64::MIN_POSITIVE));
         tenant.advisor.publish(Observed {
             seen: self.sampler.seen(now.1),
             facts: facts(tenant, seen, Waits::read(tenant).miss_seconds(self.waits[0])),

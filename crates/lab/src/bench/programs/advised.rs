@@ -27,7 +27,8 @@ const STATEMENTS: f64 = 14.0;
 struct Run {
     budget_bytes: u64,
     is_advised: bool,
-    /// Warm-up and measured time, in seconds.
+    /// Warm-up and measured time, in seconds. While it is watched, about as long as what
+    /// the advisor goes by: the machine's speed changes, and both must be of the same.
     times: [&'static str; 2],
 }
 
@@ -69,7 +70,7 @@ fn foretell(
 ) -> Result<()> {
     let mut foretelling = Foretelling::new(name, unit);
     let (watch, settle) =
-        if bench.quick { (["15", "2"], ["5", "2"]) } else { (["60", "8"], ["90", "8"]) };
+        if bench.quick { (["15", "5"], ["5", "2"]) } else { (["40", "30"], ["90", "8"]) };
     for _ in 0..bench.repetitions {
         let watched = |budget_bytes: u64, place: &str| {
             let figures = trial(Run { budget_bytes, is_advised: true, times: watch }, place)?;

@@ -127,8 +127,13 @@ pub struct Point {
 
 /// Whether a drift with this standard error says that a workload changes too fast.
 #[must_use]
-pub fn changes_too_fast((drift, error): (f64, f64)) -> bool {
-    drift > TOO_FAST && drift > ERRORS * error
+pub fn changes_too_fast(drift: (f64, f64)) -> bool {
+    is_drift_from(drift, TOO_FAST)
+}
+
+/// Whether a drift is at least `least`, and more than chance.
+pub(crate) fn is_drift_from((drift, error): (f64, f64), least: f64) -> bool {
+    drift >= least && drift >= ERRORS * error
 }
 
 /// The loss of so many misses a second.

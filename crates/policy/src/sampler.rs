@@ -24,7 +24,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use strata_units::PageId;
 
-use crate::advice::{ERRORS, TOO_FAST};
+use crate::advice::{TOO_FAST, is_drift_from};
 use crate::curve::{GROUPS, Seen};
 
 /// Pages watched at most.
@@ -83,8 +83,8 @@ impl Exposure {
         Self { returns: self.returns + other.returns, away: self.away + other.away }
     }
 
-    fn faded(self) -> Self {
-        Self { returns: self.returns * KEPT_PART, away: self.away * KEPT_PART }
+    fn times(self, part: f32) -> Self {
+        Self { returns: self.returns * part, away: self.away * part }
     }
 
     fn rate(self) -> f64 {
@@ -119,12 +119,12 @@ impl Sum {
         }
     }
 
-    fn faded(self) -> Self {
+    fn times(self, part: f32) -> Self {
         Self {
-            returns: self.returns * KEPT_PART,
-            away: self.away * KEPT_PART,
-            away_squared: self.away_squared * KEPT_PART,
-            held: self.held * KEPT_PART,
+            returns: self.returns * part,
+            away: self.away * part,
+            away_squared: self.away_squared * part,
+            held: self.held * part,
         }
     }
 }
@@ -134,12 +134,12 @@ struct Watch {
     place: Place,
     /// Waits in the queue of those to be probed.
     queued: bool,
-    /// Whole gaps, by epoch (before, now).
+    /// Whole gaps: what is left of all before, the last epoch's in full, and now.
     whole: [Sum; 2],
     /// By epoch, and by halves of its time that take turns.
     exposure: [[Exposure; 2]; 2],
     /// What is left of earlier epochs.
-    past: (Sum, Exposure),
+    past: Exposure,
 }
 
 impl Watch {
@@ -155,8 +155,8 @@ impl Watch {
 
     /// Everything, the absence under way included.
     fn seen(&self, now: f64, group: u8) -> Seen {
-        let whole = self.past.0.plus(self.whole[0]).plus(self.whole[1]);
-        let exposure = self.past.1.plus(self.epoch(0)).plus(self.epoch(1));
+        let whole = self.whole[0].plus(self.whole[1]);
+        let exposure = self.past.plus(self.epoch(0)).plus(self.epoch(1));
         let (open, uncounted) = match self.place {
             Place::Out { since, counted, .. } => ((now - since).max(0.0), (now - counted).max(0.0)),
             Place::In { .. } => (0.0, 0.0),
@@ -393,25 +393,21 @@ impl Sampler {
         self.half = 1 - self.half;
     }
 
-    /// Begins an epoch. The drift between the one that ends and the one before, of which
-    /// something is kept if that says that nothing has changed.
+    /// Begins an epoch. The drift between the one that ends and the one before (None: too
+    /// little was seen, or their times are unlike), and its standard error. What came before
+    /// the one that ends is kept in part if there is a drift that says that nothing changed.
     pub fn end_epoch(&mut self, now: f64) -> Option<(f64, f64)> {
         let drift = self.drift(now);
-        let steady =
-            drift.is_some_and(|(drift, error)| drift < FORGET_FROM || drift < ERRORS * error);
+        let steady = drift.is_some_and(|drift| !is_drift_from(drift, FORGET_FROM));
+        let kept = if steady { KEPT_PART } else { 0.0 };
         for watch in self.pages.values_mut() {
             watch.count(self.half, now);
-            let (whole, exposure) = watch.past;
-            watch.past = if steady {
-                (whole.plus(watch.whole[0]).faded(), exposure.plus(watch.epoch(0)).faded())
-            } else {
-                Default::default()
-            };
-            watch.whole[0] = std::mem::take(&mut watch.whole[1]);
+            watch.past = watch.past.plus(watch.epoch(0)).times(kept);
+            watch.whole[0] = watch.whole[0].times(kept).plus(std::mem::take(&mut watch.whole[1]));
             watch.exposure[0] = std::mem::take(&mut watch.exposure[1]);
         }
         let (before, _) = self.epoch_times(now);
-        self.past = if steady { (self.past + before) * f64::from(KEPT_PART) } else { 0.0 };
+        self.past = (self.past + before) * f64::from(kept);
         self.returns_now = 0.0;
         self.epochs += 1;
         self.begun = [self.begun[1], now];
@@ -451,7 +447,6 @@ impl Sampler {
     /// saw the same, once with one epoch against the other. Chance mistakes as many
     /// pages in the one as in the other, if the epochs are about as long. The second
     /// figure is the standard error. None: too little was seen, or they are not.
-    #[must_use]
     fn drift(&self, now: f64) -> Option<(f64, f64)> {
         let (before, this) = self.epoch_times(now);
         if before.max(this) > before.min(this) * UNLIKE {

@@ -261,8 +261,10 @@ impl Advising {
         let epochs = now.0.duration_since(self.epochs[0]);
         let (before, this) = self.sampler.epoch_times(now.1);
         let processor_seconds = self.sampler.seen_for(now.1);
-        // What was seen before was seen at the same pace, or would be forgotten.
-        let window = epochs.mul_f64(processor_seconds / (before + this).max(f64::MIN_POSITIVE));
+        // What was seen before was seen at the same pace, or would be forgotten. Who has had
+        // no time at all has been watched nevertheless.
+        let recent = before + this;
+        let window = if recent > 0.0 { epochs.mul_f64(processor_seconds / recent) } else { epochs };
         tenant.advisor.publish(Observed {
             seen: self.sampler.seen(now.1),
             facts: facts(tenant, seen, Waits::read(tenant).miss_seconds(self.waits[0])),

@@ -203,13 +203,19 @@ fn what_was_seen_before_counts_until_the_workload_changes() {
     let mut watched = Watched::new();
     watched.ends = Some((1..=8).map(|epoch| epoch * 200_000).collect());
     let mut stream = Stream::new(Use::Gaussian, 5);
-    // Of each page: how long it was out, over the time that is said to be known.
+    // Each probe comes back, half of them from a whole gap: as many as fit into the time that
+    // is said to be known, in part of which each page was out.
     let known = |watched: &Watched| {
         let now = watched.now as f64;
         let seen = watched.sampler.seen(now);
-        let away = seen.iter().map(|seen| seen.away).sum::<f64>() / seen.len() as f64;
         let time = watched.sampler.seen_for(now);
+        let away = seen.iter().map(|seen| seen.away).sum::<f64>() / seen.len() as f64;
         assert!(away < time && away > 0.2 * time, "{away} of {time}");
+        let probes = time * PROBES as f64 / TICK as f64;
+        let returns = seen.iter().map(|seen| seen.returns).sum::<f64>();
+        assert!((0.95..1.0).contains(&(returns / probes)), "{returns} of {probes}");
+        let gaps = seen.iter().map(|seen| seen.gaps).sum::<f64>();
+        assert!((0.95..1.0).contains(&(gaps * 2.0 / probes)), "{gaps} of {probes} halved");
         time
     };
     (0..400_000).for_each(|_| watched.touch(stream.next()));

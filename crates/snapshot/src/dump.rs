@@ -27,6 +27,7 @@ use crate::images::mend_files;
 use crate::log::reason_in;
 use crate::preflight::{GHOST_LIMIT, Refusal, preflight};
 use crate::processes::{inner_number, is_in_state, lives_elsewhere, process_tree, wait_untraced};
+use crate::stopping::{DID_NOT_STOP, Threads};
 
 /// How often a dump is begun anew because a connection to an outsider was made
 /// between our look and CRIU's.
@@ -37,6 +38,8 @@ const NEW_CONNECTION: &str = "External socket is used";
 /// other end may be outside, and what was sent before the freeze is acknowledged
 /// a little later.
 const MOVING_CONNECTION: &str = "soccr";
+/// A tree that stands by then is not asked what its threads do.
+const SLOW: Duration = Duration::from_secs(1);
 /// How long CRIU may take to go after it was told to stop, before it is killed.
 const GRACE: Duration = Duration::from_secs(10);
 /// Between two looks whether the tree stands still.
@@ -136,6 +139,9 @@ pub struct FrozenProcess {
     began: Instant,
     frozen: Instant,
     ready: Instant,
+    /// Its threads, when CRIU was found to be slow.
+    threads: Option<Threads>,
+    late: Option<String>,
     _breakpoints: Breakpoints,
 }
 
@@ -143,9 +149,13 @@ fn log_paths(images: &Path) -> (PathBuf, PathBuf) {
     (images.join("dump.log"), images.join("dump.out"))
 }
 
-fn failed(root: u32, images: &Path) -> DumpError {
+fn failed(root: u32, images: &Path, threads: Option<&Threads>) -> DumpError {
     let (log, output) = log_paths(images);
-    DumpError::Failed { pid: root, reason: reason_in(&log, &output) }
+    let mut reason = reason_in(&log, &output);
+    if let Some(did) = threads.and_then(|threads| threads.did(&reason)) {
+        reason = format!("{reason}; {did}");
+    }
+    DumpError::Failed { pid: root, reason }
 }
 
 /// Removes what an attempt left in the directory.
@@ -188,6 +198,9 @@ impl Dump {
     ) -> Result<FrozenProcess, DumpError> {
         let mut attempt = 1;
         let mut still_moving = false;
+        // Once more, too, if a thread did not stop in CRIU's time, as when the machine
+        // itself stood still.
+        let mut late = None;
         loop {
             let pids = process_tree(root);
             let survey = preflight(&pids).map_err(system(format!("looking at process {root}")))?;
@@ -207,7 +220,17 @@ impl Dump {
                     still_moving = attempt == MOST_ATTEMPTS && reason.contains(MOVING_CONNECTION);
                     empty(images).map_err(system(format!("emptying {}", images.display())))?;
                 }
-                result => return result,
+                Err(DumpError::Failed { reason, .. })
+                    if late.is_none() && reason.contains(DID_NOT_STOP) =>
+                {
+                    late = Some(reason);
+                    empty(images).map_err(system(format!("emptying {}", images.display())))?;
+                }
+                Ok(mut frozen) => {
+                    frozen.late = late;
+                    return Ok(frozen);
+                }
+                Err(error) => return Err(error),
             }
         }
     }
@@ -277,6 +300,8 @@ fn start(
         began,
         frozen: began,
         ready: began,
+        threads: None,
+        late: None,
         _breakpoints: breakpoints,
     };
     if let Some(questions) = questions {
@@ -288,7 +313,7 @@ fn start(
     // It gave up by itself: nothing is left to be ended.
     waiting.release = None;
     waiting.end("freeze")?;
-    Err(failed(root, images))
+    Err(failed(root, images, waiting.threads.as_ref()))
 }
 
 impl FrozenProcess {
@@ -305,7 +330,15 @@ impl FrozenProcess {
                 let (pid, limit) = (self.root, self.limit);
                 return Err(DumpError::TooLong { what: "freeze", pid, limit, running });
             }
-            let wait = if seen_frozen { left } else { left.min(LOOK) };
+            let slow_in = SLOW.saturating_sub(self.began.elapsed());
+            if slow_in.is_zero() && self.threads.is_none() {
+                self.threads = Some(Threads::of(&process_tree(self.root)));
+            }
+            let wait = match (seen_frozen, &self.threads) {
+                (false, _) => left.min(LOOK),
+                (true, None) => left.min(slow_in),
+                (true, Some(_)) => left,
+            };
             let [polled] =
                 poll_readable([status.as_fd()], Some(wait)).map_err(system("waiting for CRIU"))?;
             if !seen_frozen && is_in_state(self.root, 't') {
@@ -347,6 +380,12 @@ impl FrozenProcess {
         self.frozen
     }
 
+    /// Why an attempt before this one stood still in vain.
+    #[must_use]
+    pub fn late(&self) -> Option<&str> {
+        self.late.as_deref()
+    }
+
     /// The root of the tree.
     #[must_use]
     pub fn root(&self) -> u32 {
@@ -370,7 +409,7 @@ impl FrozenProcess {
         let status = self.end("thaw")?;
         let thawed = Instant::now();
         if !status.success() {
-            return Err(failed(self.root, &self.images));
+            return Err(failed(self.root, &self.images, None));
         }
         mend_files(&self.images)
             .map_err(system(format!("changing the images in {}", self.images.display())))?;
@@ -403,113 +442,4 @@ impl Drop for FrozenProcess {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::testing::Fake;
-
-    fn quick() -> DumpOptions {
-        DumpOptions { limit: Duration::from_millis(400), ..DumpOptions::default() }
-    }
-
-    struct Victim(std::process::Child);
-
-    impl Victim {
-        fn new() -> Self {
-            let mut command = std::process::Command::new("sleep");
-            command.arg("100");
-            // Ours may be led from outside of this pid namespace.
-            strata_sys::own_session(&mut command);
-            Self(command.spawn().expect("sleep"))
-        }
-    }
-
-    impl Drop for Victim {
-        fn drop(&mut self) {
-            let _ = self.0.kill();
-            let _ = self.0.wait();
-        }
-    }
-
-    const READY: &str = "eval \"printf '\\0' >&$status_fd\"; eval \"exec $status_fd>&-\"";
-    const WAIT: &str = "cat <&$ps_socket >/dev/null";
-    const IMAGE: &str = "printf '\\031\\103\\126\\124\\070\\061\\060\\126' >$images_dir/files.img";
-
-    fn begin(fake: &Fake, lines: &str) -> (Result<FrozenProcess, DumpError>, Victim, PathBuf) {
-        let victim = Victim::new();
-        let images = fake.directory().join("images");
-        let result = Dump::begin(&fake.criu(lines), victim.0.id(), &images, &quick());
-        (result, victim, images)
-    }
-
-    #[test]
-    fn a_dump_is_ready_thawed_and_whole() {
-        let fake = Fake::new("dump-whole");
-        let (result, _victim, images) = begin(&fake, &format!("{IMAGE}; {READY}; {WAIT}"));
-        let frozen = result.expect("ready");
-        assert!(images.is_dir());
-        frozen.thaw().expect("whole");
-        assert!(images.join("files.img").is_file());
-    }
-
-    #[test]
-    fn a_dump_that_fails_says_why_and_leaves_nothing() {
-        let fake = Fake::new("dump-fails");
-        let text = "echo '(00.1) Error (criu/a.c:1): no such luck' >$images_dir/dump.log; exit 1";
-        let (result, _victim, images) = begin(&fake, text);
-        let error = result.expect_err("it failed");
-        assert!(error.to_string().ends_with("no such luck"), "{error}");
-        assert!(!images.exists());
-        // Ready, and then it fails: the same.
-        let (result, _victim, images) = begin(&fake, &format!("{READY}; {WAIT}; exit 1"));
-        let error = result.expect("ready").thaw().expect_err("it failed");
-        assert!(matches!(error, DumpError::Failed { .. }));
-        assert!(!images.exists());
-        // Images that are not as this version knows them are no dump.
-        let (result, _victim, images) = begin(&fake, &format!("{READY}; {WAIT}"));
-        let error = result.expect("ready").thaw().expect_err("no images");
-        assert!(matches!(error, DumpError::System { .. }), "{error}");
-        assert!(!images.exists());
-    }
-
-    #[test]
-    fn what_takes_too_long_is_ended() {
-        let fake = Fake::new("dump-long");
-        let (result, _victim, images) = begin(&fake, &WAIT.replace("cat", "exec cat"));
-        let error = result.expect_err("never ready");
-        assert!(matches!(error, DumpError::TooLong { running: true, .. }), "{error:?}");
-        assert!(!images.exists());
-        let (result, _victim, images) = begin(&fake, &format!("{READY}; exec sleep 100"));
-        let error = result.expect("ready").thaw().expect_err("never ends");
-        assert!(error.to_string().contains("did not thaw process"), "{error}");
-        assert!(!images.exists());
-    }
-
-    #[test]
-    fn given_up_or_dropped_it_leaves_no_images() {
-        let fake = Fake::new("dump-dropped");
-        for give_up in [true, false] {
-            let (result, _victim, images) = begin(&fake, &format!("{IMAGE}; {READY}; {WAIT}"));
-            let frozen = result.expect("ready");
-            if give_up {
-                frozen.abort().expect("given up");
-            } else {
-                drop(frozen);
-            }
-            assert!(!images.exists());
-        }
-    }
-
-    #[test]
-    fn a_connection_made_meanwhile_is_tried_again() {
-        let fake = Fake::new("dump-again");
-        let text = format!(
-            "echo x >>$images_dir/../tries; [ $(wc -l <$images_dir/../tries) -ge 3 ] || {{ \
-             echo '(0) Error (a.c:1): unix: External socket is used.' >$images_dir/dump.log; exit 1; }}; \
-             {IMAGE}; {READY}; {WAIT}"
-        );
-        let (result, _victim, _images) = begin(&fake, &text);
-        result.expect("the third time").thaw().expect("whole");
-        let tries = fs::read_to_string(fake.directory().join("tries")).expect("tries");
-        assert_eq!(tries.lines().count(), 3);
-    }
-}
+mod tests;

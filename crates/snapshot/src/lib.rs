@@ -24,6 +24,7 @@ mod log;
 mod preflight;
 mod processes;
 mod restore;
+mod stopping;
 
 pub use criu::{Criu, CriuError, OLDEST};
 pub use dump::{Dump, DumpError, DumpOptions, DumpOutcome, FrozenProcess};

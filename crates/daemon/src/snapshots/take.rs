@@ -188,6 +188,7 @@ fn take_once(
     let numbers = Arc::new(Mutex::new(Numbers::new()));
     let numbered = Arc::clone(&numbers);
     let (criu, images) = (criu.clone(), images.to_owned());
+    let name = tenant.record().name.clone();
     let request = SnapshotRequest {
         freeze: Box::new(move || {
             // All of it is the pager's.
@@ -195,6 +196,9 @@ fn take_once(
                 DumpOptions { hide_memory: true, helper: helper().ok(), ..DumpOptions::default() };
             let process =
                 Dump::begin(&criu, root, &images, &options).map_err(|error| error.to_string())?;
+            if let Some(why) = process.late() {
+                eprintln!("stratad: {name}: its processes stopped at the second attempt: {why}");
+            }
             let since = process.since();
             *lock(&held) = Some(process);
             let pids = process_tree(root);

@@ -213,7 +213,8 @@ fn foretell_once(
             driven.drive(&strata, warmup, duration)?;
         }
         let drive = driven.drive(&strata, warmup, duration)?;
-        foretelling.add(at, budget(share), [&far, &near], drive.misses_per_op)?;
+        let foretellings = [&far, &near].map(|(advice, seconds)| (advice, *seconds));
+        foretelling.add(at, budget(share), foretellings, drive.misses_per_op)?;
         results.raw.push(json!({
             "pattern": pattern, "share": share, "budget_bytes": budget(share), "run": drive.run,
             "misses_per_op": drive.misses_per_op, "stats": strata.stats(&driven.name)?,

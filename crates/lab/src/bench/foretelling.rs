@@ -81,7 +81,7 @@ impl Foretelling {
         &mut self,
         at: usize,
         budget_bytes: u64,
-        foretellings: [&(Advice, f64); 2],
+        foretellings: [(&Advice, f64); 2],
         measured: f64,
     ) -> Result<()> {
         let series = &mut self.series[at * PLACES.len()..];
@@ -89,7 +89,7 @@ impl Foretelling {
             if advice.curve.is_empty() {
                 continue;
             }
-            series.left.samples.push(foretold(advice, budget_bytes, *seconds)?);
+            series.left.samples.push(foretold(advice, budget_bytes, seconds)?);
             if let Some(right) = &mut series.right {
                 right.samples.push(measured);
             }

@@ -32,6 +32,13 @@ struct Run {
     times: [&'static str; 2],
 }
 
+/// What misses are counted for: its name, and how many of it a trial had.
+type Unit<'a> = (&'a str, &'a dyn Fn(&Figures) -> f64);
+
+fn operations(figures: &Figures) -> f64 {
+    figures.done.operations.max(1) as f64
+}
+
 /// All of the part.
 pub(in crate::bench) fn foretelling_programs(
     bench: &Bench,
@@ -45,7 +52,13 @@ pub(in crate::bench) fn foretelling_programs(
         let figures = database.trial(bench, setup, &schedule, &format!("mariadb: {what}"))?;
         figures.into_iter().next().context("no phase was run")
     };
-    foretell(bench, "mariadb, read only", "statement", STATEMENTS, trial, results)?;
+    let page_requests =
+        |figures: &Figures| figures.done.page_requests.unwrap_or_default().max(1) as f64;
+    let units: [Unit<'_>; 2] = [
+        ("statement", &|figures| operations(figures) * STATEMENTS),
+        ("page request", &page_requests),
+    ];
+    foretell(bench, "mariadb, read only", &units, trial, results)?;
     database.remove()?;
 
     let data_bytes = if bench.quick { 64 << 20 } else { 600 << 20 };
@@ -55,20 +68,19 @@ pub(in crate::bench) fn foretelling_programs(
         let setup = Setup::Strata { dram_bytes: run.budget_bytes };
         Ok(bench.program(setup, &format!("graph: {what}"), &job)?.figures)
     };
-    foretell(bench, "graph", "vertex", 1.0, trial, results)
+    foretell(bench, "graph", &[("vertex", &operations)], trial, results)
 }
 
-/// Watches a program far from its budget and near it, then sets the budgets. `parts`:
-/// what an operation is divided into.
+/// Watches a program far from its budget and near it, then sets the budgets.
 fn foretell(
     bench: &Bench,
     name: &str,
-    unit: &str,
-    parts: f64,
+    units: &[Unit<'_>],
     trial: impl Fn(Run, &str) -> Result<Figures>,
     results: &mut PartResults,
 ) -> Result<()> {
-    let mut foretelling = Foretelling::new(name, unit);
+    let mut foretellings: Vec<Foretelling> =
+        units.iter().map(|(unit, _)| Foretelling::new(name, unit)).collect();
     let (watch, settle) =
         if bench.quick { (["15", "5"], ["5", "2"]) } else { (["40", "30"], ["90", "8"]) };
     for _ in 0..bench.repetitions {
@@ -77,9 +89,8 @@ fn foretell(
             let advice = figures.advice.clone().context("the advisor was not asked")?;
             // Of the program alone: the advisor's time is that.
             let cpu_us = figures.program_cpu_us_per_op - figures.daemon_cpu_us_per_op;
-            let operations = figures.done.operations.max(1) as f64;
-            let seconds = advisor_seconds(cpu_us / 1e6 * operations, figures.faults);
-            anyhow::Ok((figures, (advice, seconds / (operations * parts))))
+            let seconds = advisor_seconds(cpu_us / 1e6 * operations(&figures), figures.faults);
+            anyhow::Ok((figures, advice, seconds))
         };
         let far = watched(PLENTY_BYTES, PLACES[0])?;
         let full = far.0.memory.total_bytes();
@@ -88,18 +99,21 @@ fn foretell(
             let budget_bytes = budget_bytes(full, share);
             let what = format!("{:.0} % in place", share * 100.0);
             let figures = trial(Run { budget_bytes, is_advised: false, times: settle }, &what)?;
-            let missed = figures.brought_back.context("the tenant had no statistics")? as f64
-                / (figures.done.operations.max(1) as f64 * parts);
-            foretelling.add(at, budget_bytes, [&far.1, &near.1], missed)?;
+            let missed = figures.brought_back.context("the tenant had no statistics")? as f64;
+            for (foretelling, (_, count)) in foretellings.iter_mut().zip(units) {
+                let [far, near] = [&far, &near]
+                    .map(|(watched, advice, seconds)| (advice, seconds / count(watched)));
+                foretelling.add(at, budget_bytes, [far, near], missed / count(&figures))?;
+            }
             results.raw.push(json!({ "share": share, "figures": figures }));
         }
-        for (place, (figures, (advice, _))) in PLACES.iter().zip([&far, &near]) {
+        for (place, (figures, advice, _)) in PLACES.iter().zip([&far, &near]) {
             if advice.curve.is_empty() {
                 results.text += &format!("\n{name}, {place}: the advisor had nothing to say.\n");
             }
             results.raw.push(json!({ "watched": place, "figures": figures }));
         }
     }
-    results.series.extend(foretelling.into_series());
+    results.series.extend(foretellings.into_iter().flat_map(Foretelling::into_series));
     Ok(())
 }

@@ -36,6 +36,10 @@ const CLIENTS: &str = "4";
 /// Where Debian's sysbench keeps its scripts.
 const SCRIPTS: &str = "/usr/share/sysbench";
 
+/// Pages of its pool that the server has asked for, whatever for.
+const PAGE_REQUESTS: &str = "SELECT VARIABLE_VALUE FROM information_schema.GLOBAL_STATUS \
+                             WHERE VARIABLE_NAME = 'INNODB_BUFFER_POOL_READ_REQUESTS'";
+
 /// A workload of sysbench.
 #[derive(Clone, Copy)]
 pub(super) struct Phase {
@@ -279,10 +283,12 @@ impl Database {
             let seed = 10 * number as u32 + 1;
             self.sysbench(bench, phase, &data, warmup, seed, &mut || meter.tick())?;
             progress.part(&format!("{}: measuring", phase.title));
+            let requests_before = running.page_requests()?;
             meter.begin()?;
-            let (done, client_cpu_ns) =
+            let (mut done, client_cpu_ns) =
                 self.sysbench(bench, phase, &data, seconds, seed + 1, &mut || meter.tick())?;
             let window = meter.end()?;
+            done.page_requests = Some(running.page_requests()? - requests_before);
             let name = format!("mariadb {}", phase.title);
             found.push(meter.figures(&name, &window, done, client_cpu_ns));
             progress.part("checking every row");
@@ -393,6 +399,11 @@ impl Running {
         Ok(said.trim().to_owned())
     }
 
+    fn page_requests(&self) -> Result<u64> {
+        let said = self.query(PAGE_REQUESTS, &mut || Ok(()))?;
+        said.parse().with_context(|| format!("{PAGE_REQUESTS}: {said}"))
+    }
+
     /// All rows are there and are what was written; the indexes agree.
     fn check(&self, rows: u64, tick: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         let damaged = self.query(DAMAGED, tick)?;
@@ -438,7 +449,8 @@ fn parse(text: &str) -> Option<Done> {
     let operations = after("transactions:")?.split_whitespace().next()?.parse().ok()?;
     let seconds = after("total time:")?.strip_suffix('s')?.parse().ok()?;
     let p99_ms: f64 = after("99th percentile:")?.parse().ok()?;
-    Some(Done { operations, seconds, p50_us: None, p99_us: p99_ms * 1000.0 })
+    let p99_us = p99_ms * 1000.0;
+    Some(Done { operations, seconds, p50_us: None, p99_us, page_requests: None })
 }
 
 #[cfg(test)]

@@ -135,6 +135,8 @@ pub(super) struct Done {
     pub seconds: f64,
     pub p50_us: Option<f64>,
     pub p99_us: f64,
+    /// Of a database: pages of its pool that were asked for, in memory or not.
+    pub page_requests: Option<u64>,
 }
 
 /// Everything measured in one trial's measured time.

@@ -204,6 +204,7 @@ fn lead(
         seconds: work.seconds,
         p50_us: Some(work.p50_us),
         p99_us: work.p99_us,
+        page_requests: None,
     };
     Ok(Trial { figures: meter.figures(job.name, &window, done, 0), work })
 }

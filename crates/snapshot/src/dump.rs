@@ -38,7 +38,7 @@ const NEW_CONNECTION: &str = "External socket is used";
 /// other end may be outside, and what was sent before the freeze is acknowledged
 /// a little later.
 const MOVING_CONNECTION: &str = "soccr";
-/// A tree that stands by then is not asked what its threads do.
+/// What the threads of a tree do is looked at when CRIU is not ready by then.
 const SLOW: Duration = Duration::from_secs(1);
 /// How long CRIU may take to go after it was told to stop, before it is killed.
 const GRACE: Duration = Duration::from_secs(10);
@@ -139,8 +139,6 @@ pub struct FrozenProcess {
     began: Instant,
     frozen: Instant,
     ready: Instant,
-    /// Its threads, when CRIU was found to be slow.
-    threads: Option<Threads>,
     late: Option<String>,
     _breakpoints: Breakpoints,
 }
@@ -218,20 +216,20 @@ impl Dump {
                     attempt += 1;
                     // Rather all of them closed than no dump.
                     still_moving = attempt == MOST_ATTEMPTS && reason.contains(MOVING_CONNECTION);
-                    empty(images).map_err(system(format!("emptying {}", images.display())))?;
                 }
                 Err(DumpError::Failed { reason, .. })
                     if late.is_none() && reason.contains(DID_NOT_STOP) =>
                 {
                     late = Some(reason);
-                    empty(images).map_err(system(format!("emptying {}", images.display())))?;
                 }
-                Ok(mut frozen) => {
-                    frozen.late = late;
-                    return Ok(frozen);
+                result => {
+                    return result.map(|mut frozen| {
+                        frozen.late = late;
+                        frozen
+                    });
                 }
-                Err(error) => return Err(error),
             }
+            empty(images).map_err(system(format!("emptying {}", images.display())))?;
         }
     }
 }
@@ -300,25 +298,31 @@ fn start(
         began,
         frozen: began,
         ready: began,
-        threads: None,
         late: None,
         _breakpoints: breakpoints,
     };
     if let Some(questions) = questions {
         hide::answer(&questions, pids).map_err(system("answering for the kernel"))?;
     }
-    if waiting.wait_ready(&OwnedFd::from(status))? {
+    // What they were doing when CRIU was found to be slow.
+    let mut threads = None;
+    if waiting.wait_ready(&OwnedFd::from(status), &mut threads)? {
         return Ok(waiting);
     }
     // It gave up by itself: nothing is left to be ended.
     waiting.release = None;
     waiting.end("freeze")?;
-    Err(failed(root, images, waiting.threads.as_ref()))
+    Err(failed(root, images, threads.as_ref()))
 }
 
 impl FrozenProcess {
-    /// Waits for CRIU's byte. `false`: it ended without one.
-    fn wait_ready(&mut self, status: &OwnedFd) -> Result<bool, DumpError> {
+    /// Waits for CRIU's byte, and looks at the tree's `threads` when that takes long.
+    /// `false`: it ended without one.
+    fn wait_ready(
+        &mut self,
+        status: &OwnedFd,
+        threads: &mut Option<Threads>,
+    ) -> Result<bool, DumpError> {
         let end = self.began + self.limit;
         let mut seen_frozen = false;
         loop {
@@ -331,10 +335,10 @@ impl FrozenProcess {
                 return Err(DumpError::TooLong { what: "freeze", pid, limit, running });
             }
             let slow_in = SLOW.saturating_sub(self.began.elapsed());
-            if slow_in.is_zero() && self.threads.is_none() {
-                self.threads = Some(Threads::of(&process_tree(self.root)));
+            if slow_in.is_zero() && threads.is_none() {
+                *threads = Some(Threads::of(&process_tree(self.root)));
             }
-            let wait = match (seen_frozen, &self.threads) {
+            let wait = match (seen_frozen, &threads) {
                 (false, _) => left.min(LOOK),
                 (true, None) => left.min(slow_in),
                 (true, Some(_)) => left,

@@ -4,14 +4,12 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::time::{Duration, Instant};
 
-use strata_sys::{SIGKILL, parent_of};
+use strata_sys::{SIGKILL, parent_of, stat_field};
 
 /// Longest wait for a tracer's end to show.
 const DETACHED_WITHIN: Duration = Duration::from_secs(2);
 /// A task that ends (`PF_EXITING`, kernel's `linux/sched.h`).
 const EXITING: u64 = 4;
-/// Which field of `/proc/PID/stat` that is, counted from the state.
-const FLAGS_AFTER_NAME: usize = 6;
 
 /// All processes by number.
 fn all() -> impl Iterator<Item = u32> {
@@ -76,10 +74,7 @@ pub(crate) fn has_pending(pid: u32, signal: i32) -> bool {
 
 /// A task's `PF_` flags (see proc(5)).
 fn flags(pid: u32) -> Option<u64> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // Its name, in brackets, may hold anything.
-    let (_, fields) = stat.rsplit_once(')')?;
-    fields.split_ascii_whitespace().nth(FLAGS_AFTER_NAME)?.parse().ok()
+    stat_field(&format!("/proc/{pid}/stat"), 9)?.parse().ok()
 }
 
 /// Waits until nobody traces it any more. `false`: somebody still does, or it

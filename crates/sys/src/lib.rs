@@ -57,8 +57,8 @@ pub use poll::{Polled, Poller, poll_readable};
 pub use process::{
     Mapping, MappingFlags, Pidfd, Presence, ReadOutcome, SIGCONT, SIGKILL, SIGSTOP, SIGTERM,
     anonymous_rss, available_bytes, is_page_present, is_zombie, note_of, noted, page_presence,
-    parent_of, read_mapping_flags, read_maps, read_process, stack_pointers, thread_cpu,
-    thread_faults, total_bytes, trim_heap,
+    parent_of, read_mapping_flags, read_maps, read_process, stack_pointers, stat_field,
+    stat_fields, thread_cpu, thread_faults, total_bytes, trim_heap,
 };
 pub use read_queue::{READ_BYTES, ReadId, ReadQueue};
 pub use sched::{

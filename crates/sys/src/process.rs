@@ -147,12 +147,14 @@ pub fn available_bytes() -> io::Result<u64> {
 
 /// The fields of a `/proc/…/stat` file from the third on, as proc(5) counts them:
 /// the state. What comes before is the name, which may hold anything.
-fn stat_fields(text: &str) -> Option<std::str::SplitAsciiWhitespace<'_>> {
+#[must_use]
+pub fn stat_fields(text: &str) -> Option<std::str::SplitAsciiWhitespace<'_>> {
     Some(text[text.rfind(')')? + 1..].split_ascii_whitespace())
 }
 
 /// Field `number` of a `/proc/…/stat` file.
-fn stat_field(path: &str, number: usize) -> Option<String> {
+#[must_use]
+pub fn stat_field(path: &str, number: usize) -> Option<String> {
     let text = fs::read_to_string(path).ok()?;
     stat_fields(&text)?.nth(number - 3).map(str::to_owned)
 }

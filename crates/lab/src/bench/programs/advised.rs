@@ -32,8 +32,9 @@ struct Run {
     times: [&'static str; 2],
 }
 
-/// What misses are counted for: its name, and how many of it a trial had.
-type Unit<'a> = (&'a str, &'a dyn Fn(&Figures) -> f64);
+/// What misses are counted for: its name, and how many of it a trial had, if that was
+/// counted.
+type Unit = (&'static str, fn(&Figures) -> Option<f64>);
 
 fn operations(figures: &Figures) -> f64 {
     figures.done.operations.max(1) as f64
@@ -52,11 +53,9 @@ pub(in crate::bench) fn foretelling_programs(
         let figures = database.trial(bench, setup, &schedule, &format!("mariadb: {what}"))?;
         figures.into_iter().next().context("no phase was run")
     };
-    let page_requests =
-        |figures: &Figures| figures.done.page_requests.unwrap_or_default().max(1) as f64;
-    let units: [Unit<'_>; 2] = [
-        ("statement", &|figures| operations(figures) * STATEMENTS),
-        ("page request", &page_requests),
+    let units: [Unit; 2] = [
+        ("statement", |figures| Some(operations(figures) * STATEMENTS)),
+        ("page request", |figures| Some(figures.done.page_requests? as f64)),
     ];
     foretell(bench, "mariadb, read only", &units, trial, results)?;
     database.remove()?;
@@ -68,14 +67,14 @@ pub(in crate::bench) fn foretelling_programs(
         let setup = Setup::Strata { dram_bytes: run.budget_bytes };
         Ok(bench.program(setup, &format!("graph: {what}"), &job)?.figures)
     };
-    foretell(bench, "graph", &[("vertex", &operations)], trial, results)
+    foretell(bench, "graph", &[("vertex", |figures| Some(operations(figures)))], trial, results)
 }
 
 /// Watches a program far from its budget and near it, then sets the budgets.
 fn foretell(
     bench: &Bench,
     name: &str,
-    units: &[Unit<'_>],
+    units: &[Unit],
     trial: impl Fn(Run, &str) -> Result<Figures>,
     results: &mut PartResults,
 ) -> Result<()> {
@@ -100,10 +99,13 @@ fn foretell(
             let what = format!("{:.0} % in place", share * 100.0);
             let figures = trial(Run { budget_bytes, is_advised: false, times: settle }, &what)?;
             let missed = figures.brought_back.context("the tenant had no statistics")? as f64;
-            for (foretelling, (_, count)) in foretellings.iter_mut().zip(units) {
-                let [far, near] = [&far, &near]
-                    .map(|(watched, advice, seconds)| (advice, seconds / count(watched)));
-                foretelling.add(at, budget_bytes, [far, near], missed / count(&figures))?;
+            for (foretelling, (unit, count)) in foretellings.iter_mut().zip(units) {
+                let count = |figures: &Figures| {
+                    count(figures).with_context(|| format!("no {unit} was counted"))
+                };
+                let far = (&far.1, far.2 / count(&far.0)?);
+                let near = (&near.1, near.2 / count(&near.0)?);
+                foretelling.add(at, budget_bytes, [far, near], missed / count(&figures)?)?;
             }
             results.raw.push(json!({ "share": share, "figures": figures }));
         }

@@ -18,7 +18,7 @@ const PART: u64 = 112;
 /// Pieces wanted: each splits a mapping in the kernel and takes a leaf of the page map,
 /// if it is alone there. Pages that lie together are used alike, so one of each tells
 /// most.
-const WANTED: u64 = 900;
+const WANTED: u64 = 640;
 /// Most pieces: with some 65,000 mappings (`vm.max_map_count`) a process gets no more
 /// memory. Above what the limit lets through of a tenant of any size: what there is no
 /// room for is what came last.

@@ -64,6 +64,7 @@ enum Task {
 }
 
 fn main() -> ExitCode {
+    abort_on_panic();
     let arguments = match Arguments::try_parse() {
         Ok(arguments) => arguments,
         Err(error) if error.use_stderr() => {
@@ -84,6 +85,17 @@ fn main() -> ExitCode {
         eprintln!("stratad: {error:#}");
         ExitCode::FAILURE
     })
+}
+
+/// A panic is our own bug: what a thread was in the middle of is not to be gone on
+/// with by another. A release aborts by its profile; builds that unwind, for the sake
+/// of their tests, do the same here.
+fn abort_on_panic() {
+    let say = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        say(panic);
+        std::process::abort();
+    }));
 }
 
 /// What is wrong, of the parser's message, which has paragraphs.

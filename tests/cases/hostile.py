@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 
-from strata import Failure
+from strata import Failure, configured
 from suite import ROOT, case
 
 
@@ -67,8 +67,14 @@ def refuse_release(mode):
                 raise Failure(f"release: status {done.returncode}, {done.stderr!r}")
             os.kill(program.pid, signal.SIGKILL)
             program.wait()
-        beside_a_neighbour(run, act)
-    case(f"release-{mode}-agent", native=False, own_daemon=True, seconds=180)(body)
+        log = os.path.join(run.log_directory, "impatient.log")
+        with configured(run.daemon, 'release_patience = "1s"\n', run.directory, log) as pid:
+            run.daemon.pid, before = pid, run.daemon.pid
+            try:
+                beside_a_neighbour(run, act)
+            finally:
+                run.daemon.pid = before
+    case(f"release-{mode}-agent", native=False, own_daemon=True)(body)
 
 
 # What they hold cannot come back; asking for it must not take for ever.

@@ -9,108 +9,123 @@ from moment import Moment
 from strata import Failure, configured
 from suite import case
 
-SCHEDULES = """
+EVERY_S = 2
+SCHEDULES = f"""
 [[snapshot]]
 name = "kept"
-every = "10s"
+every = "{EVERY_S}s"
 keep = 1
 
 [[snapshot]]
 name = "written"
-every = "10s"
+every = "{EVERY_S}s"
 keep = 2
 persist = true
 
 [[snapshot]]
 name = "never-started"
-every = "10s"
+every = "{EVERY_S}s"
 """
 
 
+def number(one):
+    return int(one["id"].split("@")[1])
+
+
 def scheduled(program):
-    """Those of the schedule that are whole, oldest first."""
+    """Those of the schedule that are whole and nobody has kept, oldest first."""
     found = [one for one in program.list().values()
-             if one["scheduled"] and one["state"] in ("usable", "persisted")]
-    return sorted(found, key=lambda one: int(one["id"].split("@")[1]))
+             if one["scheduled"] and one["state"] in ("usable", "persisted")
+             and one["id"] not in program.pinned]
+    return sorted(found, key=number)
 
 
-def wait_for(program, number):
-    """The schedule's snapshot with this number or a later one, alone with what
-    shall stay beside it."""
+def next_one(program, after=None):
+    """The newest of the schedule, when there is one newer than `after`."""
     def newest():
-        time.sleep(0.2)
         try:
             found = scheduled(program)
         except Failure:
             return None  # between two workers
-        return found and int(found[-1]["id"].split("@")[1]) >= number and found
-    return program.daemon.wait_until(newest, f"the schedule takes {program.name}@{number}", 40)
+        return found and (after is None or number(found[-1]) > number(after)) and found[-1]
+    return program.daemon.wait_until(newest, f"the schedule takes one of {program.name}", 40)
+
+
+def kept_by_hand(run, program):
+    """One of the schedule that somebody persists: from then on it is no business of the
+    schedule's. It may take the one at hand away meanwhile."""
+    def persisted():
+        before = program.count
+        one = next_one(program, scheduled(program)[-1])
+        program.moments[one["id"]] = (before, program.count)
+        done = run.daemon.strata("snapshot", "persist", one["id"], check=False)
+        return done.returncode == 0 and one
+    one = run.daemon.wait_until(persisted, "one of the schedule is persisted by hand", 40)
+    program.pinned.add(one["id"])
+    return one
 
 
 @case("snapshot-schedule", native=False, own_daemon=True, seconds=150)
 def schedule(run):
-    """Taken every ten seconds, the shortest there is, the oldest removed when the
-    next is whole; what is labelled, made or persisted by hand stays. The worker's
-    death changes nothing of that, the tenant's end ends it."""
+    """Taken every so often, the oldest removed when the next is whole; what is
+    labelled, made or persisted by hand stays. The worker's death changes nothing of
+    that, the tenant's end ends it."""
     directory = os.path.join(run.directory, "snapshots")
     text = f'snapshot_dir = "{directory}"\n{SCHEDULES}'
     with configured(run.daemon, text, run.directory, os.path.join(run.log_directory, "d.log")) as pid:
         run.daemon.pid, before = pid, run.daemon.pid
         try:
-            follow(run)
+            follow(run, directory)
         finally:
             run.daemon.pid = before
 
 
-def follow(run):
+def follow(run, directory):
     kept = Moment(run, "plain", 24, "16MiB", name="kept")
     written = Moment(run, "quiet", 24, "16MiB", name="written")
-    by_hand = kept.take()
-    labelled = kept.take("--label", "mine")
+    kept.pinned, written.pinned = set(), set()
+    by_hand = {kept.take(), kept.take("--label", "mine")}
     own = written.take("--persist")
-    first = wait_for(kept, 3)
-    if [one["id"] for one in first] != ["kept@3"] or first[0]["state"] != "usable":
+    first = next_one(kept)
+    if first["state"] != "usable":
         raise Failure(f"the first is {first}")
-    # One that the worker dies over has its number, too, and is not there.
-    run.daemon.wait_until(
-        lambda: written.list().get("written@2", {}).get("state") == "persisted",
-        "the first of the other is persisted")
+    next_one(written)
     worker = run.daemon.worker()
     os.kill(worker, signal.SIGKILL)
     run.daemon.wait_until(lambda: not machine.alive(worker) and run.daemon.worker(),
                           "there is another worker")
-    second = wait_for(kept, 4)
-    assert_gap(first[-1], second[-1])
-    # The old one goes just after the new one has come, and none else.
-    run.daemon.wait_until(lambda: set(kept.list()) == {by_hand, labelled, "kept@4"},
-                          "kept@4 takes the place of kept@3")
-    # Somebody wants this one: from now on it is no business of the schedule's.
-    run.daemon.strata("snapshot", "persist", "kept@4")
-    before = kept.count
-    third = wait_for(kept, 5)
-    after = kept.count
-    assert_gap(second[-1], third[-1])
-    wait_for(written, 4)
-    run.daemon.wait_until(lambda: len(scheduled(written)) == 2,
-                          "the third of the other takes the place of its first")
-    if set(kept.list()) != {by_hand, labelled, "kept@4", "kept@5"}:
-        raise Failure(f"there are {sorted(kept.list())}")
-    states = {id: one["state"] for id, one in written.list().items()}
-    if states != {own: "persisted", "written@3": "persisted", "written@4": "persisted"}:
-        raise Failure(f"of the other there are {states}")
-    left = {name.split("@")[0] + "@" + name.split("@")[1]
-            for name in os.listdir(os.path.join(run.directory, "snapshots")) if "@" in name}
-    if left != set(kept.list()) | set(written.list()):
-        raise Failure(f"directories are left of {sorted(left)}")
+    second = next_one(kept, first)
+    assert_gap(first, second)
+    # The old one goes just after a new one has come, and none else.
+    run.daemon.wait_until(
+        lambda: first["id"] not in (there := set(kept.list())) and by_hand <= there
+        and len(scheduled(kept)) == 1, "the next takes the place of the first")
+    pinned = kept_by_hand(run, kept)
+    third = next_one(kept, pinned)
+    assert_gap(pinned, third)
+    older = next_one(written)
+    run.daemon.wait_until(
+        lambda: older["id"] not in written.list() and len(scheduled(written)) == 2,
+        "the third of the other takes the place of its first")
+    if {one["state"] for one in scheduled(written)} != {"persisted"}:
+        raise Failure(f"of the other there are {scheduled(written)}")
+
+    def left():
+        return {"@".join(name.split("@")[:2]) for name in os.listdir(directory) if "@" in name}
+    run.daemon.wait_until(lambda: left() == set(kept.list()) | set(written.list()),
+                          "each directory has its snapshot, and each snapshot its directory")
     # It is the program as it was then.
-    kept.moments["kept@5"] = (before, after)
-    kept.roll("kept@5")
+    kept.roll(pinned["id"])
     written.report()
     written.kill()
     kept.kill()
+    run.daemon.wait_until(lambda: len(scheduled(kept)) == 1, "what was under way has ended")
     listed = set(kept.list()), set(written.list())
+    for stays, there in ((by_hand | {pinned["id"]}, listed[0]), ({own}, listed[1])):
+        if not stays <= there:
+            raise Failure(f"{stays - there} was kept by hand and is not there")
     # The time of another one passes; there is nobody to take it of.
-    time.sleep(10.5)
+    time.sleep(EVERY_S + 0.5)
     if (now := (set(kept.list()), set(written.list()))) != listed:
         raise Failure(f"there were {listed} when the tenants had ended, and then {now}")
     newest = scheduled(written)[-1]["id"]
@@ -122,7 +137,8 @@ def follow(run):
 
 
 def assert_gap(one, other):
-    if other["taken"] - one["taken"] < 9.9:
+    """`taken` is read when a snapshot is begun, and the next is due so long after."""
+    if other["taken"] - one["taken"] < EVERY_S - 0.1:
         raise Failure(f"{other['id']} was taken {other['taken'] - one['taken']} s after "
                       f"{one['id']}")
 
@@ -145,7 +161,7 @@ def schedule_refused(run):
         ({"every": '"5m"'}, 1, ("name",)),
         ({"name": '"db"'}, 1, ("every",)),
         ({**good, "name": '"a/b"'}, 2, ("name",)),
-        ({**good, "every": '"9s"'}, 3, ("too often", "10s")),
+        ({**good, "every": '"900ms"'}, 3, ("too often", "1s")),
         ({**good, "every": '"32d"'}, 3, ("too long", "31d")),
         ({**good, "every": '"-5m"'}, 3, ("every",)),
         ({**good, "every": '"5 parsecs"'}, 3, ("every",)),

@@ -18,7 +18,7 @@ pub const MAX_COPY_DIRS: usize = 16;
 pub const MAX_PATH_BYTES: usize = 4095;
 /// Shortest time between two scheduled snapshots of a tenant: each one freezes
 /// it and write-protects its memory.
-pub const MIN_SCHEDULE_SECONDS: u64 = 10;
+pub const MIN_SCHEDULE_SECONDS: u64 = 1;
 
 /// A snapshot's identity, written `NAME@N`: the tenant that it was taken of, and
 /// a number that counts up from 1 and is never given twice for one name, also

@@ -76,7 +76,9 @@ impl Handler for Commands {
                 Reply::Done { note: String::new() }
             }),
             Request::ShareOut { total_bytes, curves } => advice::shares(total_bytes, &curves),
-            Request::Release { name } => self.with(peer, &name, release),
+            Request::Release { name } => {
+                self.with(peer, &name, |tenant| release(tenant, self.config.release_patience))
+            }
             Request::Stop { name } => self.with(peer, &name, |tenant| self.stop(tenant)),
             Request::Snapshot { name, label, persist } => {
                 self.with(peer, &name, |tenant| {
@@ -377,11 +379,11 @@ fn set(tenant: &Arc<Tenant>, dram_bytes: u64) -> Reply {
     Reply::Done { note }
 }
 
-fn release(tenant: &Arc<Tenant>) -> Reply {
+fn release(tenant: &Arc<Tenant>, patience: Duration) -> Reply {
     if tenant.is_released() {
         return Reply::Done { note: "it was released before".into() };
     }
-    match tenant.release() {
+    match tenant.release(patience) {
         Ok(()) => Reply::Done { note: String::new() },
         Err(ReleaseRefused::NoRoom { needed_bytes, available_bytes }) => error(
             format!(

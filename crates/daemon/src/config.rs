@@ -31,6 +31,8 @@ const DEFAULT_NODE_BANDWIDTH: ByteSize = ByteSize(1 << 30);
 const DEFAULT_SNAPSHOT_DIR: &str = "/var/lib/strata/snapshots";
 /// Scheduled snapshots of a tenant that are kept when the schedule does not say.
 const DEFAULT_KEEP: u32 = 12;
+/// Without any page coming back for so long a release is given up.
+const DEFAULT_RELEASE_PATIENCE: Duration = Duration::from_secs(30);
 /// From SIGTERM to SIGKILL: what service managers and orchestrators give, too.
 const DEFAULT_STOP_GRACE: Duration = Duration::from_secs(10);
 
@@ -113,6 +115,8 @@ pub(crate) struct Config {
     pub(crate) preload: Option<PathBuf>,
     /// From SIGTERM to SIGKILL in `strata stop`.
     pub(crate) stop_grace: Duration,
+    /// Without any page coming back for so long, `strata release` gives up.
+    pub(crate) release_patience: Duration,
     /// Directory of persisted snapshots and of each snapshot's process state;
     /// made if it is not there, for its owner only.
     pub(crate) snapshot_dir: PathBuf,
@@ -211,6 +215,7 @@ impl Config {
             uffd_users: Vec::new(),
             preload: None,
             stop_grace: DEFAULT_STOP_GRACE,
+            release_patience: DEFAULT_RELEASE_PATIENCE,
             snapshot_dir: DEFAULT_SNAPSHOT_DIR.into(),
             // A quarter: beside a tenant with the default budget, a half, the
             // rest of the machine still has as much. It is a bound, not a
@@ -295,7 +300,11 @@ impl Config {
             Some(library) => writeln!(out, "preload = {}", path(library))?,
             None => writeln!(out, "# preload: the libstrata.so installed with stratad")?,
         }
-        writeln!(out, "stop_grace = \"{}ms\"", self.stop_grace.as_millis())?;
+        for (key, time) in
+            [("stop_grace", self.stop_grace), ("release_patience", self.release_patience)]
+        {
+            writeln!(out, "{key} = \"{}ms\"", time.as_millis())?;
+        }
         writeln!(out, "snapshot_dir = {}", path(&self.snapshot_dir))?;
         writeln!(out, "snapshot_limit = {}", exact_size(self.snapshot_limit))?;
         match &self.criu {

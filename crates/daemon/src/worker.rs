@@ -77,8 +77,9 @@ fn start(inheritance: &Inheritance) -> anyhow::Result<()> {
     std::thread::Builder::new()
         .name("tidy".into())
         .spawn(move || tidy(&tidied, &snapshots, private, watched.as_deref()))?;
+    let patience = inheritance.config.release_patience;
     loop {
-        if wait_for_signal() == Signal::Terminate && terminate(&tenants) {
+        if wait_for_signal() == Signal::Terminate && terminate(&tenants, patience) {
             if let Some(watcher) = &watcher {
                 watcher.end();
             }
@@ -149,10 +150,10 @@ fn tidy(tenants: &Tenants, snapshots: &Snapshots, private: bool, watcher: Option
 
 /// Gives everything back. False: some tenant's pages do not fit into DRAM, so
 /// the daemon goes on.
-fn terminate(tenants: &Tenants) -> bool {
+fn terminate(tenants: &Tenants, patience: Duration) -> bool {
     let mut all = true;
     for tenant in tenants.list() {
-        let released = tenant.release();
+        let released = tenant.release(patience);
         // One that has ended meanwhile has nothing to be given back.
         if let Err(refused) = released
             && refused != ReleaseRefused::Ended

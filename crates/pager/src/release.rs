@@ -18,11 +18,6 @@ use crate::tenant::{Order, ReleaseRefused, Tenant};
 
 /// DRAM that stays free for the rest of the machine.
 const MARGIN_BYTES: u64 = 64 << 20;
-/// Without any page coming back for so long, it is given up.
-const PATIENCE: Duration = Duration::from_secs(30);
-/// Whoever asked gives up on a keeper that shows no progress for so long. Longer
-/// than a keeper needs to find out for itself that pages do not come back.
-pub(crate) const KEEPER_PATIENCE: Duration = Duration::from_secs(45);
 /// How often progress is looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 /// Pages asked for at a time.
@@ -31,8 +26,10 @@ const PAGES_AT_A_TIME: usize = 2048;
 /// What the keeper and the one who asked know of each other. A keeper can be
 /// held up for as long as a program likes: what it reads from a process may be
 /// memory that the process makes its readers wait for.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Progress {
+    /// Without any page coming back for so long, it is given up.
+    patience: Duration,
     /// Grows with everything that comes of it.
     steps: AtomicU64,
     /// Nobody waits any more: it is not to be carried out later.
@@ -40,6 +37,10 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
+    fn new(patience: Duration) -> Self {
+        Self { patience, steps: AtomicU64::new(0), given_up: AtomicBool::new(false) }
+    }
+
     fn step(&self) {
         self.steps.fetch_add(1, Ordering::Relaxed);
     }
@@ -52,15 +53,16 @@ impl Progress {
     }
 }
 
-/// Has the keeper release `tenant`; gives up when nothing came of it for
-/// `patience`.
+/// Has the keeper release `tenant`. It gives up when no page came back for
+/// `patience`; whoever asks gives up on a keeper that shows no progress for half as
+/// long again, so that it can find out for itself.
 pub(crate) fn ask(tenant: &Tenant, patience: Duration) -> Result<(), ReleaseRefused> {
     let (sender, receiver) = mpsc::channel();
-    let progress = Arc::new(Progress::default());
+    let progress = Arc::new(Progress::new(patience));
     tenant.order(Order::Release(sender, Arc::clone(&progress)));
     let mut seen = 0;
     loop {
-        match receiver.recv_timeout(patience) {
+        match receiver.recv_timeout(patience + patience / 2) {
             Ok(outcome) => return outcome,
             Err(RecvTimeoutError::Disconnected) => return Err(ReleaseRefused::Ended),
             Err(RecvTimeoutError::Timeout) => {}
@@ -157,7 +159,7 @@ fn bring_back(
             least = left;
             since = Instant::now();
             progress.step();
-        } else if since.elapsed() > PATIENCE {
+        } else if since.elapsed() > progress.patience {
             return Err(ReleaseRefused::Stuck { pages: left });
         }
         crate::handler::start(space, tenant);
@@ -199,6 +201,9 @@ mod tests {
     use super::*;
     use crate::testing;
 
+    /// Longer than anything here takes.
+    const PATIENCE: Duration = Duration::from_secs(45);
+
     #[test]
     fn a_keeper_that_is_held_up_is_not_waited_for_for_ever() {
         let Some(uffd) = testing::userfaultfd() else { return };
@@ -211,11 +216,11 @@ mod tests {
         assert_eq!(ask(&tenant, patience), Err(ReleaseRefused::Unanswered));
         assert!(!tenant.is_released());
         drop(gate);
-        assert_eq!(ask(&tenant, KEEPER_PATIENCE), Ok(()));
+        assert_eq!(ask(&tenant, PATIENCE), Ok(()));
         assert!(tenant.is_released());
         tenant.end();
         // Nobody carries anything out any more.
-        assert_eq!(ask(&tenant, KEEPER_PATIENCE), Err(ReleaseRefused::Ended));
+        assert_eq!(ask(&tenant, PATIENCE), Err(ReleaseRefused::Ended));
     }
 
     #[test]
@@ -226,8 +231,8 @@ mod tests {
             let asking = [0; 4].map(|_| {
                 scope.spawn(|| {
                     let began = Instant::now();
-                    while ask(&tenant, KEEPER_PATIENCE) == Ok(()) {}
-                    assert!(began.elapsed() < KEEPER_PATIENCE, "nobody answered");
+                    while ask(&tenant, PATIENCE) == Ok(()) {}
+                    assert!(began.elapsed() < PATIENCE, "nobody answered");
                 })
             });
             tenant.end();
@@ -243,7 +248,7 @@ mod tests {
         let tenant = testing::tenant();
         let space = testing::space(&tenant, uffd);
         tenant.adopt_space(Arc::clone(&space));
-        let progress = Progress::default();
+        let progress = Progress::new(PATIENCE);
         progress.given_up.store(true, Ordering::Relaxed);
         let refused = release(&tenant, &mut Evictor::new(), &progress);
         assert_eq!(refused, Err(ReleaseRefused::Unanswered));

@@ -425,9 +425,9 @@ impl Tenant {
     }
 
     /// Gives every page back and stops managing; the program runs on natively.
-    /// Waits as long as pages come back, and a minute at most when none do.
-    pub fn release(&self) -> Result<(), ReleaseRefused> {
-        release::ask(self, release::KEEPER_PATIENCE)
+    /// Waits as long as pages come back, and gives up when none did for `patience`.
+    pub fn release(&self, patience: Duration) -> Result<(), ReleaseRefused> {
+        release::ask(self, patience)
     }
 
     /// Ends its processes: `signal` to each. Returns how many were there.

@@ -20,7 +20,7 @@ use super::nearest::nearest;
 use super::{Config, Machine, Problem, Problems, Rule, User, exact_time};
 
 /// All keys of the file.
-pub(super) const KEYS: [&str; 17] = [
+pub(super) const KEYS: [&str; 18] = [
     "socket_dir",
     "default_dram",
     "metrics",
@@ -33,6 +33,7 @@ pub(super) const KEYS: [&str; 17] = [
     "uffd_users",
     "preload",
     "stop_grace",
+    "release_patience",
     "snapshot_dir",
     "snapshot_limit",
     "criu",
@@ -151,6 +152,10 @@ impl Reader<'_> {
         config.preload = self.get(table, "preload", library);
         if let Some(grace) = self.get(table, "stop_grace", |value| duration(value, MAX_GRACE)) {
             config.stop_grace = grace;
+        }
+        if let Some(time) = self.get(table, "release_patience", |value| duration(value, MAX_GRACE))
+        {
+            config.release_patience = time;
         }
         if let Some(directory) = self.get(table, "snapshot_dir", snapshot_directory) {
             config.snapshot_dir = directory;

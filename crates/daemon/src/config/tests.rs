@@ -53,6 +53,7 @@ tier_order = ["compressed", "node", "file"]
 uffd_users = ["postgres", "1000"]
 preload = "/bin/sh"
 stop_grace = "250ms"
+release_patience = "1min"
 snapshot_dir = "/no/such/directory/yet"
 snapshot_limit = "3GiB"
 criu = "/bin/sh"
@@ -85,6 +86,7 @@ fn every_key_is_read_and_printing_it_reads_the_same() {
     let config = parse(FULL).expect("valid");
     assert_eq!(config.default_dram, ByteSize(3 << 29));
     assert_eq!(config.stop_grace, Duration::from_millis(250));
+    assert_eq!(config.release_patience, Duration::from_secs(60));
     assert_eq!(config.uffd_users[0], User { name: "postgres".into(), uid: 105 });
     assert_eq!(config.uffd_users[1].uid, 1000);
     let (limit, bandwidth) = (ByteSize(3 << 30), ByteSize(200 << 20));
@@ -151,7 +153,10 @@ fn each_slip_is_named_with_its_line_and_its_cure() {
         ("[[snapshot]]\nevery = \"5m\"", "t.toml:1: snapshot: a schedule needs the key name; add"),
         ("[[snapshot]]\nname = \"db\"", "needs the key every; add every = \"5m\""),
         ("[[snapshot]]\nname = \"a/b\"\nevery = \"5m\"", "t.toml:2: name: a name consists of"),
-        ("[[snapshot]]\nname = \"db\"\nevery = \"9s\"", "\"9s\" is too often; a snapshot stops"),
+        (
+            "[[snapshot]]\nname = \"db\"\nevery = \"900ms\"",
+            "\"900ms\" is too often; a snapshot stops",
+        ),
         ("[[snapshot]]\nname = \"db\"\nevery = \"32d\"", "is too long; at most \"31d\""),
         ("[[snapshot]]\nname = \"db\"\nevery = 5", "of the type integer; write a time"),
         ("[[snapshot]]\nname = \"db\"\nevery = \"5m\"\nkeep = 0", "t.toml:4: keep: 0 cannot be"),

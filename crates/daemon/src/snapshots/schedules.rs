@@ -12,8 +12,9 @@ use super::take::now;
 use crate::config::Schedule;
 use crate::schedule::due;
 
-/// How often schedules are looked at: a part of the shortest.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// How often schedules are looked at: a part of the shortest, of
+/// [`strata_api::MIN_SCHEDULE_SECONDS`].
+const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// Whoever schedules may do everything with its tenants.
 const ROOT: u32 = 0;
 

@@ -8,7 +8,7 @@ BENCH_FLAGS ?=
 SOAK_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test lint bench soak guest
+.PHONY: help build demo test lint bench soak mutants guest
 
 help: ## This list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -33,16 +33,20 @@ lint: ## Format and lints only
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 
-bench: ## Interleaved comparisons with confidence intervals, into bench/results (about an hour)
+bench: ## Interleaved comparisons with confidence intervals, into bench/results (an hour; ROW=name: one)
 	@scripts/setup.sh bench
 	cargo build --release --workspace --locked
 	-@scripts/memtierd.sh
-	$(BINARIES)/strata-lab bench $(BENCH_FLAGS)
+	$(BINARIES)/strata-lab bench $(if $(ROW),--only $(ROW)) $(BENCH_FLAGS)
 
 soak: ## The program tests for longer, with hundreds of worker deaths
 	@scripts/setup.sh test
 	cargo build --release --workspace --locked
 	tests/run.sh --soak $(SOAK_FLAGS)
+
+mutants: ## Break ten lines, one after the other: do the tests notice?
+	@scripts/setup.sh test
+	@tests/mutants.py
 
 guest: ## Of the tests, only what other kernels show in emulated guests
 	@scripts/setup.sh guest

@@ -5,6 +5,7 @@
 //! `bench/matrix.rs`, how it is written down in `bench/report.rs`.
 
 mod advise;
+mod budget;
 mod cells;
 mod foretelling;
 mod matrix;
@@ -17,6 +18,7 @@ mod rows;
 mod snapshots;
 mod tiers;
 
+use self::budget::Budget;
 use crate::{host_memory, interrupt, janitor::Janitor, machine::Provenance, trial};
 use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
@@ -66,7 +68,7 @@ pub(crate) enum Part {
 /// Which parts, how often, how large.
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Only these parts
+    /// Only these parts [default: all that are not long, within an hour]
     #[arg(long, value_enum, value_delimiter = ',')]
     only: Vec<Part>,
     /// Repetitions of every pair; of `tight`, those of the quoted rows
@@ -95,6 +97,15 @@ struct Bench {
     plan: trial::Plan,
     repetitions: usize,
     quick: bool,
+    budget: Budget,
+}
+
+impl Bench {
+    /// The repetitions of a row: as many as were asked for, at least one, and none that
+    /// would begin when the row's time is over.
+    fn repetitions(&self) -> impl Iterator<Item = usize> {
+        (0..self.repetitions).take_while(|&done| self.budget.allows(done, self.repetitions))
+    }
 }
 
 /// Runs the parts and writes raw results and a summary.
@@ -112,14 +123,20 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         plan,
         repetitions: options.repetitions,
         quick: options.quick,
+        budget: Budget::new(),
     };
     let memory = if options.quick { None } else { Some(host_memory::keep(&bench.janitor)?) };
     let said = memory.as_ref().map(|memory| memory.said.clone());
     let mut results = report::Results::new(Provenance::now(), options.quick, said);
-    let all = Part::value_variants();
-    for part in if options.only.is_empty() { all } else { &options.only } {
+    let all: Vec<Part> =
+        Part::value_variants().iter().copied().filter(|part| !part.is_long()).collect();
+    for part in if options.only.is_empty() { &all } else { &options.only } {
         eprintln!("{}", part.title());
         let mut found = report::PartResults::default();
+        if !bench.budget.begin(part.is_long(), options.only.is_empty()) {
+            results.add(*part, found, Err(anyhow::anyhow!("the hour of a whole bench is over")));
+            continue;
+        }
         let outcome = match part {
             Part::Fits => parts::fits(&bench, &mut found),
             Part::Tight => matrix::tight(&bench, &options.narrowing, &mut found),
@@ -142,6 +159,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             Part::Snapshots => snapshots::snapshots(&bench, &options.sizes, &mut found),
             Part::Tiers => tiers::tiers(&bench, &mut found),
         };
+        eprintln!("{}", bench.budget.said());
         results.add(*part, found, outcome);
         // What was measured until now is written down all the same.
         if interrupt::requested() {
@@ -167,6 +185,22 @@ pub(crate) fn run(options: &Options) -> Result<()> {
 }
 
 impl Part {
+    /// Those that take longer than a row's ten minutes by their nature run only when they
+    /// are named, and to their end.
+    const fn is_long(self) -> bool {
+        matches!(
+            self,
+            Self::Tight
+                | Self::Mariadb
+                | Self::Jvm
+                | Self::Cpython
+                | Self::Matrix
+                | Self::Advise
+                | Self::AdvisePrograms
+                | Self::AdviseShares
+        )
+    }
+
     const fn title(self) -> &'static str {
         match self {
             Self::Fits => "Redis within its budget: Strata against no Strata",

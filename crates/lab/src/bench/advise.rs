@@ -176,7 +176,7 @@ pub(super) fn pinned(bench: &Bench, part: impl FnOnce() -> Result<()>) -> Result
 pub(super) fn foretelling(bench: &Bench, results: &mut PartResults) -> Result<()> {
     for pattern in [Pattern::Gaussian, Pattern::Zipf, Pattern::ScanHot, Pattern::Uniform] {
         let mut foretelling = Foretelling::new(&pattern.name(), "op");
-        for repetition in 0..bench.repetitions {
+        for repetition in bench.repetitions() {
             let what = format!("{}: {} of {}", pattern.name(), repetition + 1, bench.repetitions);
             let progress = Progress::start(&what);
             foretell_once(bench, pattern, &mut foretelling, results)?;
@@ -244,7 +244,7 @@ pub(super) fn cost(bench: &Bench, results: &mut PartResults) -> Result<()> {
             left: side("on"),
             right: Some(side("off")),
         };
-        for repetition in 0..bench.repetitions {
+        for repetition in bench.repetitions() {
             let what = format!("cost {place}: {} of {}", repetition + 1, bench.repetitions);
             let progress = Progress::start(&what);
             let strata = Strata::start(&bench.janitor, &bench.plan.binaries)?;
@@ -297,7 +297,7 @@ pub(super) fn sharing(bench: &Bench, totals: &Totals, results: &mut PartResults)
         right: Some(side("equal shares")),
     };
     let mut sums: Vec<Series> = totals.totals.iter().map(series).collect();
-    for repetition in 0..bench.repetitions {
+    for repetition in bench.repetitions() {
         let what = format!("sharing out: {} of {}", repetition + 1, bench.repetitions);
         let progress = Progress::start(&what);
         let mut strata = Strata::start(&bench.janitor, &bench.plan.binaries)?;

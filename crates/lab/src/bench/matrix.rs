@@ -140,7 +140,7 @@ impl Run<'_> {
     fn all(&mut self, cells: &[Cell]) -> Result<()> {
         let missing = &mut self.matrix.missing;
         self.matrix.prices = price::measure(self.bench, &mut |reason| missing.push(reason))?;
-        for repetition in 0..self.bench.repetitions {
+        for repetition in self.bench.repetitions() {
             for cell in cells {
                 self.cell(cell, repetition)?;
             }

@@ -47,7 +47,7 @@ pub(super) fn fits(bench: &Bench, results: &mut PartResults) -> Result<()> {
         ("p99", "µs", |window| window.run.p99_us),
     ];
     let mut pairs = Vec::new();
-    for repetition in 0..bench.repetitions {
+    for repetition in bench.repetitions() {
         interrupt::check()?;
         let what = format!("fits: servers {} of {}", repetition + 1, bench.repetitions);
         let progress = Progress::start(&what);
@@ -142,7 +142,7 @@ fn alloc_in_turn(
         [("near", Some(held_bytes * 105 / 100)), ("far", Some(PLENTY_BYTES)), ("native", None)];
     let mut speeds = sides.map(|(name, _)| Side::new(name));
     let mut served = sides.map(|(name, _)| Side::new(name));
-    for repetition in 0..bench.repetitions {
+    for repetition in bench.repetitions() {
         for turn in 0..sides.len() {
             interrupt::check()?;
             let place = (repetition + turn) % sides.len();
@@ -235,7 +235,7 @@ pub(super) fn fault(bench: &Bench, results: &mut PartResults) -> Result<()> {
         ("original : compressed", "×", Side::new("Strata")),
     ];
     let mut bare = [Side::new("bare userfaultfd"), Side::new("bare userfaultfd")];
-    for repetition in 0..bench.repetitions {
+    for repetition in bench.repetitions() {
         interrupt::check()?;
         let child = subject(&Wrapping::default(), &["bare-fault", "--seconds", "2"])?;
         let least: BareResult =
@@ -309,7 +309,7 @@ pub(super) fn rest(bench: &Bench, results: &mut PartResults) -> Result<()> {
     ];
     let mut sides = places.map(|_| Side::new("daemon"));
     let mut alone = Side::new("no such tenant");
-    for repetition in 0..bench.repetitions {
+    for repetition in bench.repetitions() {
         interrupt::check()?;
         alone.samples.push(percent(&strata));
         for (place, &(_, count, budget_mib)) in places.iter().enumerate() {

@@ -197,7 +197,7 @@ fn series(name: &str, wording: &Wording, pairs: &Pairs) -> Vec<Series> {
 fn gated(bench: &Bench, results: &mut PartResults, job: &Job, wording: &Wording) -> Result<()> {
     let mut found = Pairs::all();
     let mut agreement = Agreement::default();
-    let outcome: Result<()> = (0..bench.repetitions).try_for_each(|_| {
+    let outcome: Result<()> = bench.repetitions().try_for_each(|_| {
         let mut one = |setup: Setup, what: &str| -> Result<Figures> {
             let what = format!("{}: {what}", job.name);
             let Trial { figures, work } = bench.program(setup, &what, job)?;
@@ -307,7 +307,7 @@ pub(super) fn matrix(bench: &Bench, results: &mut PartResults) -> Result<()> {
 pub(super) fn mariadb(bench: &Bench, results: &mut PartResults) -> Result<()> {
     let database = mariadb::Database::prepare(bench)?;
     let mut found = mariadb::PHASES.map(|phase| (phase, Pairs::all()));
-    let outcome: Result<()> = (0..bench.repetitions).try_for_each(|_| {
+    let outcome: Result<()> = bench.repetitions().try_for_each(|_| {
         let mut one = |setup: Setup, what: &str| -> Result<Vec<Figures>> {
             let schedule = Schedule::both(bench.times());
             let figures = database.trial(bench, setup, &schedule, &format!("mariadb: {what}"))?;
@@ -353,7 +353,7 @@ pub(super) fn threads(bench: &Bench, results: &mut PartResults) -> Result<()> {
     ];
     // By setup, then by count.
     let mut found = setups.map(|_| COUNTS.map(|_| Vec::<Faulting>::new()));
-    let outcome: Result<()> = (0..bench.repetitions).try_for_each(|_| {
+    let outcome: Result<()> = bench.repetitions().try_for_each(|_| {
         let mut turn = setups.map(|_| Vec::new());
         for count in COUNTS {
             let line = walk(bench.times(), &["threads", "--threads", count], data_bytes)?;

@@ -243,7 +243,7 @@ fn all(
     results: &mut PartResults,
 ) -> Result<()> {
     let to_clone = sizes.sizes.iter().min_by_key(|size| size.0.abs_diff(CLONED_BYTES));
-    for repetition in 0..bench.repetitions {
+    for repetition in bench.repetitions() {
         for size in &sizes.sizes {
             let mut subjects = vec![Subject::Resident, Subject::Half, Subject::Plain];
             // Who comes first may have the better machine.

@@ -63,7 +63,7 @@ fn random(bench: &Bench, directory: &Path, results: &mut PartResults) -> Result<
     let place = directory.to_str().context("a path of our own making")?;
     let bare = ["direct-read", "--directory", place, "--size", &size, "--seconds", seconds];
     let progress = Progress::start("tiers: random faults");
-    for repetition in 0..bench.repetitions {
+    for repetition in bench.repetitions() {
         let mut strata_turn = || -> Result<()> {
             interrupt::check()?;
             let seen = under_strata(bench, directory, &arguments, size_bytes / RANDOM_PART)?;
@@ -114,7 +114,7 @@ fn in_order(
     let (mut strata, mut swap) = (Side::new("Strata"), Side::new("kernel swap"));
     let what = format!("tiers: in order, {content}");
     let progress = Progress::start(&what);
-    for repetition in 0..bench.repetitions {
+    for repetition in bench.repetitions() {
         for turn in 0..2 {
             interrupt::check()?;
             let (seen, side) = if (repetition + turn) % 2 == 0 {

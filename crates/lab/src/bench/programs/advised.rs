@@ -82,7 +82,7 @@ fn foretell(
         units.iter().map(|(unit, _)| Foretelling::new(name, unit)).collect();
     let (watch, settle) =
         if bench.quick { (["15", "5"], ["5", "2"]) } else { (["40", "30"], ["90", "8"]) };
-    for _ in 0..bench.repetitions {
+    for _ in bench.repetitions() {
         let watched = |budget_bytes: u64, place: &str| {
             let figures = trial(Run { budget_bytes, is_advised: true, times: watch }, place)?;
             let advice = figures.advice.clone().context("the advisor was not asked")?;

@@ -1,65 +1,65 @@
 #!/usr/bin/env bash
-# All tests, one after the other; a failure does not keep the later ones from
+# All tests: format, lints, then unit tests and programs under pressure together, two
+# at a time (tests/lib/runner.py). A failure does not keep what comes after it from
 # running. The last line counts them: N passed, N failed, N skipped.
+#
+#   scripts/test.sh [--fast] [FLAG ...]   --fast: no format, no lints; then flags of
+#                                         tests/run.sh, as --only PATTERN
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
+# Unit tests and programs are built once, in one optimised profile with assertions.
+profile=checked
+target=$(realpath -m "${CARGO_TARGET_DIR:-target}")
+export STRATA_BIN_DIR=$target/$profile
+log=$target/test.log units=$target/units.json
+mkdir -p "$target"
+
 passed=0 failed=0 skipped=0
-log=$(mktemp)
-trap 'rm -f "$log"' EXIT
-
-title() {
-    printf '\n== %s\n' "$1"
-}
-
 # One step that counts as one test.
 step() {
-    local name=$1
+    local name=$1 began=$SECONDS
     shift
-    title "$name"
+    printf '\n== %s\n' "$name"
     if "$@"; then
         passed=$((passed + 1))
+        echo "ok $name  ($((SECONDS - began)) s)"
     else
         failed=$((failed + 1))
         echo "FAIL $name"
+        return 1
     fi
 }
 
-# Adds up "N passed ... N failed ... N skipped|ignored" lines of the log. A
-# command that failed without counting a failure is one itself.
-count() {
-    local status=$1 pattern=$2 p f s
-    read -r p f s < <(grep -E "$pattern" "$log" | awk '
-        { for (i = 2; i <= NF; i++) {
-            if ($i ~ /^passed/) p += $(i - 1)
-            if ($i ~ /^failed/) f += $(i - 1)
-            if ($i ~ /^(skipped|ignored)/) s += $(i - 1) } }
-        END { print p + 0, f + 0, s + 0 }')
-    passed=$((passed + p)) failed=$((failed + f)) skipped=$((skipped + s))
-    if [ "$status" != 0 ] && [ "$f" = 0 ]; then
-        failed=$((failed + 1))
-    fi
+build() {
+    cargo build --profile "$profile" --workspace --locked &&
+        cargo test --profile "$profile" --workspace --locked --no-run \
+            --lib --bins --tests --message-format=json >"$units"
 }
 
 # The tests of snapshots ask here for CRIU; without it they say that they skip.
 STRATA_CRIU=${STRATA_CRIU:-$(scripts/criu.sh --path || true)}
 export STRATA_CRIU
 
-step "format" cargo fmt --all --check
-step "lints" cargo clippy --workspace --all-targets --locked -- -D warnings
-
-title "unit and property tests"
-cargo test --workspace --locked --no-fail-fast 2>&1 | tee "$log"
-count "${PIPESTATUS[0]}" '^test result:'
-
-step "build" cargo build --release --workspace --locked
-
-if [ -x tests/run.sh ]; then
-    title "programs under pressure"
-    tests/run.sh --patience 5 2>&1 | tee "$log"
-    count "${PIPESTATUS[0]}" '^[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped$'
+if [ "${1:-}" = --fast ]; then
+    shift
+else
+    step "format" cargo fmt --all --check
+    step "lints" cargo clippy --profile "$profile" --workspace --all-targets --locked -- -D warnings
+    step "examples in documentation" \
+        cargo test --profile "$profile" --package strata-client --locked --quiet --doc
+fi
+if step "build" build; then
+    printf '\n== unit tests, and programs under pressure\n'
+    tests/run.sh --units "$units" --patience 5 "$@" 2>&1 | tee "$log"
+    status=${PIPESTATUS[0]}
+    read -r p f s < <(sed -nE 's/^([0-9]+) passed, ([0-9]+) failed, ([0-9]+) skipped$/\1 \2 \3/p' "$log")
+    passed=$((passed + ${p:-0})) failed=$((failed + ${f:-0})) skipped=$((skipped + ${s:-0}))
+    # One that failed without counting a failure is one itself.
+    [ "$status" = 0 ] || [ "${f:-0}" != 0 ] || failed=$((failed + 1))
+    grep -E '^(flaky: |no flaky case)' "$log"
 fi
 
-echo
+printf '\n%s s\n' "$SECONDS"
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" = 0 ]

@@ -12,11 +12,9 @@ import subprocess
 import sys
 import termios
 
-import guest
 import machine
 from elsewhere import doctor, not_here
-from kernels import MANAGES, expect, in_guest
-from moment import CRIU, Arrived, Moment, need_criu
+from moment import Arrived, Moment
 from redis import Redis, dense_value
 from snapshot_crash import unmount
 from strata import Failure, configured
@@ -42,38 +40,10 @@ OUT_OF_THE_WAY = 3000
 CUT, AFTER = "dax-until-cut", "dax-after-cut"
 
 
-def only(*names):
-    return [word for name in names for word in ("--only", name)]
-
-
-def boots(run, more=(), **contents):
-    """A function that boots a guest with this case's NVDIMM and runs cases there."""
-    tools = [run.tool(name) for name in ("ndctl", "mkfs.ext4", "mount", "umount")]
-    nvdimm = os.path.join(run.directory, "nvdimm")
-    with open(nvdimm, "wb") as file:
-        file.truncate(guest.NVDIMM_MIB << 20)
-    files = [*tools, *more, "/etc/mke2fs.conf"]
-
-    def boot(names):
-        return in_guest(run, lambda version: version >= MANAGES, only(*names),
-                        [f"{NVDIMM}=1", f"STRATA_CRIU={CRIU}"], guest.with_nvdimm(nvdimm),
-                        MODULES, more=files, **contents)
-    return boot
-
-
-@case("guest-dax", native=False, seconds=900)
-def guest_dax(run):
-    names = ["dax-tier", "dax-redis", "dax-full", "dax-not"]
-    expect(boots(run, [run.tool("redis-server")])(names), names)
-
-
-@case("guest-power-cut", native=False, seconds=600)
-def guest_power_cut(run):
-    """The boot in which the power is cut says nothing; the next one tells."""
-    need_criu()
-    boot = boots(run, criu=CRIU)
-    expect(boot([CUT]), [])
-    expect(boot([AFTER]), [AFTER])
+def files(run):
+    """What must be in a guest for it."""
+    tools = [run.tool(name) for name in ("ndctl", "mkfs.ext4", "mount", "umount", "redis-server")]
+    return [*tools, "/etc/mke2fs.conf"]
 
 
 def command(*words):
@@ -85,7 +55,7 @@ def command(*words):
 def mount(dax):
     """The NVDIMM's file system at its place; a new one where there is none."""
     if NVDIMM not in os.environ:
-        not_here("there is no NVDIMM", "guest-dax, guest-power-cut")
+        not_here("there is no NVDIMM", "guest-new-kernel")
     if not os.path.exists(DEVICE) or not int(machine.read("/sys/block/pmem0/queue/dax")):
         # As it is, a namespace is without the pages' records that DAX needs.
         command("ndctl", "create-namespace", "-f", "-e", "namespace0.0", "-m", "fsdax", "-M", "mem")

@@ -48,7 +48,7 @@ def cgroup_v2_backstop(run):
     root = unified_root()
     if root is None:
         not_here("the memory controller is not in cgroup v2 on this machine; with v1 there is "
-                 "no backstop", "guest-with-cgroup-v2")
+                 "no backstop", "guest-new-kernel")
     program = run.start("hold", "96", "load", budget="40MiB")
     program.gate("running")
     group = root + machine.memory_cgroup(program.pid)
@@ -85,7 +85,7 @@ def kernel_without_move(run):
     version = tuple(int(number) for number in re.findall(r"\d+", release)[:2])
     if version >= (6, 8):
         not_here(f"Linux {release} has UFFDIO_MOVE; a kernel before 6.8 is needed",
-                 "guest-without-move")
+                 "guest-old-kernel")
     findings, ready = doctor(run)
     if ready or findings["UFFDIO_MOVE"]["presence"] != "no":
         raise Failure(f"doctor says ready: {ready}, {findings['UFFDIO_MOVE']}")
@@ -118,7 +118,7 @@ def oom_order(run):
     effective = int(machine.read("/proc/self/status").split("CapEff:")[1].split()[0], 16)
     if not effective >> CAP_SYS_RESOURCE & 1:
         not_here("without CAP_SYS_RESOURCE no oom_score_adj can be lowered",
-                 "guest-with-cgroup-v2")
+                 "guest-new-kernel")
     program = run.start("hold", "96", "load", budget="40MiB")
     program.gate("running")
     scores = {}

@@ -1,5 +1,5 @@
 """The node tier: cold pages lie on a node without processors, in place, and hot
-ones come back. A guest has such a node (cases/kernels.py boots one for it)."""
+ones come back. A guest has such a node (cases/guests.py boots one for it)."""
 
 import collections
 import contextlib
@@ -15,7 +15,6 @@ import time
 import machine
 import vm
 from elsewhere import doctor, not_here
-from kernels import MANAGES, expect, in_guest
 from strata import Failure, configured, worker_of
 from suite import case
 
@@ -26,11 +25,6 @@ HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 LIMIT_MIB = 16
 # What "place node-much" has there.
 MUCH_PAGES = 96 * MIB // 4096
-# Node 0 has the processors, node 1 is 256 MiB of memory farther away.
-HARDWARE = ("-object", "memory-backend-ram,id=m0,size=768M",
-            "-object", "memory-backend-ram,id=m1,size=256M",
-            "-numa", "node,nodeid=0,cpus=0-1,memdev=m0", "-numa", "node,nodeid=1,memdev=m1",
-            "-numa", "dist,src=0,dst=1,val=40")
 
 
 def node_without_cpus():
@@ -121,7 +115,7 @@ def on_node(run, configuration):
     where they are: the node and the daemon's process. Skips where there is none."""
     node = node_without_cpus()
     if node is None:
-        not_here("this machine has no node without processors", "guest-node")
+        not_here("this machine has no node without processors", "guest-new-kernel")
     balance(False)
     log = os.path.join(run.log_directory, "stratad-node.log")
     with configured(run.daemon, 'node = "auto"\n' + configuration, run.directory, log) as daemon:
@@ -203,7 +197,7 @@ def node_huge(run):
     """Memory in huge pages goes to the node and comes back, page by page: the kernel would
     move such a page whole, whichever part of it was meant, and the limit would not hold."""
     if "[never]" in machine.read(HUGE_PAGES):
-        not_here("huge pages are switched off", "guest-node")
+        not_here("huge pages are switched off", "guest-new-kernel")
     with on_node(run, f'node_limit = "{LIMIT_MIB}MiB"\n') as (node, _):
         program = run.start("hold", "56", "huge", budget="128MiB")
         program.gate("ready")
@@ -348,7 +342,7 @@ def keeper_seconds(worker):
                if machine.read(f"{tasks}/{task}/comm").startswith("keeper"))
 
 
-@case("node-cost", native=False, own_daemon=True, seconds=120)
+@case("node-cost", native=False, own_daemon=True, soak=True, seconds=120)
 def node_cost(run):
     """What a move to the node costs, and all of the keeper's work for these pages from
     their first touch on, beside a bare loop of the kernel's call; said, not judged."""
@@ -401,7 +395,7 @@ def somebody_elses(pid):
         set_damon("0/contexts/nr_contexts", 1)
         operations = machine.read(kdamonds(context + "avail_operations")).split()
         if "fvaddr" not in operations:
-            not_here(f"this kernel's DAMON can only {operations}", "guest-damon")
+            not_here(f"this kernel's DAMON can only {operations}", "guest-new-kernel")
         set_damon(context + "operations", "vaddr")
         set_damon(context + "targets/nr_targets", 1)
         set_damon(context + "targets/0/pid_target", pid)
@@ -418,9 +412,10 @@ def count_on(pid, node, start, pages):
     return machine.nodes_of_pages(pid, start, pages).count(node)
 
 
-def becomes_hot(run, program, node):
+def quarter_becomes_hot(run, program, node):
     """A quarter of a program, one that is on the node, is used again with room under
-    the budget: how long until it is back, and by how many faults."""
+    the budget: how to count its pages there, how many they were, and what was said of
+    the tenant before."""
     run.daemon.strata("set", program.name, "--dram", "24MiB")
     run.daemon.wait_until(lambda: program.stats()["node_bytes"] > 32 * MIB,
                           "cold pages went to the node", 60)
@@ -436,16 +431,32 @@ def becomes_hot(run, program, node):
     if first < quarter // 2:
         raise Failure(f"{first} of {quarter} pages of a quarter that is not used are on the node")
     run.daemon.strata("set", program.name, "--dram", "56MiB")
-    began, spent = time.monotonic(), {}
     program.answer(f"quarter {number}")
     program.gate("ready")
+    return lambda: there(number), first, before
+
+
+def damon_sees(run, program, node):
+    """What is used there comes back because DAMON saw it."""
+    _, _, before = quarter_becomes_hot(run, program, node)
+    run.daemon.wait_until(
+        lambda: program.stats()["damon_promotions_total"] > before["damon_promotions_total"],
+        "DAMON sees what is used on the node", 120)
+    program.answer("quiet")
+    program.gate("ready")
+
+
+def becomes_hot(run, program, node):
+    """How long until such a quarter is back, and by how many faults."""
+    there, first, before = quarter_becomes_hot(run, program, node)
+    began, spent = time.monotonic(), {}
 
     def came_back():
         kdamond = machine.read(kdamonds("0/pid")).strip()
         if kdamond.isdigit() and (told := machine.read(f"/proc/{kdamond}/schedstat").split()):
             spent[kdamond] = int(told[0]) / 1e9
         time.sleep(0.25)  # the look at all these pages is no small load
-        return there(number) < first // 5
+        return there() < first // 5
     run.daemon.wait_until(came_back, "a quarter that is used came back from the node", 120)
     seconds = time.monotonic() - began
     program.answer("quiet")
@@ -475,18 +486,33 @@ def looks(run, other_than=None):
 @case("node-damon", native=False, own_daemon=True, seconds=240)
 def node_damon(run):
     """What is used on the node is seen by DAMON, and by probes alone where DAMON is
-    somebody else's: that one is left as it is."""
+    somebody else's: that one is left as it is. A soak says how long each takes."""
     if machine.read(kdamonds("nr_kdamonds")).strip() != "0":
-        not_here("this kernel has no DAMON, or somebody uses it", "guest-damon")
+        not_here("this kernel has no DAMON, or somebody uses it", "guest-new-kernel")
     with on_node(run, 'node_limit = "128MiB"\n') as (node, daemon):
+        def hot_again(what):
+            if run.soak:
+                seen, told = becomes_hot(run, program, node)
+                run.note(f"{what}: {told}")
+                if not seen:
+                    raise Failure(f"DAMON saw nothing: {told}")
+            else:
+                damon_sees(run, program, node)
+
         with somebody_elses(os.getpid()) as said:
             if "used by somebody else" not in doctor(run)[0]["DAMON"]["detail"]:
                 raise Failure(f"doctor says {doctor(run)[0]['DAMON']}")
             program = run.start("hold", "64", budget="24MiB")
             program.gate("ready")
-            seen, told = becomes_hot(run, program, node)
-            run.note(f"without DAMON: {told}")
-            if seen:
+            if run.soak:
+                run.note(f"without DAMON: {becomes_hot(run, program, node)[1]}")
+            else:
+                quarter_becomes_hot(run, program, node)
+                run.daemon.wait_until(lambda: program.stats()["soft_faults_total"] > 0,
+                                      "a probe comes back", 120)
+                program.answer("quiet")
+                program.gate("ready")
+            if seen := program.stats()["damon_promotions_total"]:
                 raise Failure(f"{seen} pages came by a DAMON that is somebody else's")
             if (now := damon_files()) != said:
                 changed = [name for name in {*now, *said} if now.get(name) != said.get(name)]
@@ -494,19 +520,15 @@ def node_damon(run):
         looks(run)
         if "in use by Strata" not in doctor(run)[0]["DAMON"]["detail"]:
             raise Failure(f"doctor says {doctor(run)[0]['DAMON']}")
-        seen, told = becomes_hot(run, program, node)
-        run.note(f"with it: {told}")
-        if not seen:
-            raise Failure(f"DAMON saw nothing: {told}")
+        hot_again("with it")
 
         # In the middle of a look: the next worker takes over what the dead one left.
         watched = looks(run)
         os.kill(worker_of(daemon), signal.SIGKILL)
         looks(run, watched)
-        seen, told = becomes_hot(run, program, node)
-        run.note(f"after the worker's death: {told}")
-        if not seen or program.stats()["worker_restarts_total"] != 1:
-            raise Failure(f"the next worker's DAMON saw nothing: {told}, {program.stats()}")
+        hot_again("after the worker's death")
+        if program.stats()["worker_restarts_total"] != 1:
+            raise Failure(f"the worker did not start anew once: {program.stats()}")
         check(program)
         if lost := program.stats()["lost_pages_total"]:
             raise Failure(f"{lost} pages lost")
@@ -514,21 +536,3 @@ def node_damon(run):
         program.finish()
     if (left := machine.read(kdamonds("nr_kdamonds")).strip()) != "0":
         raise Failure(f"the daemon has ended and left {left} kdamond(s)")
-
-
-@case("guest-node", native=False, seconds=900)
-def guest_node(run):
-    qemu = vm.files(run.tool("qemu-system-x86_64"))
-    # The first has the kernel move pages, too.
-    for names in (["node-tier"],
-                  ["node-huge", "node-order", "node-alloc", "node-qemu", "node-cost"]):
-        expect(in_guest(run, lambda version: version >= MANAGES,
-                        [word for name in names for word in ("--only", name)],
-                        hardware=HARDWARE, more=qemu), names)
-
-
-@case("guest-damon", native=False, seconds=900)
-def guest_damon(run):
-    names = ["node-damon"]
-    expect(in_guest(run, lambda version: version >= MANAGES, ["--only", *names],
-                    hardware=HARDWARE), names)

@@ -14,7 +14,6 @@ import time
 
 import machine
 from elsewhere import not_here
-from kernels import MANAGES, expect, in_guest
 from node import BALANCING, MIB, keeper_seconds, node_without_cpus, on_node
 from strata import Failure, worker_of
 from suite import case
@@ -284,15 +283,15 @@ def under_strata(run, name, node, daemon, dram):
     return stats["opposed_moves_total"], took
 
 
-@case("node-beside-kernel", native=False, own_daemon=True, seconds=120)
+@case("node-beside-kernel", native=False, own_daemon=True, soak=True, seconds=120)
 def node_kernel(run):
     node = node_without_cpus()
     if node is None or not is_lower(node):
-        not_here("this machine has no node of a slower tier", "guest-node-kernel")
+        not_here("this machine has no node of a slower tier", "guest-measures")
     if not os.path.exists(DEMOTION) or not os.path.exists(BALANCING):
-        not_here("this kernel moves no pages between tiers", "guest-node-kernel")
+        not_here("this kernel moves no pages between tiers", "guest-measures")
     if free_to_use(HOME) > MOST_FREE:
-        not_here("this machine has too much DRAM", "guest-node-kernel")
+        not_here("this machine has too much DRAM", "guest-measures")
     with kernel_moves(True), scarce(free_to_use(HOME) - DRAM_MIB * MIB) as ballast:
         before = moved_by_kernel()
         roles = Roles(run, node, native=True)
@@ -312,11 +311,3 @@ def node_kernel(run):
         pages = 2 * REGION_MIB * MIB // 4096
         if opposed > pages * (2 + took // 60):
             raise Failure(f"{opposed} moves of {pages} pages were opposed in {took:.0f} s")
-
-
-@case("guest-node-kernel", native=False, alone=True, seconds=900)
-def guest_node_kernel(run):
-    names = ["node-beside-kernel"]
-    length = ["--soak"] if run.soak else []
-    expect(in_guest(run, lambda version: version >= MANAGES, ["--only", names[0], *length],
-                    hardware=HARDWARE), names)

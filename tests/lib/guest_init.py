@@ -4,6 +4,7 @@ before this): mounts what a system has, runs the suite, switches the guest off."
 import ctypes
 import fcntl
 import glob
+import json
 import os
 import socket
 import struct
@@ -58,12 +59,17 @@ def main():
     programs = "/strata/target/tests"
     for program in os.listdir(programs):
         os.utime(os.path.join(programs, program))  # newer than its source: not built again
+    with open("/told.json") as file:
+        told = json.load(file)
     environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "STRATA_BIN_DIR": "/strata/bin",
                    "CARGO_TARGET_DIR": "/strata/target", "PYTHONDONTWRITEBYTECODE": "1",
-                   **{name: value for name, value in os.environ.items() if "STRATA" in name}}
-    suite = [sys.executable, "-B", "/strata/tests/lib/suite.py", *sys.argv[1:]]
-    done = subprocess.run(suite, env=environment, stdin=subprocess.DEVNULL, check=False)
-    if done.returncode != 0:
+                   **told["environment"]}
+    failed = False
+    for arguments in told["runs"]:
+        suite = [sys.executable, "-B", "/strata/tests/lib/suite.py", *arguments]
+        done = subprocess.run(suite, env=environment, stdin=subprocess.DEVNULL, check=False)
+        failed |= done.returncode != 0
+    if failed:
         said = ctypes.create_string_buffer(1 << 20)
         LIBC.klogctl(SYSLOG_ACTION_READ_ALL, said, len(said))
         print("guest: the kernel said:\n" + said.value.decode(errors="replace")[-2000:])

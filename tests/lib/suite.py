@@ -1,106 +1,63 @@
-"""Builds the programs, runs the cases two at a time, says what came of them.
+"""Registers the cases, builds the programs, and has the chosen ones run.
 
-A case is a function of tests/cases/*.py, registered with @case. It gets a Case,
-starts programs through it and raises Failure or Skip. Nothing here knows what a
-case is about."""
+A case is a function of tests/cases/*.py, registered with @case. It gets a Case
+(runner.py), starts programs through it and raises Failure or Skip."""
 
 import argparse
 import fnmatch
 import glob
 import importlib
 import os
-import queue
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import threading
 import time
-import traceback
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path[:0] = [os.path.join(ROOT, "tests", "lib"), os.path.join(ROOT, "tests", "cases")]
 
 import machine  # noqa: E402
-from program import Program  # noqa: E402
-from strata import Binaries, Daemon, Failure, Skip  # noqa: E402
+import units  # noqa: E402
+from runner import Runner  # noqa: E402
+from strata import Binaries, Daemon  # noqa: E402
 
-SLOTS = 2
 BUILD = os.path.join(os.environ.get("CARGO_TARGET_DIR", os.path.join(ROOT, "target")), "tests")
 CASES = {}
 
 
 class Registered:
-    def __init__(self, body, name, native, own_daemon, alone, seconds):
+    """A case and what the runner has to know of it."""
+
+    def __init__(self, body, name, native=True, own_daemon=False, daemon=True, alone=False,
+                 soak=False, seconds=60, takes=5):
         self.body, self.name, self.native = body, name, native
-        self.own_daemon, self.alone, self.seconds = own_daemon, alone, seconds
+        self.own_daemon, self.daemon, self.alone, self.soak = own_daemon, daemon, alone, soak
+        self.seconds, self.takes = seconds, takes
 
 
-def case(name, native=True, own_daemon=False, alone=False, seconds=60):
+def case(name, **how):
     """Registers a case. `native`: it also means something without Strata.
-    `own_daemon`: it may hurt the daemon. `alone`: nothing runs beside it."""
+    `own_daemon`: it may hurt the daemon; `daemon=False`: it needs none. `alone`:
+    nothing runs beside it. `soak`: it measures the machine more than the code, and
+    runs only in a soak. `seconds`: after which it hangs. `takes`: seconds that it
+    usually takes, where they are many: the longest begin first."""
     def register(body):
         if name in CASES:
             raise ValueError(f"two cases are called {name}")
-        CASES[name] = Registered(body, name, native, own_daemon, alone, seconds)
+        CASES[name] = Registered(body, name, **how)
         return body
     return register
 
 
-class Case:
-    """One run of a case."""
+# The longest of the unit tests, in seconds.
+UNITS_TAKE = {}
 
-    def __init__(self, registered, slot, options, binaries):
-        self.name = registered.name
-        self.native, self.soak, self.patience = options.native, options.soak, options.patience
-        self.binaries, self.daemon = binaries, None
-        self.slot = slot
-        self.log_directory = os.path.join(BUILD, "logs", self.name)
-        shutil.rmtree(self.log_directory, ignore_errors=True)
-        os.makedirs(self.log_directory)
-        scratch = os.path.join(BUILD, "scratch")
-        self.directory = tempfile.mkdtemp(prefix=self.name + "-", dir=scratch)
-        patience = options.patience * (20 if options.soak else 1)
-        self.deadline = time.monotonic() + registered.seconds * patience
-        self.daemon_is_dead = False  # set by a case that killed its own
-        self.programs = []
-        self.notes = []
 
-    def seconds_left(self):
-        return self.deadline - time.monotonic()
-
-    def note(self, text):
-        """Shown behind the result: what was measured."""
-        self.notes.append(text)
-
-    def tool(self, *names):
-        """The first of these commands that is installed; skips without one."""
-        for name in names:
-            path = shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin:/sbin")
-            if path:
-                return path
-        raise Skip(f"{names[0]} is not installed")
-
-    def built(self, program):
-        return os.path.join(BUILD, program)
-
-    def start(self, program, *arguments, budget="40MiB", **how):
-        """Starts a built program, or any command given with its path."""
-        path = program if "/" in program else self.built(program)
-        started = Program(self, [path, *arguments], budget, **how)
-        self.programs.append(started)
-        return started
-
-    def run(self, program, *arguments, budget="40MiB", pressed=True, **how):
-        """Starts it and sees it to its good end."""
-        started = self.start(program, *arguments, budget=budget, **how)
-        started.finish(pressed)
-        return started
-
-    def times(self, count):
-        """How often to do what is worth doing more often in a soak."""
-        return count * 20 if self.soak else count
+def register_units(path):
+    for binary in units.read(path):
+        case(binary.name, native=False, daemon=False,
+             takes=UNITS_TAKE.get(binary.name, 5))(binary.run)
 
 
 def build_programs():
@@ -120,125 +77,6 @@ def build_programs():
         )
 
 
-class Runner:
-    def __init__(self, options, binaries):
-        self.options, self.binaries = options, binaries
-        self.daemons = [None] * (SLOTS + 1)
-        self.lock = threading.Lock()
-        self.counts = {"ok": 0, "FAIL": 0, "skipped": 0}
-        self.logs = os.path.join(BUILD, "logs")
-
-    def say(self, verdict, name, reason="", notes=(), seconds=0.0):
-        with self.lock:
-            self.counts[verdict] += 1
-            text = f"{verdict} {name}"
-            if reason:
-                text += ": " + " ".join(reason.split())
-            extra = [f"{seconds:.1f} s"] if verdict != "skipped" else []
-            print(text + f"  ({', '.join(extra + list(notes))})" if extra else text, flush=True)
-
-    def daemon_for(self, registered, slot):
-        log = os.path.join(self.logs, f"stratad-{slot}.log")
-        if registered.own_daemon:
-            return Daemon(self.binaries, os.path.join(self.logs, registered.name, "stratad.log"))
-        if self.daemons[slot] is None:
-            self.daemons[slot] = Daemon(self.binaries, log)
-        return self.daemons[slot]
-
-    def run(self, registered, slot):
-        if self.options.native and not registered.native:
-            self.say("skipped", registered.name, "means nothing without Strata")
-            return
-        began = time.monotonic()
-        run = Case(registered, slot, self.options, self.binaries)
-        verdict, reason = "ok", ""
-        try:
-            if not self.options.native:
-                run.daemon = self.daemon_for(registered, slot)
-            registered.body(run)
-        except Skip as skip:
-            verdict, reason = "skipped", str(skip)
-        except Failure as failure:
-            verdict, reason = "FAIL", str(failure)
-        except Exception as error:  # a bug in the case is a failure of the case
-            verdict, reason = "FAIL", f"{type(error).__name__}: {error}"
-            with open(os.path.join(run.log_directory, "traceback"), "w") as log:
-                traceback.print_exc(file=log)
-        if verdict == "FAIL" and run.daemon and not run.daemon_is_dead:
-            with open(os.path.join(run.log_directory, "stratad.autopsy"), "w") as log:
-                log.write(machine.autopsy(run.daemon.process.pid))
-                try:
-                    log.write(run.daemon.strata("ps", "--json", check=False).stdout)
-                except subprocess.TimeoutExpired:
-                    log.write("strata ps hangs\n")
-        for program in run.programs:
-            program.close(verdict == "FAIL")
-        reason = self.after(registered, slot, run, verdict, reason)
-        if reason and verdict == "ok":
-            verdict = "FAIL"
-        shutil.rmtree(run.directory, ignore_errors=True)
-        if verdict != "FAIL":
-            shutil.rmtree(run.log_directory, ignore_errors=True)
-        self.say(verdict, registered.name, reason, run.notes, time.monotonic() - began)
-
-    def after(self, registered, slot, run, verdict, reason):
-        """The daemon must have survived the case, unless the case killed it."""
-        daemon = run.daemon
-        if daemon is None:
-            return reason
-        if run.daemon_is_dead:
-            daemon.end()
-            return reason
-        well = daemon.is_well()
-        if registered.own_daemon:
-            daemon.end()
-        elif not well or verdict == "FAIL":
-            # The next case gets a new one, the log goes with the failure.
-            daemon.end()
-            self.daemons[slot] = None
-            if verdict == "FAIL" or not well:
-                shutil.move(daemon.log_path, os.path.join(run.log_directory, "stratad.log"))
-            if not well:
-                return (reason + "; " if reason else "") + "the daemon died or does not answer"
-        return reason
-
-    def run_all(self, chosen):
-        waiting = queue.Queue()
-        for registered in chosen:
-            if not registered.alone:
-                waiting.put(registered)
-
-        def drain(slot):
-            while True:
-                try:
-                    registered = waiting.get_nowait()
-                except queue.Empty:
-                    return
-                self.run(registered, slot)
-                if self.stopped:
-                    return
-
-        self.stopped = False
-        threads = [threading.Thread(target=drain, args=(slot,)) for slot in range(SLOTS)]
-        for thread in threads:
-            thread.start()
-        try:
-            for thread in threads:
-                thread.join()
-            for registered in chosen:
-                if registered.alone:
-                    self.run(registered, SLOTS)
-        finally:
-            self.stopped = True
-            for daemon in self.daemons:
-                if daemon:
-                    daemon.end()
-
-    def closing_line(self):
-        return (f"{self.counts['ok']} passed, {self.counts['FAIL']} failed, "
-                f"{self.counts['skipped']} skipped")
-
-
 def become_subreaper():
     """Orphans of a case stay below us, so that they can be ended by pid."""
     import ctypes
@@ -254,7 +92,7 @@ def end_leftovers():
             pass
 
 
-def main():
+def arguments():
     parser = argparse.ArgumentParser(prog="tests/run.sh", description=__doc__.splitlines()[0])
     parser.add_argument("--native", action="store_true", help="without Strata")
     parser.add_argument("--only", metavar="PATTERN", action="append", default=[],
@@ -262,10 +100,18 @@ def main():
     parser.add_argument("--soak", action="store_true", help="many times longer")
     parser.add_argument("--patience", metavar="N", type=int, default=1,
                         help="wait N times as long for what hangs: for slow machines")
+    parser.add_argument("--units", metavar="FILE",
+                        help="also the unit tests that cargo named in FILE (scripts/test.sh)")
     parser.add_argument("--list", action="store_true", help="print the names and end")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main():
+    options = arguments()
     for module in sorted(glob.glob(os.path.join(ROOT, "tests", "cases", "*.py"))):
         importlib.import_module(os.path.basename(module)[:-3])
+    if options.units:
+        register_units(options.units)
     chosen = [c for name, c in CASES.items() if not options.only or any(
         pattern in name or fnmatch.fnmatch(name, pattern) for pattern in options.only)]
     if options.list:
@@ -291,18 +137,18 @@ def main():
     os.makedirs(os.path.join(BUILD, "logs"), exist_ok=True)
     become_subreaper()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    runner = Runner(options, binaries)
+    runner = Runner(options, binaries, BUILD)
     began = time.monotonic()
     try:
         runner.run_all(chosen)
     finally:
         end_leftovers()
         shutil.rmtree(os.path.join(BUILD, "scratch"), ignore_errors=True)
-    if runner.counts["FAIL"]:
+    if runner.failed or runner.flaky:
         print(f"logs of the failures: {os.path.join(BUILD, 'logs')}")
     print(f"{time.monotonic() - began:.0f} s")
-    print(runner.closing_line())
-    return 1 if runner.counts["FAIL"] else 0
+    print(runner.closing_lines())
+    return 1 if runner.failed else 0
 
 
 if __name__ == "__main__":

@@ -5,11 +5,13 @@ import json
 import os
 import re
 import subprocess
+import sys
 
 from strata import Failure
 
 SUMMARY = re.compile(r"^test result: \w+\. (\d+) passed; (\d+) failed; (\d+) ignored", re.MULTILINE)
 FAILED = re.compile(r"^test (\S+)(?: - should panic)? \.\.\. FAILED$", re.MULTILINE)
+REAPER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "reaper.py")
 # Ends what hangs.
 LIMIT_S = 900
 
@@ -32,7 +34,7 @@ class Binary:
         """Runs all its tests, or those that failed before one at a time; raises
         Failure with their names."""
         again = self.failed
-        command = [self.path, *(["--exact", "--test-threads=1", *again] if again else [])]
+        command = [sys.executable, "-B", REAPER, self.path, *(["--exact", "--test-threads=1", *again] if again else [])]
         log_path = os.path.join(case.log_directory, "output")
         environment = {**os.environ, "CARGO_MANIFEST_DIR": self.directory}
         with open(log_path, "wb") as log:

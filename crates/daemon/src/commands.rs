@@ -1,12 +1,14 @@
 //! What the command line asks, carried out. A user commands only their own
 //! tenants, root all of them.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use strata_api::{PROTOCOL_VERSION, Reply, Request, RevivedTenant, SnapshotInfo, SnapshotRef};
 use strata_pager::{ReleaseRefused, Space, Tenant};
+use strata_snapshot::Terminals;
 use strata_sys::peer::Peer;
 use strata_sys::{Pidfd, SIGTERM, total_bytes};
 use strata_units::ByteSize;
@@ -108,18 +110,19 @@ impl Handler for Commands {
                 Reply::Snapshots { snapshots }
             }
             Request::Rollback { name, snapshot } => self.with(peer, &name, |tenant| {
-                match self.snapshots.rollback(peer.uid, tenant, &snapshot, tell) {
-                    Ok(pid) => revived(vec![Revived {
+                let terminals = terminals_of(peer);
+                match self.snapshots.rollback(peer.uid, tenant, &snapshot, terminals, tell) {
+                    Ok(life) => revived(vec![Revived {
                         name: name.clone(),
-                        pid,
+                        pid: life.pid,
                         forwards: Vec::new(),
-                        notes: Vec::new(),
+                        notes: life.note.into_iter().collect(),
                     }]),
                     Err(why) => error(format!("{name} was not rolled back: {why}"), ""),
                 }
             }),
             Request::Restore { snapshot, name } => {
-                match self.snapshots.restore(peer.uid, &snapshot, name, tell) {
+                match self.snapshots.restore(peer.uid, &snapshot, name, terminals_of(peer), tell) {
                     Ok(one) => revived(vec![one]),
                     Err(why) => error(format!("{snapshot} was not restored: {why}"), ""),
                 }
@@ -132,7 +135,8 @@ impl Handler for Commands {
             }
             Request::Clone { snapshot, count, name, net, forwards, tcp, copy_dirs } => {
                 let wish = CloneWish { count, name, net, forwards, tcp, copy_dirs };
-                match self.snapshots.start_clones(peer.uid, &snapshot, &wish, tell) {
+                let terminals = terminals_of(peer);
+                match self.snapshots.start_clones(peer.uid, &snapshot, &wish, &terminals, tell) {
                     Ok(all) => revived(all),
                     Err(why) => {
                         let todo = match why.contains(PORT_IN_USE) {
@@ -166,6 +170,15 @@ fn revived(all: Vec<Revived>) -> Reply {
         warnings.extend(notes);
     }
     Reply::Revived { tenants, warnings }
+}
+
+/// Whoever asks waits for the answer, with its terminal.
+fn terminals_of(peer: Peer) -> Terminals {
+    let own = std::fs::metadata(format!("/proc/{}", peer.pid));
+    match own {
+        Ok(own) if own.uid() == peer.uid => Terminals::of(&[peer.pid]),
+        _ => Terminals::default(),
+    }
 }
 
 fn may(peer: Peer, tenant: &Tenant) -> bool {

@@ -14,6 +14,7 @@ mod machine;
 mod preparing;
 pub(crate) mod ready;
 mod revive;
+mod rollback;
 pub(crate) mod schedules;
 mod take;
 mod unfinished;
@@ -155,7 +156,12 @@ impl Snapshots {
                 remove_flat(&entry.path());
             }
         }
-        let lineage = disk.read_lineage();
+        let mut lineage = disk.read_lineage();
+        for id in known.keys() {
+            // One that a worker took who died before it had given the number.
+            let line = lineage.entry(id.tenant.clone()).or_default();
+            line.last = line.last.max(id.number);
+        }
         for (name, line) in &lineage {
             let forwards = line.place.iter().flat_map(|place| &place.forwards);
             let Some(tenant) = tenants.get(name) else { continue };
@@ -357,6 +363,21 @@ impl Snapshots {
         let number = line.last;
         self.disk.write_lineage(&lineage)?;
         Ok(SnapshotId { tenant: tenant.to_owned(), number })
+    }
+
+    /// The number of the next one, which is given only if it is offered.
+    fn number_to_come(&self, tenant: &str) -> SnapshotId {
+        let last = lock(&self.lineage).get(tenant).map_or(0, |line| line.last);
+        SnapshotId { tenant: tenant.to_owned(), number: last + 1 }
+    }
+
+    /// Offers a snapshot with the number to come.
+    fn offer(&self, known: Known) {
+        let mut lineage = lock(&self.lineage);
+        lineage.entry(known.info.tenant.clone()).or_default().last = known.info.id.number;
+        // If this worker dies over it, the next one knows by the snapshot itself.
+        let _ = self.disk.write_lineage(&lineage);
+        lock(&self.known).insert(known.info.id.clone(), known);
     }
 
     /// Nobody finds it any more; what nothing else refers to is freed. An error: its

@@ -181,6 +181,13 @@ impl Space {
             agent.wait_idle(self, PATIENCE);
         }
     }
+
+    /// It obeys again when its process, which stands still, runs.
+    pub(crate) fn unpark_later(&self) {
+        if let Some(agent) = self.agent().filter(|agent| agent.is_idle()) {
+            agent.command(Command::Continue, 0, 0);
+        }
+    }
 }
 
 impl Evictor {

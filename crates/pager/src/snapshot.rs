@@ -36,11 +36,14 @@ const TELL_EVERY: Duration = Duration::from_millis(100);
 pub struct SnapshotRequest {
     /// Stops all of them until `thaw`. The error is one line for the user.
     pub freeze: Box<dyn FnOnce() -> Result<Standing, String> + Send>,
-    /// Lets them run on.
+    /// Lets them run on, unless they `stay`.
     pub thaw: Box<dyn FnOnce() -> Result<(), String> + Send>,
     /// Pages that may be captured before `thaw`, if that is all: slow, but nothing
     /// can tear it.
     pub most_frozen_pages: u64,
+    /// `thaw` does not let them run on: whoever asked ends them, or lets them go
+    /// himself. All is captured while they stand.
+    pub stay: bool,
 }
 
 /// Processes that stand still.
@@ -314,9 +317,18 @@ fn take(
     if outcome.is_ok() && unknown > 0 && unknown <= request.most_frozen_pages {
         outcome = taken.capture_unknown(buffer);
     }
+    if outcome.is_ok() && request.stay {
+        outcome = taken.capture_all(buffer);
+    }
+    let stay = request.stay && outcome.is_ok();
     let thawed = (request.thaw)();
     let whole_freeze = began.elapsed();
-    unpark(spaces);
+    if stay {
+        // They obey when they run again, if they do.
+        spaces.iter().for_each(|space| space.unpark_later());
+    } else {
+        unpark(spaces);
+    }
     if let Err(error) = outcome.and_then(|()| thawed.map_err(failed)) {
         taken.undo();
         return Err(error);
@@ -408,6 +420,22 @@ impl Taken<'_> {
                     return Err(failed("its memory cannot be captured"));
                 }
                 before = state;
+            }
+        }
+        Ok(())
+    }
+
+    /// Captures the rest as well, which the snapshot before has: nobody waits for the
+    /// processes.
+    fn capture_all(&self, buffer: &mut [u8]) -> Result<(), SnapshotError> {
+        for (space, _) in &self.spaces {
+            let mut since = Instant::now();
+            while space.capture_state().is_some_and(|(pending, _)| pending > 0) {
+                if space.capture_some(self.tenant, Put::Fast, buffer) > 0 {
+                    since = Instant::now();
+                } else if since.elapsed() > PATIENCE {
+                    return Err(failed("its memory cannot be captured"));
+                }
             }
         }
         Ok(())

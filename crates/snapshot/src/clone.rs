@@ -36,6 +36,9 @@ pub const FAILED: i32 = 125;
 pub(crate) struct Run {
     pub(crate) own_pids: bool,
     pub(crate) own_network: bool,
+    /// With a network of its own: addresses that it does not have may be bound all
+    /// the same.
+    pub(crate) any_address: bool,
     /// Directories: what is shown, and where.
     pub(crate) shown: Vec<(PathBuf, PathBuf)>,
     /// The program to run inside, with its arguments.
@@ -47,6 +50,7 @@ impl Run {
         let mut words = vec![OsString::from("run")];
         words.extend(self.own_pids.then(|| "--pids".into()));
         words.extend(self.own_network.then(|| "--network".into()));
+        words.extend(self.any_address.then(|| "--any-address".into()));
         for (from, onto) in &self.shown {
             words.extend(["--show".into(), from.into(), onto.into()]);
         }
@@ -61,6 +65,7 @@ impl Run {
             match words.next()?.to_str()? {
                 "--pids" => run.own_pids = true,
                 "--network" => run.own_network = true,
+                "--any-address" => run.any_address = true,
                 "--show" => run.shown.push((words.next()?.into(), words.next()?.into())),
                 "--" => break,
                 _ => return None,
@@ -81,6 +86,12 @@ impl Run {
         }
         if self.own_network {
             raise_loopback()?;
+            if self.any_address {
+                for version in ["ipv4", "ipv6"] {
+                    // Not everywhere to be had; CRIU then says what it cannot bind.
+                    let _ = std::fs::write(format!("/proc/sys/net/{version}/ip_nonlocal_bind"), "1");
+                }
+            }
         }
         let mut command = Command::new(&self.program[0]);
         command.args(&self.program[1..]);
@@ -161,6 +172,7 @@ mod tests {
         let run = Run {
             own_pids: true,
             own_network: true,
+            any_address: true,
             shown: vec![("/a b".into(), "/c".into()), ("--".into(), "/d".into())],
             program: vec!["criu".into(), "--".into(), "x".into()],
         };

@@ -424,6 +424,21 @@ impl FrozenProcess {
         })
     }
 
+    /// Makes the images what they are after a thaw, while the tree stands still.
+    ///
+    /// # Errors
+    /// They cannot be used.
+    pub fn complete(&self) -> Result<(), DumpError> {
+        let what = format!("changing the images in {}", self.images.display());
+        mend_files(&self.images).map_err(system(what))
+    }
+
+    /// Whoever asked has killed the tree, after [`Self::complete`]: returns when CRIU
+    /// holds none of it any more. The images stay.
+    pub fn end_killed(mut self) {
+        self.stop();
+    }
+
     /// Lets the tree run on and gives the dump up: the images are removed.
     ///
     /// # Errors

@@ -18,6 +18,7 @@ use std::path::{Path, PathBuf};
 use std::{fs, io};
 
 use crate::connections::{Ends, address, end, with_both_ends};
+use crate::message::{Message, Value, image_of, rows, take};
 
 /// Two words at the start: images of the common kind, and the kind of this one
 /// (CRIU's `magic.h`).
@@ -63,118 +64,6 @@ const SOCK_DGRAM: u64 = 2;
 const SHUTDOWN_BOTH: u64 = 3;
 const O_ACCMODE: u64 = 3;
 const O_WRONLY: u64 = 1;
-
-#[derive(Clone, PartialEq, Eq, Debug)]
-enum Value {
-    Number(u64),
-    Bytes(Vec<u8>),
-    /// Four or eight bytes, as they are.
-    Fixed(Vec<u8>),
-}
-
-/// A protobuf message: its fields, in order.
-#[derive(Clone, PartialEq, Eq, Debug, Default)]
-struct Message(Vec<(u64, Value)>);
-
-fn take<'a>(bytes: &mut &'a [u8], count: usize) -> Option<&'a [u8]> {
-    let (taken, rest) = bytes.split_at_checked(count)?;
-    *bytes = rest;
-    Some(taken)
-}
-
-fn take_number(bytes: &mut &[u8]) -> Option<u64> {
-    let mut value = 0;
-    for shift in (0..64).step_by(7) {
-        let byte = take(bytes, 1)?[0];
-        value |= u64::from(byte & 0x7f) << shift;
-        if byte & 0x80 == 0 {
-            return Some(value);
-        }
-    }
-    None
-}
-
-fn put_number(out: &mut Vec<u8>, mut value: u64) {
-    while value >= 0x80 {
-        out.push(value as u8 | 0x80);
-        value >>= 7;
-    }
-    out.push(value as u8);
-}
-
-impl Message {
-    fn parse(mut bytes: &[u8]) -> Option<Self> {
-        let mut fields = Vec::new();
-        while !bytes.is_empty() {
-            let key = take_number(&mut bytes)?;
-            let value = match key & 7 {
-                0 => Value::Number(take_number(&mut bytes)?),
-                1 => Value::Fixed(take(&mut bytes, 8)?.to_vec()),
-                2 => {
-                    let length = usize::try_from(take_number(&mut bytes)?).ok()?;
-                    Value::Bytes(take(&mut bytes, length)?.to_vec())
-                }
-                5 => Value::Fixed(take(&mut bytes, 4)?.to_vec()),
-                _ => return None,
-            };
-            fields.push((key >> 3, value));
-        }
-        Some(Self(fields))
-    }
-
-    fn bytes(&self) -> Vec<u8> {
-        let mut out = Vec::new();
-        for (name, value) in &self.0 {
-            match value {
-                Value::Number(number) => {
-                    put_number(&mut out, name << 3);
-                    put_number(&mut out, *number);
-                }
-                Value::Bytes(bytes) => {
-                    put_number(&mut out, name << 3 | 2);
-                    put_number(&mut out, bytes.len() as u64);
-                    out.extend(bytes);
-                }
-                Value::Fixed(bytes) => {
-                    put_number(&mut out, name << 3 | if bytes.len() == 4 { 5 } else { 1 });
-                    out.extend(bytes);
-                }
-            }
-        }
-        out
-    }
-
-    fn number(&self, wanted: u64) -> Option<u64> {
-        self.0.iter().find_map(|(name, value)| match value {
-            Value::Number(number) if *name == wanted => Some(*number),
-            _ => None,
-        })
-    }
-
-    /// All values of a repeated field.
-    fn numbers(&self, wanted: u64) -> Vec<u32> {
-        let values = self.0.iter().filter_map(|(name, value)| match value {
-            Value::Number(number) if *name == wanted => Some(*number as u32),
-            _ => None,
-        });
-        values.collect()
-    }
-
-    fn message(&self, wanted: u64) -> Option<Self> {
-        self.0.iter().find_map(|(name, value)| match value {
-            Value::Bytes(bytes) if *name == wanted => Self::parse(bytes),
-            _ => None,
-        })
-    }
-
-    /// Puts `value` in place of the field, or behind all others.
-    fn set(&mut self, wanted: u64, value: Value) {
-        match self.0.iter_mut().find(|(name, _)| *name == wanted) {
-            Some((_, old)) => *old = value,
-            None => self.0.push((wanted, value)),
-        }
-    }
-}
 
 fn is_outsider(file: &Message) -> bool {
     let socket = file.message(FILE_UNIX);
@@ -231,13 +120,8 @@ fn changed(file: &Message, inside: &BTreeSet<u64>) -> Option<Message> {
 }
 
 fn parse_files(image: &[u8]) -> Option<Vec<Message>> {
-    let mut rest = image.strip_prefix(&MAGIC)?;
-    let mut files = Vec::new();
-    while !rest.is_empty() {
-        let length = u32::from_le_bytes(take(&mut rest, 4)?.try_into().ok()?);
-        files.push(Message::parse(take(&mut rest, length as usize)?)?);
-    }
-    Some(files)
+    let (head, files) = rows(image)?;
+    (head == MAGIC).then_some(files)
 }
 
 /// An image with the changes.
@@ -261,13 +145,9 @@ fn mended(image: &[u8], connections: bool) -> Option<Mended> {
         let to_outside = |file: &&mut Message| ends(file).is_some_and(|e| !inside.contains(&e));
         closed.extend(files.iter_mut().filter(to_outside).filter_map(close_connection));
     }
-    let mut out = MAGIC.to_vec();
-    for file in files {
-        let bytes = changed(&file, &inside).unwrap_or(file).bytes();
-        out.extend((bytes.len() as u32).to_le_bytes());
-        out.extend(bytes);
-    }
-    Some(Mended { image: out, closed })
+    let files: Vec<Message> =
+        files.into_iter().map(|file| changed(&file, &inside).unwrap_or(file)).collect();
+    Some(Mended { image: image_of(&MAGIC, &files), closed })
 }
 
 /// What a connection had not sent yet counts as sent and lost: the kernel sends it
@@ -307,7 +187,7 @@ pub(crate) fn connections(images: &Path) -> io::Result<BTreeSet<Ends>> {
     Ok(files.iter().filter_map(ends).collect())
 }
 
-fn unknown(path: &Path) -> io::Error {
+pub(crate) fn unknown(path: &Path) -> io::Error {
     let text = format!("{} is not an image that this version knows", path.display());
     io::Error::new(io::ErrorKind::InvalidData, text)
 }
@@ -354,12 +234,7 @@ mod tests {
     }
 
     fn image(files: &[Message]) -> Vec<u8> {
-        let mut out = MAGIC.to_vec();
-        for file in files {
-            out.extend((file.bytes().len() as u32).to_le_bytes());
-            out.extend(file.bytes());
-        }
-        out
+        image_of(&MAGIC, files)
     }
 
     fn plain(image: &[u8]) -> Option<Vec<u8>> {

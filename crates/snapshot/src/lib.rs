@@ -21,15 +21,19 @@ mod gate;
 mod hide;
 mod images;
 mod log;
+mod message;
 mod preflight;
 mod processes;
 mod restore;
 mod stopping;
+mod terminals;
+mod view;
 
 pub use criu::{Criu, CriuError, OLDEST};
 pub use dump::{Dump, DumpError, DumpOptions, DumpOutcome, FrozenProcess};
 pub use preflight::{Refusal, Survey, preflight};
 pub use processes::{is_ending, process_tree};
+pub use terminals::Terminals;
 pub use restore::{Arrival, Restore, RestoreError, RestoreOptions, RestoredTree, Shown};
 
 #[cfg(test)]

@@ -20,12 +20,15 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::thread::Builder;
 use std::time::{Duration, Instant};
 use std::{fs, io};
 
 use strata_sys::{
-    Launch, Pidfd, Running, SIGKILL, SIGSTOP, parent_of, peer, poll_readable, receive_with_fds,
+    Event, Launch, Pidfd, Range, Running, SIGKILL, SIGSTOP, SharedMemory, Userfaultfd, parent_of,
+    peer, poll_readable, receive_with_fds,
 };
+use strata_units::PAGE_SIZE;
 
 use crate::breakpoints::Breakpoints;
 use crate::clone::Run;
@@ -35,6 +38,8 @@ use crate::gate;
 use crate::images;
 use crate::log::reason_in;
 use crate::processes::{find_by_inner_number, is_ending, is_in_state, process_tree};
+use crate::terminals::Terminals;
+use crate::view;
 
 /// How long numbers may still be in use by processes that have just ended and
 /// are not collected yet. Some first processes (of containers) take seconds.
@@ -43,6 +48,10 @@ const FREE_WITHIN: Duration = Duration::from_secs(15);
 const SOCKET: &str = "lazy-pages.socket";
 /// What it sends at the end (`LAZY_PAGES_RESTORE_FINISHED`, "RSTF").
 const FINISHED: i32 = 0x5253_5446;
+/// Faults of a rehearsal that are read at a time, and how often it is looked whether
+/// its process is there still.
+const MESSAGES: usize = 64;
+const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// How long a restored tree may take to be gone after it was killed.
 const GONE_WITHIN: Duration = Duration::from_secs(5);
 
@@ -68,6 +77,12 @@ pub struct RestoreOptions {
     /// Descriptors in the place of what the tree had from outsiders: what that
     /// was, as in `/proc/PID/fd` at the dump (`pipe:[7]`), and the new one.
     pub inherited: Vec<(String, OwnedFd)>,
+    /// What is in the place of outsiders' terminals; where there is none, `/dev/null`.
+    pub terminals: Terminals,
+    /// Only to see whether it can be done, beside the original: in namespaces of its
+    /// own, and up to [`Restore::next_arrival`]'s end. No content is wanted: missing
+    /// pages may be filled with anything. Dropped, nothing is left.
+    pub rehearsal: bool,
     /// TCP connections inside of the tree go on; nobody else may have them, as
     /// the original does on the network of a clone. Else all are closed.
     pub keep_connections: bool,
@@ -90,6 +105,8 @@ impl RestoreOptions {
             own_network: false,
             shown: Vec::new(),
             inherited: Vec::new(),
+            terminals: Terminals::default(),
+            rehearsal: false,
             keep_connections: true,
             group: None,
             helper,
@@ -156,6 +173,38 @@ pub struct Arrival {
     pub userfaultfd: OwnedFd,
 }
 
+impl Arrival {
+    /// Answers whatever it touches with empty pages, for a rehearsal. Nobody may ever
+    /// let it run.
+    ///
+    /// # Errors
+    /// There is no thread to be had.
+    pub fn fill_with_nothing(self) -> io::Result<()> {
+        let ring = SharedMemory::create("rehearsed", Userfaultfd::ring_bytes(MESSAGES) as u64)?;
+        let fill = move || {
+            let memory = Userfaultfd::adopt(self.userfaultfd);
+            // Hung up with its last process.
+            while let Ok([polled]) = poll_readable([memory.as_fd()], Some(LOOK_EVERY)) {
+                if polled.hangup || !memory.is_alive() {
+                    return;
+                }
+                let Ok(count) = memory.read_messages(&ring, 0, MESSAGES) else { return };
+                for index in 0..count {
+                    // All other events are answered by having been read.
+                    if let Some(Event::Fault { address, .. }) =
+                        Userfaultfd::message(&ring, 0, index)
+                    {
+                        let end = address + PAGE_SIZE as u64;
+                        memory.zero(Range { start: address, end });
+                    }
+                }
+            }
+        };
+        Builder::new().name("rehearse".into()).stack_size(64 << 10).spawn(fill)?;
+        Ok(())
+    }
+}
+
 /// A tree that was restored and runs.
 #[derive(Debug)]
 pub struct RestoredTree {
@@ -186,6 +235,7 @@ pub struct Restore {
     /// When all stands ready: answered, it lets the tree run.
     asking: Option<UnixStream>,
     own_pids: bool,
+    lacks_terminal: bool,
     work: PathBuf,
     limit: Duration,
     _breakpoints: Breakpoints,
@@ -290,6 +340,9 @@ impl Restore {
         mut options: RestoreOptions,
     ) -> Result<Self, RestoreError> {
         let breakpoints = Breakpoints::ahead();
+        if options.rehearsal {
+            (options.own_pids, options.own_network) = (true, true);
+        }
         let reading = || system(format!("reading the images in {}", images_dir.display()));
         let numbers = numbers(images_dir).map_err(reading())?;
         let limit = fs::read_to_string("/proc/sys/kernel/pid_max").ok();
@@ -312,7 +365,12 @@ impl Restore {
             wait_gone(&connections, Instant::now() + FREE_WITHIN)
                 .map_err(system("its connections cannot be made again"))?;
         }
-        let mut program = arguments(criu, images_dir, work, &options, !connections.is_empty());
+        let seen = view::make(images_dir, work, &options.terminals, options.rehearsal)
+            .map_err(reading())?;
+        let images_seen = if seen.is_some() { work } else { images_dir };
+        let seen = seen.unwrap_or_default();
+        options.inherited.extend(seen.inherited);
+        let mut program = arguments(criu, images_seen, work, &options, !connections.is_empty());
         let mut inherited: Vec<OwnedFd> =
             std::mem::take(&mut options.inherited).into_iter().map(|(_, fd)| fd).collect();
         let mut ready = None;
@@ -332,7 +390,8 @@ impl Restore {
             let shown = options.shown.into_iter().map(|shown| (shown.copy, shown.path)).collect();
             let (own_pids, own_network) = (options.own_pids, options.own_network);
             launch = Launch::new(&options.helper);
-            launch.args(Run { own_pids, own_network, shown, program }.words());
+            let any_address = options.rehearsal;
+            launch.args(Run { own_pids, own_network, any_address, shown, program }.words());
         } else {
             launch = Launch::new(&program[0]);
             launch.args(&program[1..]);
@@ -355,6 +414,7 @@ impl Restore {
             gate,
             asking: None,
             own_pids: options.own_pids,
+            lacks_terminal: seen.lacks_terminal,
             work: work.to_owned(),
             limit: options.limit,
             _breakpoints: breakpoints,
@@ -365,6 +425,12 @@ impl Restore {
     #[must_use]
     pub fn forefather(&self) -> Option<u32> {
         self.criu.as_ref().map(Running::id)
+    }
+
+    /// A terminal that the tree had is nowhere to be had: it has `/dev/null` instead.
+    #[must_use]
+    pub fn lacks_terminal(&self) -> bool {
+        self.lacks_terminal
     }
 
     fn failed(&self) -> RestoreError {

@@ -46,6 +46,15 @@ impl Preparing {
         Ok(Self { thread: Some(thread), copied: Some(copied), ready, _revival: revival })
     }
 
+    /// Waits for all of them: there is room for what is to come.
+    pub(super) fn wait(&mut self) -> Result<(), String> {
+        while let Some(Ok((pid, prepared))) = self.copied.as_ref().map(Receiver::recv) {
+            let prepared = prepared.map_err(|error| error.to_string())?;
+            self.ready.insert(pid, Ok(prepared));
+        }
+        Ok(())
+    }
+
     /// Of the process that had the number `pid`.
     pub(super) fn of(&mut self, pid: u32) -> Result<Prepared, String> {
         loop {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use strata_api::{Net, PortForward, Progress, SnapshotId, SnapshotRef, Tcp, Unit, clone_name};
 use strata_pager::{Setting, Space, Tenant};
-use strata_snapshot::{Restore, RestoreOptions, Shown, is_ending};
+use strata_snapshot::{Restore, RestoreOptions, Shown, Terminals, is_ending};
 use strata_sys::{Pidfd, Range, SIGKILL, collect_child};
 
 use super::disk::{Known, Place, Process};
@@ -23,10 +23,10 @@ use crate::supervisor::AGENT_SOCKET_NAME;
 /// Between the end of a process's memory and its own.
 const GONE_WITHIN: Duration = Duration::from_secs(1);
 /// How long killed processes may take to be gone.
-const KILL_PATIENCE: Duration = Duration::from_secs(10);
+pub(super) const KILL_PATIENCE: Duration = Duration::from_secs(10);
 /// How long the agents of restored processes may take to say hello.
 const HELLO_PATIENCE: Duration = Duration::from_secs(10);
-const LOOK_EVERY: Duration = Duration::from_millis(1);
+pub(super) const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// What a restored process asks for in this time is remembered.
 const FIRST_MOMENTS: Duration = Duration::from_secs(1);
 /// The program that CRIU runs at each step of a restore, and is started with for a clone:
@@ -53,6 +53,25 @@ pub(crate) struct Revived {
     pub(crate) notes: Vec<String>,
 }
 
+/// How processes are brought back.
+pub(super) struct How {
+    /// Else those inside are closed: somebody else on the network may have them.
+    pub(super) keep_connections: bool,
+    /// For those that they had.
+    pub(super) terminals: Terminals,
+}
+
+/// Processes that came back.
+pub(crate) struct Life {
+    /// The first one.
+    pub(crate) pid: u32,
+    /// What the user should know.
+    pub(crate) note: Option<String>,
+}
+
+/// Of who had a terminal when there is none.
+const NO_TERMINAL: &str = "the terminal that it had is gone: what it prints is lost (it has /dev/null in that place)";
+
 fn range(&(start, end): &(u64, u64)) -> Range {
     Range { start, end }
 }
@@ -60,7 +79,7 @@ fn range(&(start, end): &(u64, u64)) -> Range {
 impl Snapshots {
     /// A snapshot that is to be brought back. A persisted one may have been taken
     /// on another machine.
-    fn fitting(
+    pub(super) fn fitting(
         &self,
         uid: u32,
         named: &SnapshotRef,
@@ -74,56 +93,13 @@ impl Snapshots {
         }
     }
 
-    /// Ends the tenant's processes and brings those of the snapshot back.
-    pub(crate) fn rollback(
-        &self,
-        uid: u32,
-        tenant: &Arc<Tenant>,
-        named: &SnapshotRef,
-        tell: Tell<'_>,
-    ) -> Result<u32, String> {
-        let name = &tenant.record().name;
-        let _turn = self.turn(name)?;
-        let (known, origin) = self.fitting(uid, named, tell)?;
-        if !tenant.shares_pages_with(&origin) {
-            return Err(format!("{} was taken of another tenant than {name}", known.info.id));
-        }
-        // Before anything is ended.
-        self.criu()?;
-        helper()?;
-        let preparing = Preparing::begin(tenant, &origin, &known)?;
-        let pids = tenant.pids();
-        let held = tenant.hold_memory();
-        tenant.kill();
-        let deadline = Instant::now() + KILL_PATIENCE;
-        // Not only dead: a zombie holds its number.
-        let there = |pid: &u32| Path::new(&format!("/proc/{pid}")).exists();
-        let wait_while = |is_so: &dyn Fn() -> bool| {
-            while is_so() {
-                pids.iter().for_each(|&pid| collect_child(pid));
-                if Instant::now() > deadline {
-                    return Err("its processes were killed and are not gone yet");
-                }
-                std::thread::sleep(LOOK_EVERY);
-            }
-            Ok(())
-        };
-        wait_while(&|| pids.iter().any(there))?;
-        // Their memory is taken down beside what follows.
-        drop(held);
-        tenant.look_for_ended();
-        wait_while(&|| tenant.attachment().1)?;
-        let pid = self.revive(tenant, &known, preparing, true)?;
-        self.descends(tenant, &known.info.id);
-        Ok(pid)
-    }
-
     /// Brings a tenant back that has ended; under another name, if one is given.
     pub(crate) fn restore(
         &self,
         uid: u32,
         named: &SnapshotRef,
         name: Option<String>,
+        terminals: Terminals,
         tell: Tell<'_>,
     ) -> Result<Revived, String> {
         let name = match name {
@@ -143,13 +119,16 @@ impl Snapshots {
                 forwards = self.settle(&origin, known.place.clone())?;
             }
             let preparing = Preparing::begin(&origin, &origin, &known)?;
-            let pid = self.revive(&origin, &known, preparing, true)?;
+            let how = How { keep_connections: true, terminals };
+            let life = self.revive(&origin, &known, preparing, how)?;
             self.descends(&origin, &known.info.id);
-            return Ok(Revived { name, pid, forwards, notes: Vec::new() });
+            let notes = life.note.into_iter().collect();
+            return Ok(Revived { name, pid: life.pid, forwards, notes });
         }
         // A clone is a clone under any name; its ports may still lead to the first.
         let place = known.place.clone().map(|place| Place { forwards: Vec::new(), ..place });
-        self.revive_beside(&origin, &known, name, place, true, Vec::new())
+        let how = How { keep_connections: true, terminals };
+        self.revive_beside(&origin, &known, name, place, how, Vec::new())
     }
 
     /// Starts further tenants from a snapshot: all, or none.
@@ -158,6 +137,7 @@ impl Snapshots {
         uid: u32,
         named: &SnapshotRef,
         wish: &CloneWish,
+        terminals: &Terminals,
         tell: Tell<'_>,
     ) -> Result<Vec<Revived>, String> {
         let (known, origin) = self.fitting(uid, named, tell)?;
@@ -174,7 +154,7 @@ impl Snapshots {
                 guest: wish.guest,
             };
             let forwards = wish.forwards.iter().map(shift).collect();
-            match self.clone_one(&origin, &known, name, wish, forwards) {
+            match self.clone_one(&origin, &known, name, wish, forwards, terminals.again()) {
                 Ok(one) => revived.push(one),
                 Err(why) => {
                     for one in revived {
@@ -217,6 +197,7 @@ impl Snapshots {
         name: String,
         wish: &CloneWish,
         forwards: Vec<PortForward>,
+        terminals: Terminals,
     ) -> Result<Revived, String> {
         let _turn = self.turn(&name)?;
         let mut notes = Vec::new();
@@ -241,7 +222,8 @@ impl Snapshots {
         shown.sort_by_key(|(_, path)| path.components().count());
         let place = Place { own_network: wish.net == Net::New, shown, forwards };
         let keep_connections = place.own_network || wish.tcp == Tcp::Keep;
-        self.revive_beside(origin, known, name, Some(place), keep_connections, notes)
+        let how = How { keep_connections, terminals };
+        self.revive_beside(origin, known, name, Some(place), how, notes)
     }
 
     /// Restores into a new tenant that shares the pages of `origin`.
@@ -251,7 +233,7 @@ impl Snapshots {
         known: &Known,
         name: String,
         place: Option<Place>,
-        keep_connections: bool,
+        how: How,
         mut notes: Vec<String>,
     ) -> Result<Revived, String> {
         let wish = wish_of(&known.info, &name);
@@ -259,13 +241,14 @@ impl Snapshots {
         notes.extend(warnings);
         let outcome = self.settle(&tenant, place).and_then(|forwards| {
             let preparing = Preparing::begin(&tenant, origin, known)?;
-            let pid = self.revive(&tenant, known, preparing, keep_connections)?;
-            Ok((forwards, pid))
+            let life = self.revive(&tenant, known, preparing, how)?;
+            Ok((forwards, life))
         });
         match outcome {
-            Ok((forwards, pid)) => {
+            Ok((forwards, life)) => {
                 self.descends(&tenant, &known.info.id);
-                Ok(Revived { name, pid, forwards, notes })
+                notes.extend(life.note.map(|note| format!("{name}: {note}")));
+                Ok(Revived { name, pid: life.pid, forwards, notes })
             }
             Err(why) => {
                 self.tenants.discard(&name);
@@ -275,16 +258,17 @@ impl Snapshots {
     }
 
     /// Restores the processes of a snapshot into `tenant`, which has none; the
-    /// first one's number. Without `keep_connections` those inside are closed:
-    /// somebody else on the network may have them.
-    fn revive(
+    /// first one's number.
+    pub(super) fn revive(
         &self,
         tenant: &Arc<Tenant>,
         known: &Known,
         preparing: Preparing,
-        keep_connections: bool,
-    ) -> Result<u32, String> {
-        let mut options = RestoreOptions { keep_connections, ..RestoreOptions::new(helper()?) };
+        how: How,
+    ) -> Result<Life, String> {
+        let How { keep_connections, terminals } = how;
+        let new = RestoreOptions::new(helper()?);
+        let mut options = RestoreOptions { keep_connections, terminals, ..new };
         if let Some(place) = self.line_of(tenant).place {
             options.own_pids = true;
             options.own_network = place.own_network;
@@ -293,10 +277,7 @@ impl Snapshots {
         }
         options.group =
             tenant.record().cgroup.as_ref().and_then(|path| Cgroups::tasks_file(path.as_ref()));
-        // A name of its own: somebody who is just being ended may still write to
-        // the last one.
-        let number = self.restores.fetch_add(1, Ordering::Relaxed);
-        let work = self.work.join(format!("{WORK}{}-{number}", std::process::id()));
+        let work = self.work_directory();
         let mut alive = Vec::new();
         let outcome = self.revive_in(&work, tenant, known, preparing, options, &mut alive);
         if outcome.is_err() {
@@ -309,6 +290,13 @@ impl Snapshots {
         outcome
     }
 
+    /// For one restore. A name of its own: somebody who is just being ended may still
+    /// write to the last one.
+    pub(super) fn work_directory(&self) -> PathBuf {
+        let number = self.restores.fetch_add(1, Ordering::Relaxed);
+        self.work.join(format!("{WORK}{}-{number}", std::process::id()))
+    }
+
     fn revive_in(
         &self,
         work: &Path,
@@ -317,7 +305,7 @@ impl Snapshots {
         mut preparing: Preparing,
         options: RestoreOptions,
         alive: &mut Vec<Pidfd>,
-    ) -> Result<u32, String> {
+    ) -> Result<Life, String> {
         // Of an earlier life: an ended process that nobody has collected holds its
         // number.
         known.processes.iter().for_each(|process| collect_child(process.pid));
@@ -335,6 +323,7 @@ impl Snapshots {
             // Without the thread each process is put there when it comes.
             let _ = Builder::new().name("adopt".into()).stack_size(64 << 10).spawn(adopting);
         }
+        let note = restore.lacks_terminal().then(|| NO_TERMINAL.to_owned());
         let agent_socket = self.work.join(AGENT_SOCKET_NAME);
         let mut spaces = Vec::new();
         while let Some(arrival) = restore.next_arrival().map_err(|error| error.to_string())? {
@@ -398,7 +387,7 @@ impl Snapshots {
         }
         let touched = spaces.into_iter().map(|(space, process)| (process.pid, space)).collect();
         self.remember_touched(&known.info.id, touched);
-        Ok(tree.root)
+        Ok(Life { pid: tree.root, note })
     }
 
     /// What these processes ask for in their first moments is brought ahead when

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use strata_api::{Progress, SnapshotId, SnapshotInfo, SnapshotState, Unit};
-use strata_pager::{Freeze, SnapshotError, SnapshotRequest, Standing, Tenant};
-use strata_snapshot::{Criu, Dump, DumpOptions, process_tree};
+use strata_pager::{Captured, Freeze, SnapshotError, SnapshotRequest, Tenant};
+use strata_snapshot::{Criu, Dump, DumpOptions, FrozenProcess, process_tree};
 use strata_sys::Pidfd;
 use strata_units::PAGE_SIZE;
 
@@ -68,15 +68,70 @@ impl Snapshots {
         scheduled: bool,
         tell: Tell<'_>,
     ) -> Result<SnapshotInfo, String> {
-        let record = tenant.record();
         self.check_limit()?;
-        let mut known = Known {
+        let id = self.next_id(&tenant.record().name, label.as_deref())?;
+        let mut known = self.capturing(tenant, id.clone());
+        (known.info.label, known.info.scheduled) = (label, scheduled);
+        lock(&self.known).insert(id.clone(), known.clone());
+        match self.take_memory(tenant, &id, tell) {
+            Ok((freeze, numbers)) => {
+                known.is_captured(&freeze, &numbers);
+                if let Err(why) = self.disk.write(&known) {
+                    let _ = self.forget(&known);
+                    return Err(why);
+                }
+                lock(&self.known).insert(id.clone(), known.clone());
+                self.descends(tenant, &id);
+                self.ready_is_due();
+                Ok(known.info)
+            }
+            Err(why) => {
+                let _ = self.forget(&known);
+                Err(why)
+            }
+        }
+    }
+
+    /// Takes a snapshot of a tenant that is about to be ended: its processes stand
+    /// still from the moment that it has, and all of it is there. It is on disk, and
+    /// in no list: whoever asked offers it, or forgets it.
+    pub(super) fn take_standing(&self, tenant: &Arc<Tenant>) -> Result<Standing, String> {
+        let known = self.capturing(tenant, self.number_to_come(&tenant.record().name));
+        let criu = self.criu()?;
+        let images = self.disk.make(&known.info.id)?;
+        let held = Arc::new(Mutex::new(None));
+        let taken = take_once(tenant, &criu, &images, Until::Ended(&held), &mut |_| ());
+        let mut standing = Standing { known, frozen: lock(&held).take() };
+        let failed = |error| match error {
+            SnapshotError::Torn => "its memory cannot be captured".to_owned(),
+            SnapshotError::Failed(why) => why,
+        };
+        let written = taken.map_err(failed).and_then(|(freeze, numbers)| {
+            standing.known.is_captured(&freeze, &numbers);
+            let frozen = standing.frozen.as_ref().ok_or("it does not stand still")?;
+            frozen.complete().map_err(|error| error.to_string())?;
+            self.disk.write(&standing.known)
+        });
+        if let Err(why) = written {
+            // It runs on.
+            standing.frozen = None;
+            let _ = self.forget(&standing.known);
+            return Err(why);
+        }
+        Ok(standing)
+    }
+
+    /// What is known of a snapshot that is being taken.
+    fn capturing(&self, tenant: &Arc<Tenant>, id: SnapshotId) -> Known {
+        let record = tenant.record();
+        let line = self.line_of(tenant);
+        Known {
             info: SnapshotInfo {
-                id: self.next_id(&record.name, label.as_deref())?,
+                id,
                 tenant: record.name.clone(),
-                label,
-                parent: None,
-                scheduled,
+                label: None,
+                parent: line.parent,
+                scheduled: false,
                 state: SnapshotState::Capturing,
                 reason: String::new(),
                 taken: now(),
@@ -94,49 +149,7 @@ impl Snapshots {
             },
             processes: Vec::new(),
             machine: Some(Machine::here().clone()),
-            place: None,
-        };
-        let id = known.info.id.clone();
-        let line = self.line_of(tenant);
-        (known.info.parent, known.place) = (line.parent, line.place);
-        lock(&self.known).insert(id.clone(), known.clone());
-        match self.take_memory(tenant, &id, tell) {
-            Ok((freeze, numbers)) => {
-                known.info.state = SnapshotState::Usable;
-                known.info.processes = freeze.processes.len() as u32;
-                known.info.copied_pages = freeze.copied_pages;
-                known.info.freeze_us = freeze.frozen.as_micros() as u64;
-                known.info.capture_us = freeze.captured.as_micros() as u64;
-                known.processes = freeze
-                    .processes
-                    .iter()
-                    .map(|captured| Process {
-                        pid: numbers.get(&captured.pid).copied().unwrap_or(captured.pid),
-                        memory: Some(captured.memory.0),
-                        restart: captured.restart,
-                        own: (captured.own.start, captured.own.end),
-                        needed: captured.needed.iter().map(|r| (r.start, r.end)).collect(),
-                        settings: captured
-                            .settings
-                            .iter()
-                            .map(|&(range, setting)| (range.start, range.end, setting as u64))
-                            .collect(),
-                        touched: Vec::new(),
-                    })
-                    .collect();
-                if let Err(why) = self.disk.write(&known) {
-                    let _ = self.forget(&known);
-                    return Err(why);
-                }
-                lock(&self.known).insert(id.clone(), known.clone());
-                self.descends(tenant, &id);
-                self.ready_is_due();
-                Ok(known.info)
-            }
-            Err(why) => {
-                let _ = self.forget(&known);
-                Err(why)
-            }
+            place: line.place,
         }
     }
 
@@ -152,7 +165,8 @@ impl Snapshots {
         // is little, or at last, the program stands still for it.
         for most_frozen_pages in [0, FEW_PAGES, FEW_PAGES, FEW_PAGES, u64::MAX] {
             let images = self.disk.make(id)?;
-            match take_once(tenant, &criu, &images, most_frozen_pages, tell) {
+            let until = Until::Captured(most_frozen_pages);
+            match take_once(tenant, &criu, &images, until, tell) {
                 Ok(taken) => return Ok(taken),
                 Err(SnapshotError::Torn) => {}
                 Err(SnapshotError::Failed(why)) => return Err(why),
@@ -160,6 +174,56 @@ impl Snapshots {
         }
         Err("its memory cannot be captured".into())
     }
+}
+
+/// A tenant that stands still, all of it in a snapshot. Dropped, it runs on.
+pub(super) struct Standing {
+    pub(super) known: Known,
+    frozen: Option<FrozenProcess>,
+}
+
+impl Standing {
+    /// Its processes were killed: returns when they are nobody's any more.
+    pub(super) fn is_ended(self) -> Known {
+        if let Some(frozen) = self.frozen {
+            frozen.end_killed();
+        }
+        self.known
+    }
+}
+
+impl Known {
+    /// Its memory is captured, and it is usable.
+    fn is_captured(&mut self, freeze: &Freeze, numbers: &Numbers) {
+        self.info.state = SnapshotState::Usable;
+        self.info.processes = freeze.processes.len() as u32;
+        self.info.copied_pages = freeze.copied_pages;
+        self.info.freeze_us = freeze.frozen.as_micros() as u64;
+        self.info.capture_us = freeze.captured.as_micros() as u64;
+        let process = |captured: &Captured| Process {
+            pid: numbers.get(&captured.pid).copied().unwrap_or(captured.pid),
+            memory: Some(captured.memory.0),
+            restart: captured.restart,
+            own: (captured.own.start, captured.own.end),
+            needed: captured.needed.iter().map(|r| (r.start, r.end)).collect(),
+            settings: captured
+                .settings
+                .iter()
+                .map(|&(range, setting)| (range.start, range.end, setting as u64))
+                .collect(),
+            touched: Vec::new(),
+        };
+        self.processes = freeze.processes.iter().map(process).collect();
+    }
+}
+
+/// How long the processes stand still.
+enum Until<'a> {
+    /// Until all is captured, if that is no more than so many pages; else until it is
+    /// known what is to be.
+    Captured(u64),
+    /// Until whoever asked has ended them, or drops this.
+    Ended(&'a Arc<Mutex<Option<FrozenProcess>>>),
 }
 
 /// The process of a tenant that is no other's descendant.
@@ -179,11 +243,14 @@ fn take_once(
     tenant: &Arc<Tenant>,
     criu: &Criu,
     images: &Path,
-    most_frozen_pages: u64,
+    until: Until<'_>,
     tell: Tell<'_>,
 ) -> Result<(Freeze, Numbers), SnapshotError> {
     let root = root_of(&tenant.pids()).map_err(SnapshotError::Failed)?;
-    let frozen = Arc::new(Mutex::new(None));
+    let (frozen, stay, most_frozen_pages) = match until {
+        Until::Captured(most) => (Arc::new(Mutex::new(None)), false, most),
+        Until::Ended(held) => (Arc::clone(held), true, u64::MAX),
+    };
     let held = Arc::clone(&frozen);
     let numbers = Arc::new(Mutex::new(Numbers::new()));
     let numbered = Arc::clone(&numbers);
@@ -204,15 +271,19 @@ fn take_once(
             let pids = process_tree(root);
             let own = |&pid: &u32| Some((pid, number_within(pid)?));
             *lock(&numbered) = pids.iter().filter_map(own).collect();
-            Ok(Standing { pids, since })
+            Ok(strata_pager::Standing { pids, since })
         }),
         thaw: Box::new(move || {
+            if stay {
+                return Ok(());
+            }
             let process = lock(&frozen).take();
             process.map_or(Ok(()), |process| {
                 process.thaw().map(|_| ()).map_err(|error| error.to_string())
             })
         }),
         most_frozen_pages,
+        stay,
     };
     tenant
         .snapshot(request, |done, total| {

@@ -1,0 +1,184 @@
+//! Rollback: the tenant's processes end, and those of a snapshot come back under their
+//! numbers, ports and locks, for which the old ones must be gone. So before anything
+//! is ended it is known that they can come back:
+//!
+//! ```text
+//! check ─▶ rehearse ─▶ copy page maps ─▶ stand still, in a snapshot ─▶ end ─▶ restore
+//!    each of these fails: it runs on, as if nothing had been ──┘           fails:
+//!                                             restore what stood still, or keep both
+//! ```
+//!
+//! A rehearsal restores the snapshot in namespaces of its own, beside the program,
+//! up to its first instruction, with no memory in it.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use strata_api::SnapshotRef;
+use strata_pager::Tenant;
+use strata_snapshot::{Restore, RestoreOptions, Shown, Terminals};
+use strata_sys::collect_child;
+
+use super::disk::Known;
+use super::preparing::Preparing;
+use super::revive::{How, KILL_PATIENCE, LOOK_EVERY, Life, helper};
+use super::take::Standing;
+use super::{Snapshots, Tell, remove_flat, unfinished};
+
+/// How long CRIU may take for a step of a rehearsal.
+const REHEARSED_WITHIN: Duration = Duration::from_secs(30);
+
+impl Snapshots {
+    /// Ends the tenant's processes and brings those of the snapshot back; on an error
+    /// it runs on as it was, or the error names what is left of it.
+    pub(crate) fn rollback(
+        &self,
+        uid: u32,
+        tenant: &Arc<Tenant>,
+        named: &SnapshotRef,
+        terminals: Terminals,
+        tell: Tell<'_>,
+    ) -> Result<Life, String> {
+        let name = &tenant.record().name;
+        let _turn = self.turn(name)?;
+        let (known, origin) = self.fitting(uid, named, tell)?;
+        if !tenant.shares_pages_with(&origin) {
+            return Err(format!("{} was taken of another tenant than {name}", known.info.id));
+        }
+        let unharmed = |why: String| format!("{why}; {name} runs on, nothing was ended");
+        self.rehearse(tenant, &known).map_err(unharmed)?;
+        let mut preparing = Preparing::begin(tenant, &origin, &known).map_err(unharmed)?;
+        preparing.wait().map_err(unharmed)?;
+        let pids = tenant.pids();
+        let own = Terminals::of(&pids);
+        let is_led = own.are_led();
+        let terminals = if is_led { own } else { own.or(terminals) };
+        let standing = self.take_standing(tenant).map_err(|why| {
+            unharmed(format!("what it is now cannot be kept for the case that this fails: {why}"))
+        })?;
+        let again = terminals.again();
+        let undo = self.end(tenant, standing)?;
+        let how = How { keep_connections: true, terminals };
+        match self.revive(tenant, &known, preparing, how) {
+            Ok(life) => {
+                self.descends(tenant, &known.info.id);
+                let _ = self.forget(&undo);
+                Ok(life)
+            }
+            Err(why) => Err(self.undo(tenant, &known, undo, again, why)),
+        }
+    }
+
+    /// Sees whether a snapshot can be restored, beside the tenant that runs.
+    fn rehearse(&self, tenant: &Arc<Tenant>, known: &Known) -> Result<(), String> {
+        let mut options = RestoreOptions::new(helper()?);
+        (options.rehearsal, options.limit) = (true, REHEARSED_WITHIN);
+        if let Some(place) = self.line_of(tenant).place {
+            let shown = place.shown.into_iter();
+            options.shown = shown.map(|(copy, path)| Shown { copy, path }).collect();
+        }
+        let work = self.work_directory();
+        let outcome = self.rehearse_in(&work, known, options);
+        remove_flat(&work);
+        outcome
+    }
+
+    fn rehearse_in(
+        &self,
+        work: &Path,
+        known: &Known,
+        options: RestoreOptions,
+    ) -> Result<(), String> {
+        let criu = self.criu()?;
+        let images = self.disk.images(&known.info.id);
+        let mut restore =
+            Restore::begin(&criu, &images, work, options).map_err(|error| error.to_string())?;
+        loop {
+            let arrival = match restore.next_arrival() {
+                Ok(Some(arrival)) => arrival,
+                Ok(None) => return Ok(()),
+                Err(error) => return Err(error.to_string()),
+            };
+            if !known.processes.iter().any(|process| process.pid == arrival.old_pid) {
+                return Err("CRIU restores a process that is not known".to_owned());
+            }
+            unfinished::note(work, arrival.pid).map_err(|error| error.to_string())?;
+            arrival.fill_with_nothing().map_err(|error| format!("no thread: {error}"))?;
+        }
+    }
+
+    /// Ends the tenant, which stands still.
+    fn end(&self, tenant: &Arc<Tenant>, standing: Standing) -> Result<Known, String> {
+        let pids = tenant.pids();
+        let held = tenant.hold_memory();
+        tenant.kill();
+        let undo = standing.is_ended();
+        match wait_gone(tenant, &pids, || drop(held)) {
+            Ok(()) => Ok(undo),
+            Err(why) => {
+                let id = undo.info.id.clone();
+                self.offer(undo);
+                Err(format!("{why}; what it was is in {id} (strata restore {id})"))
+            }
+        }
+    }
+
+    /// What stood still comes back in place of `known`, which failed because of `why`.
+    fn undo(
+        &self,
+        tenant: &Arc<Tenant>,
+        known: &Known,
+        undo: Known,
+        terminals: Terminals,
+        why: String,
+    ) -> String {
+        let name = &tenant.record().name;
+        let how = How { keep_connections: true, terminals };
+        let back = wait_gone(tenant, &tenant.pids(), || ())
+            .map_err(str::to_owned)
+            .and_then(|()| Preparing::begin(tenant, tenant, &undo))
+            .and_then(|preparing| self.revive(tenant, &undo, preparing, how));
+        match back {
+            Ok(_) => {
+                let _ = self.forget(&undo);
+                format!("{why}; {name} is back as it was before")
+            }
+            Err(too) => {
+                let id = undo.info.id.clone();
+                self.offer(undo);
+                format!(
+                    "{why}; {name} could not be brought back as it was either ({too}); both are kept: what it was is in {id}, what it was to become in {} (strata restore)",
+                    known.info.id
+                )
+            }
+        }
+    }
+}
+
+/// Waits until processes that were killed are gone, and the tenant knows it. `meanwhile`
+/// is done when they are.
+fn wait_gone(
+    tenant: &Arc<Tenant>,
+    pids: &[u32],
+    meanwhile: impl FnOnce(),
+) -> Result<(), &'static str> {
+    let deadline = Instant::now() + KILL_PATIENCE;
+    // Not only dead: a zombie holds its number.
+    let there = |pid: &u32| Path::new(&format!("/proc/{pid}")).exists();
+    let wait_while = |is_so: &dyn Fn() -> bool| {
+        while is_so() {
+            pids.iter().for_each(|&pid| collect_child(pid));
+            if Instant::now() > deadline {
+                return Err("its processes were killed and are not gone yet");
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+        Ok(())
+    };
+    wait_while(&|| pids.iter().any(there))?;
+    // Their memory is taken down beside what follows.
+    meanwhile();
+    tenant.look_for_ended();
+    wait_while(&|| tenant.attachment().1)
+}

@@ -313,7 +313,7 @@ def tenant_killed(run):
 def no_space(run):
     """The directory of snapshots is full: refused with that reason, the tenant
     runs on, and older ones stay; with space again it works."""
-    with small_disk(run, "1m") as full:
+    with small_disk(run, "2m") as full:
         text = f'snapshot_dir = "{full}"\n'
         log = os.path.join(run.log_directory, "stratad-small.log")
         with configured(run.daemon, text, run.directory, log):
@@ -331,6 +331,9 @@ def no_space(run):
                     raise Failure(f"with {spare} bytes left: {done.stderr.strip()}")
                 elif spare == 0:
                     run.note(done.stderr.strip()[-60:])
+                if spare == 0:
+                    # What it is now cannot be kept: so it is not ended.
+                    refused(program.rollback(first, check=False), "space left", "runs on")
                 if spare == 0 and done.returncode == 0:
                     raise Failure("a snapshot without any space: nothing was tested")
                 program.goes_on()

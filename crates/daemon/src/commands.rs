@@ -138,13 +138,7 @@ impl Handler for Commands {
                 let terminals = terminals_of(peer);
                 match self.snapshots.start_clones(peer.uid, &snapshot, &wish, &terminals, tell) {
                     Ok(all) => revived(all),
-                    Err(why) => {
-                        let todo = match why.contains(PORT_IN_USE) {
-                            true => "a port that it listens on is taken: try --net new",
-                            false => "",
-                        };
-                        error(format!("{snapshot} was not cloned: {why}"), todo)
-                    }
+                    Err(why) => error(format!("{snapshot} was not cloned: {why}"), ""),
                 }
             }
             Request::SnapshotPersist { snapshot } => self.persist(peer, &snapshot, tell),
@@ -206,9 +200,6 @@ fn check_budget(bytes: u64) -> Result<(), Reply> {
     }
     Ok(())
 }
-
-/// What CRIU says of a port that somebody listens on.
-const PORT_IN_USE: &str = "Can't bind inet socket";
 
 /// Below this a program's own stacks and libraries fill the budget.
 pub(crate) const LEAST_BUDGET: ByteSize = ByteSize(4 << 20);

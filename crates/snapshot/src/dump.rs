@@ -24,7 +24,7 @@ use crate::breakpoints::Breakpoints;
 use crate::criu::{Criu, IGNORE_CGROUPS};
 use crate::hide;
 use crate::images::mend_files;
-use crate::log::reason_in;
+use crate::log::Complaint;
 use crate::preflight::{GHOST_LIMIT, Refusal, preflight};
 use crate::processes::{inner_number, is_in_state, lives_elsewhere, process_tree, wait_untraced};
 use crate::stopping::{DID_NOT_STOP, Threads};
@@ -32,7 +32,9 @@ use crate::stopping::{DID_NOT_STOP, Threads};
 /// How often a dump is begun anew because a connection to an outsider was made
 /// between our look and CRIU's.
 const MOST_ATTEMPTS: u32 = 4;
-/// What CRIU says then.
+/// How often, if its processes came and went meanwhile.
+const MOST_RESTLESS: u32 = 20;
+/// What CRIU says of such a connection.
 const NEW_CONNECTION: &str = "External socket is used";
 /// What it says of a connection whose queues changed while it read them: the
 /// other end may be outside, and what was sent before the freeze is acknowledged
@@ -57,6 +59,8 @@ pub struct DumpOptions {
     /// The program `strata-clone`; needed for trees that live in namespaces of
     /// their own, as clones do.
     pub helper: Option<PathBuf>,
+    /// Where all that CRIU says is kept when it fails.
+    pub kept_log: Option<PathBuf>,
     /// Longest wait until the tree stands frozen with all but memory on disk;
     /// and again for CRIU's end after the thaw.
     pub limit: Duration,
@@ -64,7 +68,8 @@ pub struct DumpOptions {
 
 impl Default for DumpOptions {
     fn default() -> Self {
-        Self { hide_memory: false, helper: None, limit: Duration::from_secs(30) }
+        let limit = Duration::from_secs(30);
+        Self { hide_memory: false, helper: None, kept_log: None, limit }
     }
 }
 
@@ -75,12 +80,14 @@ pub enum DumpError {
     #[error("this cannot be dumped: {}", .0.iter().map(Refusal::to_string).collect::<Vec<_>>().join("; "))]
     Refused(Vec<Refusal>),
     /// CRIU said no.
-    #[error("CRIU could not dump process {pid}: {reason}")]
+    #[error("process {pid} could not be dumped: {reason}{}", .did.as_ref().map(|did| format!("; {did}")).unwrap_or_default())]
     Failed {
         /// Root of the tree.
         pid: u32,
-        /// CRIU's words.
-        reason: String,
+        /// CRIU's.
+        reason: Complaint,
+        /// What the thread did that did not stop, if that was it.
+        did: Option<String>,
     },
     /// It took too long, and was ended. `running`: the tree was seen to run on.
     #[error("CRIU did not {what} process {pid} within {limit:?}; it was ended, and the process {}", if *.running { "runs on" } else { "does not run any more" })]
@@ -135,6 +142,7 @@ pub struct FrozenProcess {
     criu: Running,
     /// CRIU waits for this end to speak or close.
     release: Option<UnixStream>,
+    kept_log: Option<PathBuf>,
     limit: Duration,
     began: Instant,
     frozen: Instant,
@@ -147,13 +155,11 @@ fn log_paths(images: &Path) -> (PathBuf, PathBuf) {
     (images.join("dump.log"), images.join("dump.out"))
 }
 
-fn failed(root: u32, images: &Path, threads: Option<&Threads>) -> DumpError {
+fn failed(root: u32, images: &Path, kept: Option<&Path>, threads: Option<&Threads>) -> DumpError {
     let (log, output) = log_paths(images);
-    let mut reason = reason_in(&log, &output);
-    if let Some(did) = threads.and_then(|threads| threads.did(&reason)) {
-        reason = format!("{reason}; {did}");
-    }
-    DumpError::Failed { pid: root, reason }
+    let reason = Complaint::read(&log, &output, kept);
+    let did = threads.and_then(|threads| threads.did(&reason.words));
+    DumpError::Failed { pid: root, reason, did }
 }
 
 /// Removes what an attempt left in the directory.
@@ -196,12 +202,23 @@ impl Dump {
     ) -> Result<FrozenProcess, DumpError> {
         let mut attempt = 1;
         let mut still_moving = false;
+        let mut restless = 0;
         // Once more, too, if a thread did not stop in CRIU's time, as when the machine
         // itself stood still.
         let mut late = None;
         loop {
             let pids = process_tree(root);
-            let survey = preflight(&pids).map_err(system(format!("looking at process {root}")))?;
+            // One that ends meanwhile is none, and one that has begun is seen the next
+            // time.
+            let changed = || restless < MOST_RESTLESS && process_tree(root) != pids;
+            let survey = match preflight(&pids) {
+                Ok(survey) => survey,
+                Err(_) if changed() => {
+                    restless += 1;
+                    continue;
+                }
+                Err(error) => return Err(system(format!("looking at process {root}"))(error)),
+            };
             if !survey.refusals.is_empty() {
                 return Err(DumpError::Refused(survey.refusals));
             }
@@ -211,20 +228,22 @@ impl Dump {
                     if attempt < MOST_ATTEMPTS
                         && [NEW_CONNECTION, MOVING_CONNECTION]
                             .iter()
-                            .any(|m| reason.contains(m)) =>
+                            .any(|m| reason.words.contains(m)) =>
                 {
                     attempt += 1;
                     // Rather all of them closed than no dump.
-                    still_moving = attempt == MOST_ATTEMPTS && reason.contains(MOVING_CONNECTION);
+                    still_moving =
+                        attempt == MOST_ATTEMPTS && reason.words.contains(MOVING_CONNECTION);
                 }
-                Err(DumpError::Failed { reason, .. })
-                    if late.is_none() && reason.contains(DID_NOT_STOP) =>
+                Err(DumpError::Failed { reason, did, .. })
+                    if late.is_none() && reason.words.contains(DID_NOT_STOP) =>
                 {
-                    late = Some(reason);
+                    late = Some([Some(reason.words), did].into_iter().flatten().collect::<Vec<_>>());
                 }
+                Err(DumpError::Failed { .. }) if changed() => restless += 1,
                 result => {
                     return result.map(|mut frozen| {
-                        frozen.late = late;
+                        frozen.late = late.map(|words| words.join("; "));
                         frozen
                     });
                 }
@@ -294,6 +313,7 @@ fn start(
         images: images.to_owned(),
         criu: running,
         release: Some(release),
+        kept_log: options.kept_log.clone(),
         limit: options.limit,
         began,
         frozen: began,
@@ -312,7 +332,7 @@ fn start(
     // It gave up by itself: nothing is left to be ended.
     waiting.release = None;
     waiting.end("freeze")?;
-    Err(failed(root, images, threads.as_ref()))
+    Err(failed(root, images, options.kept_log.as_deref(), threads.as_ref()))
 }
 
 impl FrozenProcess {
@@ -413,7 +433,7 @@ impl FrozenProcess {
         let status = self.end("thaw")?;
         let thawed = Instant::now();
         if !status.success() {
-            return Err(failed(self.root, &self.images, None));
+            return Err(failed(self.root, &self.images, self.kept_log.as_deref(), None));
         }
         mend_files(&self.images)
             .map_err(system(format!("changing the images in {}", self.images.display())))?;

@@ -31,6 +31,7 @@ mod view;
 
 pub use criu::{Criu, CriuError, OLDEST};
 pub use dump::{Dump, DumpError, DumpOptions, DumpOutcome, FrozenProcess};
+pub use log::Complaint;
 pub use preflight::{Refusal, Survey, preflight};
 pub use processes::{is_ending, process_tree};
 pub use terminals::Terminals;

@@ -1,8 +1,12 @@
 //! What CRIU says when it fails, made readable.
 
 use std::borrow::Cow;
-use std::fs;
-use std::path::Path;
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::{fmt, fs};
+
+use rustix::fs::statvfs;
 
 /// Lines that say nothing about the cause: after some of them CRIU goes on (the
 /// kernel has no such module, which it would need for some programs only), the
@@ -28,6 +32,10 @@ const CONSEQUENCES: [&str; 5] = [
     "cgroupd: recv",
 ];
 
+/// It said nothing.
+const NONE: &str = "it gives no reason";
+/// What CRIU's smallest image needs.
+const LEAST_FREE_BYTES: u64 = 64 << 10;
 /// Most lines of a reason.
 const MOST_LINES: usize = 4;
 /// Most that is read of a log, bytes.
@@ -68,7 +76,7 @@ fn reason(log: &str, output: &str) -> String {
         }
     }
     if lines.is_empty() {
-        return consequence.unwrap_or("it gives no reason").to_owned();
+        return consequence.unwrap_or(NONE).to_owned();
     }
     lines.join("; ")
 }
@@ -83,6 +91,115 @@ fn read(path: &Path) -> String {
 /// before it had one.
 pub(crate) fn reason_in(log: &Path, output: &Path) -> String {
     reason(&read(log), &read(output))
+}
+
+/// Why CRIU gave up.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Complaint {
+    /// Its own words, cut short.
+    pub words: String,
+    /// A copy of all that it said, where one was kept.
+    pub log: Option<PathBuf>,
+}
+
+impl Complaint {
+    /// What it says there; all of it is kept in the file `kept` from now on.
+    pub(crate) fn read(log: &Path, output: &Path, kept: Option<&Path>) -> Self {
+        let mut words = reason_in(log, output);
+        // Then there was none for its words either.
+        if words == NONE && log.parent().is_some_and(is_full) {
+            words = NO_SPACE.to_owned();
+        }
+        let text = read(log) + &read(output);
+        let write = |kept: &&Path| {
+            let mut options = fs::OpenOptions::new();
+            options.write(true).create(true).truncate(true).mode(0o600);
+            options.open(kept).and_then(|mut file| file.write_all(text.as_bytes())).is_ok()
+        };
+        let log = kept.filter(|_| !text.is_empty()).filter(write).map(Path::to_owned);
+        Self { words, log }
+    }
+}
+
+const NO_SPACE: &str = "No space left on device";
+
+/// Whether next to nothing can be written there.
+fn is_full(directory: &Path) -> bool {
+    statvfs(directory).is_ok_and(|all| all.f_bavail * all.f_frsize < LEAST_FREE_BYTES)
+}
+
+/// Causes that are known by words of CRIU's, and what to do about them.
+const KNOWN: [(&str, &str); 13] = [
+    (
+        "Can't bind inet socket",
+        "a port that it listened on is in use, or an address not to be had here: end who has it (ss -lnp), or clone with a network of its own (--net new)",
+    ),
+    (
+        "External socket is used",
+        "it made new connections to another program while CRIU looked: try again",
+    ),
+    ("soccr", "one of its TCP connections cannot be read or made again: try again, or close it"),
+    (
+        "has bad size",
+        "a file that it has open is not as large as it was: put the file back as it was at the snapshot",
+    ),
+    (
+        "has bad mode",
+        "a file that it has open has another mode than it had: put the file back as it was at the snapshot",
+    ),
+    (
+        "has bad build-ID",
+        "the program or a library of it is another version than at the snapshot: install that one again",
+    ),
+    (
+        "do not match expected",
+        "a process number that it had is in use by now: strata clone gives it numbers of its own",
+    ),
+    (
+        "Can't fork for",
+        "a process that it had cannot be made: its number is in use, or there are too many processes (ulimit -u, pids.max)",
+    ),
+    (
+        "Unseizable",
+        "one of its threads did not stop in time, as on an overloaded machine: try again",
+    ),
+    (
+        "Can not set flock",
+        "another program holds a lock on a file that it had locked: end that one",
+    ),
+    (
+        "Can't open master pty",
+        "a terminal that it made cannot be made again, because its number is in use: close other terminals",
+    ),
+    (
+        NO_SPACE,
+        "No space left on device: there is no space where snapshots are kept (snapshot_dir): make some, or remove snapshots",
+    ),
+    (
+        "Cannot allocate memory",
+        "there is not enough memory for what CRIU needs besides: free some, or raise the limit of its cgroup",
+    ),
+];
+
+/// Said already as a person would, by [`in_plain_words`] or by who looked after it.
+const PLAIN: &str = "it needs /";
+
+impl fmt::Display for Complaint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let known = KNOWN.iter().find(|(words, _)| self.words.contains(words));
+        match (known, self.words.find(PLAIN)) {
+            (Some((_, sentence)), _) => f.write_str(sentence)?,
+            (None, Some(at)) => {
+                let first = self.words[at..].split("; ").next().unwrap_or_default();
+                write!(f, "{first}: put that back, as it was at the snapshot")?;
+            }
+            (None, None) => f.write_str("CRIU gave up, for a reason that Strata has no words for")?,
+        }
+        match &self.log {
+            Some(log) => write!(f, " (what CRIU says: {})", log.display()),
+            None => Ok(()),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -111,6 +228,36 @@ mod tests {
                    (00.03)  77: Error (criu/mem.c:1483): Can't fixup VMA's fd\n\
                    (00.04) Error (criu/cr-restore.c:1480): 77 exited, status=1\n";
         assert_eq!(reason(log, ""), "it needs /usr/bin/x: No such file or directory");
+    }
+
+    #[test]
+    fn what_users_read_is_a_sentence_and_names_where_the_rest_is() {
+        let says = |words: &str, log: Option<&str>| {
+            Complaint { words: words.to_owned(), log: log.map(PathBuf::from) }.to_string()
+        };
+        let port = says("inet: Can't bind inet socket (id 7): Address already in use", None);
+        assert!(port.starts_with("a port that"), "{port}");
+        let file = says("x; it needs /tmp/hsperfdata_u/7: No such file or directory; y", None);
+        assert_eq!(
+            file,
+            "it needs /tmp/hsperfdata_u/7: No such file or directory: put that back, as it was at the snapshot"
+        );
+        let other = says("tty: Don't have tty to inherit session from", Some("/var/x.log"));
+        assert!(!other.contains("inherit"), "{other}");
+        assert!(other.ends_with(" (what CRIU says: /var/x.log)"), "{other}");
+    }
+
+    #[test]
+    fn all_that_was_said_is_kept_for_its_owner_alone() {
+        use std::os::unix::fs::PermissionsExt;
+        let fake = crate::testing::Fake::new("kept");
+        let at = |name: &str| fake.directory().join(name);
+        fs::write(at("log"), "(00.1) Error (criu/x.c:9): y: no such thing\n").expect("a log");
+        let complaint = Complaint::read(&at("log"), &at("none"), Some(&at("kept")));
+        assert_eq!((complaint.words.as_str(), complaint.log), ("y: no such thing", Some(at("kept"))));
+        assert!(fs::read_to_string(at("kept")).expect("kept").contains("criu/x.c:9"));
+        assert_eq!(fs::metadata(at("kept")).expect("kept").permissions().mode() & 0o777, 0o600);
+        assert_eq!(Complaint::read(&at("none"), &at("none"), Some(&at("kept"))).log, None);
     }
 
     #[test]

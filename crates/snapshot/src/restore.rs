@@ -36,7 +36,7 @@ use crate::connections::wait_gone;
 use crate::criu::{Criu, IGNORE_CGROUPS};
 use crate::gate;
 use crate::images;
-use crate::log::reason_in;
+use crate::log::Complaint;
 use crate::processes::{find_by_inner_number, is_ending, is_in_state, process_tree};
 use crate::terminals::Terminals;
 use crate::view;
@@ -91,6 +91,8 @@ pub struct RestoreOptions {
     pub group: Option<fs::File>,
     /// The program `strata-clone`.
     pub helper: PathBuf,
+    /// Where all that CRIU says is kept when it fails.
+    pub kept_log: Option<PathBuf>,
     /// Longest wait for the next process, and for the end.
     pub limit: Duration,
 }
@@ -110,6 +112,7 @@ impl RestoreOptions {
             keep_connections: true,
             group: None,
             helper,
+            kept_log: None,
             limit: Duration::from_secs(30),
         }
     }
@@ -119,8 +122,8 @@ impl RestoreOptions {
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreError {
     /// CRIU said no.
-    #[error("CRIU could not restore it: {0}")]
-    Failed(String),
+    #[error("it could not be restored: {0}")]
+    Failed(Complaint),
     /// Numbers of processes or threads of the dump are in use.
     #[error("these process numbers of it are in use: {}; a clone (strata clone) has numbers of its own", .0.iter().map(|(number, name)| format!("{number} ({name})")).collect::<Vec<_>>().join(", "))]
     Taken(Vec<(u32, String)>),
@@ -236,7 +239,9 @@ pub struct Restore {
     asking: Option<UnixStream>,
     own_pids: bool,
     lacks_terminal: bool,
+    is_let_go: bool,
     work: PathBuf,
+    kept_log: Option<PathBuf>,
     limit: Duration,
     _breakpoints: Breakpoints,
 }
@@ -415,7 +420,9 @@ impl Restore {
             asking: None,
             own_pids: options.own_pids,
             lacks_terminal: seen.lacks_terminal,
+            is_let_go: false,
             work: work.to_owned(),
+            kept_log: options.kept_log,
             limit: options.limit,
             _breakpoints: breakpoints,
         })
@@ -435,7 +442,7 @@ impl Restore {
 
     fn failed(&self) -> RestoreError {
         let (log, output) = log_paths(&self.work);
-        RestoreError::Failed(reason_in(&log, &output))
+        RestoreError::Failed(Complaint::read(&log, &output, self.kept_log.as_deref()))
     }
 
     fn too_long(&self, what: &'static str) -> RestoreError {
@@ -451,12 +458,15 @@ impl Restore {
             if left.is_zero() {
                 return Err(self.too_long(what));
             }
-            let [wanted, ended] = poll_readable([fd.as_fd(), criu.pidfd().as_fd()], Some(left))
+            let wait = left.min(LOOK_EVERY);
+            let [wanted, ended] = poll_readable([fd.as_fd(), criu.pidfd().as_fd()], Some(wait))
                 .map_err(system("waiting for CRIU"))?;
             if wanted.readable || wanted.hangup {
                 return Ok(true);
             }
-            if ended.readable {
+            // CRIU waits for ever for one that was killed before it was let go.
+            let was_killed = || self.arrived.iter().any(|(_, pidfd)| pidfd.has_exited());
+            if ended.readable || !self.is_let_go && was_killed() {
                 return Ok(false);
             }
         }
@@ -549,6 +559,7 @@ impl Restore {
         // While none has ended.
         let root = self.root();
         let stopped = gate::stop(&self.arrived);
+        self.is_let_go = true;
         let go_on = |asking| gate::grant(asking).map_err(system("telling CRIU to go on"));
         go_on(asking)?;
         let asking = self.hear("let all threads go")?;

@@ -121,6 +121,11 @@ impl Disk {
         self.of(id).join(IMAGES)
     }
 
+    /// Where what CRIU said last when it failed is kept, of a dump or of a restore.
+    pub(super) fn kept_log(&self, of: &str) -> PathBuf {
+        self.directory.join(format!("criu-{of}.log"))
+    }
+
     /// Makes the empty directory of a snapshot, readable by nobody else; where
     /// its images go, which is not made.
     pub(super) fn make(&self, id: &SnapshotId) -> Result<PathBuf, String> {

@@ -268,7 +268,8 @@ impl Snapshots {
     ) -> Result<Life, String> {
         let How { keep_connections, terminals } = how;
         let new = RestoreOptions::new(helper()?);
-        let mut options = RestoreOptions { keep_connections, terminals, ..new };
+        let kept_log = Some(self.disk.kept_log("restore"));
+        let mut options = RestoreOptions { keep_connections, terminals, kept_log, ..new };
         if let Some(place) = self.line_of(tenant).place {
             options.own_pids = true;
             options.own_network = place.own_network;

@@ -74,6 +74,7 @@ impl Snapshots {
     fn rehearse(&self, tenant: &Arc<Tenant>, known: &Known) -> Result<(), String> {
         let mut options = RestoreOptions::new(helper()?);
         (options.rehearsal, options.limit) = (true, REHEARSED_WITHIN);
+        options.kept_log = Some(self.disk.kept_log("restore"));
         if let Some(place) = self.line_of(tenant).place {
             let shown = place.shown.into_iter();
             options.shown = shown.map(|(copy, path)| Shown { copy, path }).collect();

@@ -1,7 +1,7 @@
 //! Taking a snapshot.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -100,7 +100,13 @@ impl Snapshots {
         let criu = self.criu()?;
         let images = self.disk.make(&known.info.id)?;
         let held = Arc::new(Mutex::new(None));
-        let taken = take_once(tenant, &criu, &images, Until::Ended(&held), &mut |_| ());
+        let taken = take_once(
+            tenant,
+            (&criu, self.disk.kept_log("dump")),
+            &images,
+            Until::Ended(&held),
+            &mut |_| (),
+        );
         let mut standing = Standing { known, frozen: lock(&held).take() };
         let failed = |error| match error {
             SnapshotError::Torn => "its memory cannot be captured".to_owned(),
@@ -166,7 +172,8 @@ impl Snapshots {
         for most_frozen_pages in [0, FEW_PAGES, FEW_PAGES, FEW_PAGES, u64::MAX] {
             let images = self.disk.make(id)?;
             let until = Until::Captured(most_frozen_pages);
-            match take_once(tenant, &criu, &images, until, tell) {
+            let with = (&criu, self.disk.kept_log("dump"));
+            match take_once(tenant, with, &images, until, tell) {
                 Ok(taken) => return Ok(taken),
                 Err(SnapshotError::Torn) => {}
                 Err(SnapshotError::Failed(why)) => return Err(why),
@@ -241,7 +248,7 @@ fn root_of(pids: &[u32]) -> Result<u32, String> {
 
 fn take_once(
     tenant: &Arc<Tenant>,
-    criu: &Criu,
+    (criu, kept_log): (&Criu, PathBuf),
     images: &Path,
     until: Until<'_>,
     tell: Tell<'_>,
@@ -259,8 +266,12 @@ fn take_once(
     let request = SnapshotRequest {
         freeze: Box::new(move || {
             // All of it is the pager's.
-            let options =
-                DumpOptions { hide_memory: true, helper: helper().ok(), ..DumpOptions::default() };
+            let options = DumpOptions {
+                hide_memory: true,
+                helper: helper().ok(),
+                kept_log: Some(kept_log),
+                ..DumpOptions::default()
+            };
             let process =
                 Dump::begin(&criu, root, &images, &options).map_err(|error| error.to_string())?;
             if let Some(why) = process.late() {

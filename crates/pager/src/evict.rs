@@ -36,6 +36,9 @@ use crate::tenant::Tenant;
 /// How long the keeper waits for one command before it turns to other spaces.
 /// A batch takes well under a millisecond, unless its process is stopped.
 const PATIENCE: Duration = Duration::from_millis(100);
+/// How often it looks, while it waits for one before a snapshot, whether its process has
+/// ended.
+const ENDED_WITHIN: Duration = Duration::from_millis(10);
 /// How long it waits before a snapshot is given up: on a busy machine an agent
 /// sleeps for longer than a batch takes.
 const PARK_PATIENCE: Duration = Duration::from_secs(1);
@@ -166,12 +169,23 @@ impl Space {
     /// Has the agent stand aside while its process is dumped; whether it does.
     pub(crate) fn park(&self) -> bool {
         self.agent().is_some_and(|agent| {
-            let idle = agent.wait_idle(self, PARK_PATIENCE);
+            let idle = self.waits_for(&agent);
             if idle {
                 agent.command(Command::Park, 0, 0);
             }
-            idle && agent.wait_idle(self, PARK_PATIENCE)
+            idle && self.waits_for(&agent)
         })
+    }
+
+    /// Whether the agent is idle in good time; nobody waits for one that has ended.
+    fn waits_for(&self, agent: &Agent) -> bool {
+        let end = Instant::now() + PARK_PATIENCE;
+        loop {
+            let is_idle = agent.wait_idle(self, ENDED_WITHIN);
+            if is_idle || agent.pidfd.has_exited() || Instant::now() >= end {
+                return is_idle;
+            }
+        }
     }
 
     /// It obeys again.

@@ -34,8 +34,8 @@ const TELL_EVERY: Duration = Duration::from_millis(100);
 
 /// Stops and restarts the tenant's processes, which is not the pager's business.
 pub struct SnapshotRequest {
-    /// Stops all of them until `thaw`. The error is one line for the user.
-    pub freeze: Box<dyn FnOnce() -> Result<Standing, String> + Send>,
+    /// Stops all of them until `thaw`.
+    pub freeze: Box<dyn FnOnce() -> Result<Standing, SnapshotError> + Send>,
     /// Lets them run on, unless they `stay`.
     pub thaw: Box<dyn FnOnce() -> Result<(), String> + Send>,
     /// Pages that may be captured before `thaw`, if that is all: slow, but nothing
@@ -61,6 +61,9 @@ pub enum SnapshotError {
     /// The program discarded memory before it was captured. Another attempt, or
     /// one with many `most_frozen_pages`, succeeds.
     Torn,
+    /// Its processes come and go just now: another attempt may find none that has just
+    /// begun, or ends; one line for the user.
+    Restless(String),
     /// Anything else; one line for the user.
     Failed(String),
 }
@@ -170,6 +173,11 @@ pub(crate) struct Capturing {
 
 pub(crate) fn failed(what: impl std::fmt::Display) -> SnapshotError {
     SnapshotError::Failed(what.to_string())
+}
+
+/// Its processes come and go.
+pub(crate) fn restless(what: impl std::fmt::Display) -> SnapshotError {
+    SnapshotError::Restless(what.to_string())
 }
 
 impl Tenant {
@@ -286,7 +294,7 @@ fn take(
     let mut leaves = 0;
     for space in spaces {
         let Some(pid) = space.pid() else {
-            return Err(failed("a process of it has no agent"));
+            return Err(restless("a process of it has no agent"));
         };
         bring_threads(tenant, space, pid)?;
         leaves += space.arm(pid, &excluded(space))?;
@@ -296,7 +304,9 @@ fn take(
     for space in spaces {
         if !space.park() {
             unpark(spaces);
-            return Err(failed("the agent of a process does not answer"));
+            let ends = space.agent().is_none_or(|agent| agent.pidfd.has_exited());
+            let what = "the agent of a process does not answer";
+            return Err(if ends { restless(what) } else { failed(what) });
         }
     }
     *lock(&tenant.freeze_began) = Some(Instant::now());
@@ -304,9 +314,9 @@ fn take(
     *lock(&tenant.freeze_began) = None;
     let Standing { pids, since: began } = match frozen {
         Ok(frozen) => frozen,
-        Err(why) => {
+        Err(error) => {
             unpark(spaces);
-            return Err(failed(why));
+            return Err(error);
         }
     };
     let mut taken = Taken { tenant, processes: Vec::new(), spaces: Vec::new() };
@@ -342,7 +352,7 @@ fn take(
 /// Brings what whoever stops a thread reads of it, and reads without waiting: the
 /// end of its stack, where the C library has the thread's control block.
 fn bring_threads(tenant: &Tenant, space: &Space, pid: u32) -> Result<(), SnapshotError> {
-    let maps = read_maps(pid).map_err(failed)?;
+    let maps = read_maps(pid).map_err(restless)?;
     let ends: Vec<Range> = stack_pointers(pid)
         .into_iter()
         .filter_map(|pointer| maps.iter().find(|mapping| mapping.range.contains(pointer)))
@@ -377,13 +387,13 @@ impl Taken<'_> {
         for space in spaces {
             let pid = space.pid().filter(|pid| pids.contains(pid));
             if pid.is_none() {
-                return Err(failed("a process of it does not belong to the others"));
+                return Err(restless("a process of it does not belong to the others"));
             }
         }
         for &pid in pids {
             let space = spaces.iter().find(|space| space.pid() == Some(pid));
             let Some(space) = space else {
-                return Err(failed(format!("process {pid} is not managed")));
+                return Err(restless(format!("process {pid} is not managed")));
             };
             let snapshot = tenant
                 .registry

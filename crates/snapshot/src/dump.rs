@@ -33,13 +33,15 @@ use crate::stopping::{DID_NOT_STOP, Threads};
 /// between our look and CRIU's.
 const MOST_ATTEMPTS: u32 = 4;
 /// How often, if its processes came and went meanwhile.
-const MOST_RESTLESS: u32 = 20;
+const MOST_RESTLESS: u32 = 3;
 /// What CRIU says of such a connection.
 const NEW_CONNECTION: &str = "External socket is used";
 /// What it says of a connection whose queues changed while it read them: the
 /// other end may be outside, and what was sent before the freeze is acknowledged
 /// a little later.
 const MOVING_CONNECTION: &str = "soccr";
+/// What it says of a process of which one thread has ended and others have not.
+const ENDING: &str = "Zombies with threads";
 /// What the threads of a tree do is looked at when CRIU is not ready by then.
 const SLOW: Duration = Duration::from_secs(1);
 /// How long CRIU may take to go after it was told to stop, before it is killed.
@@ -109,6 +111,14 @@ pub enum DumpError {
         /// The cause.
         cause: io::Error,
     },
+}
+
+impl DumpError {
+    /// Whether it is because of a process that was just ending.
+    #[must_use]
+    pub fn is_of_the_moment(&self) -> bool {
+        matches!(self, Self::Failed { reason, .. } if reason.words.contains(ENDING))
+    }
 }
 
 fn system(what: impl Into<String>) -> impl FnOnce(io::Error) -> DumpError {

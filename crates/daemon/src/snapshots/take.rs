@@ -3,17 +3,17 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use strata_api::{Progress, SnapshotId, SnapshotInfo, SnapshotState, Unit};
 use strata_pager::{Captured, Freeze, SnapshotError, SnapshotRequest, Tenant};
-use strata_snapshot::{Criu, Dump, DumpOptions, FrozenProcess, process_tree};
+use strata_snapshot::{Criu, Dump, DumpOptions, FrozenProcess, is_ending, process_tree};
 use strata_sys::Pidfd;
 use strata_units::PAGE_SIZE;
 
 use super::disk::{Known, Process};
 use super::machine::Machine;
-use super::revive::helper;
+use super::revive::{LOOK_EVERY, helper};
 use super::{Snapshots, Tell, lock};
 
 pub(super) fn now() -> f64 {
@@ -22,6 +22,13 @@ pub(super) fn now() -> f64 {
 
 /// Read in some tens of milliseconds, while the program stands still.
 const FEW_PAGES: u64 = 8192;
+
+/// How long a moment is waited for in which the processes of a tenant neither come nor
+/// go.
+const RESTLESS_PATIENCE: Duration = Duration::from_secs(20);
+/// How often CRIU may fail meanwhile for no reason that is seen.
+const MOST_FAILURES: u32 = 5;
+const RESTLESS: &str = "its processes come and go all the time";
 
 /// Processes' numbers in their own pid namespace, by their numbers here.
 type Numbers = BTreeMap<u32, u32>;
@@ -98,19 +105,13 @@ impl Snapshots {
     pub(super) fn take_standing(&self, tenant: &Arc<Tenant>) -> Result<Standing, String> {
         let known = self.capturing(tenant, self.number_to_come(&tenant.record().name));
         let criu = self.criu()?;
-        let images = self.disk.make(&known.info.id)?;
         let held = Arc::new(Mutex::new(None));
-        let taken = take_once(
-            tenant,
-            (&criu, self.disk.kept_log("dump")),
-            &images,
-            Until::Ended(&held),
-            &mut |_| (),
-        );
+        let until = Until::Ended(&held);
+        let taken = self.take_restless(tenant, &criu, &known.info.id, &until, &mut |_| ());
         let mut standing = Standing { known, frozen: lock(&held).take() };
         let failed = |error| match error {
             SnapshotError::Torn => "its memory cannot be captured".to_owned(),
-            SnapshotError::Failed(why) => why,
+            SnapshotError::Failed(why) | SnapshotError::Restless(why) => why,
         };
         let written = taken.map_err(failed).and_then(|(freeze, numbers)| {
             standing.known.is_captured(&freeze, &numbers);
@@ -170,16 +171,67 @@ impl Snapshots {
         // captured any more. Each attempt has less to read than the one before; if it
         // is little, or at last, the program stands still for it.
         for most_frozen_pages in [0, FEW_PAGES, FEW_PAGES, FEW_PAGES, u64::MAX] {
-            let images = self.disk.make(id)?;
             let until = Until::Captured(most_frozen_pages);
-            let with = (&criu, self.disk.kept_log("dump"));
-            match take_once(tenant, with, &images, until, tell) {
+            match self.take_restless(tenant, &criu, id, &until, tell) {
                 Ok(taken) => return Ok(taken),
                 Err(SnapshotError::Torn) => {}
-                Err(SnapshotError::Failed(why)) => return Err(why),
+                Err(SnapshotError::Failed(why) | SnapshotError::Restless(why)) => return Err(why),
             }
         }
         Err("its memory cannot be captured".into())
+    }
+
+    /// Again, while processes of the tenant come and go, which is a matter of the
+    /// moment: one that has just begun is nobody's yet.
+    fn take_restless(
+        &self,
+        tenant: &Arc<Tenant>,
+        criu: &Criu,
+        id: &SnapshotId,
+        until: &Until<'_>,
+        tell: Tell<'_>,
+    ) -> Result<(Freeze, Numbers), SnapshotError> {
+        let end = Instant::now() + RESTLESS_PATIENCE;
+        let (mut was_restless, mut failures) = (false, 0);
+        loop {
+            let images = self.disk.make(id).map_err(SnapshotError::Failed)?;
+            let pids = calm(tenant, end).map_err(SnapshotError::Failed)?;
+            let with = (criu, self.disk.kept_log("dump"));
+            match take_once(tenant, &pids, with, &images, until, tell) {
+                Err(SnapshotError::Restless(_)) if Instant::now() < end => was_restless = true,
+                // Of one that comes and goes CRIU has more to say than can be told apart.
+                Err(SnapshotError::Failed(_)) if was_restless && failures < MOST_FAILURES => {
+                    failures += 1;
+                }
+                outcome => return outcome,
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+}
+
+/// Waits for a moment in which all processes of a tenant are managed and descend from
+/// one of them: these, that one first.
+fn calm(tenant: &Tenant, end: Instant) -> Result<Vec<u32>, String> {
+    loop {
+        let mut managed = tenant.pids();
+        managed.retain(|&pid| !is_ending(pid));
+        let why = match root_of(&managed) {
+            Ok(root) => {
+                let mut tree = process_tree(root);
+                tree.retain(|&pid| pid == root || !is_ending(pid));
+                let strange = tree.iter().find(|pid| !managed.contains(pid));
+                match strange {
+                    None => return Ok(tree),
+                    Some(pid) => format!("process {pid} of it is not managed"),
+                }
+            }
+            Err(why) => why.to_owned(),
+        };
+        if Instant::now() > end || managed.is_empty() {
+            return Err(why);
+        }
+        std::thread::sleep(LOOK_EVERY);
     }
 }
 
@@ -234,28 +286,30 @@ enum Until<'a> {
 }
 
 /// The process of a tenant that is no other's descendant.
-fn root_of(pids: &[u32]) -> Result<u32, String> {
+fn root_of(pids: &[u32]) -> Result<u32, &'static str> {
     let has_all = |&&pid: &&u32| {
         let tree = process_tree(pid);
         pids.iter().all(|pid| tree.contains(pid))
     };
     match pids.iter().find(has_all) {
         Some(&root) => Ok(root),
-        None if pids.is_empty() => Err("it has no process".into()),
-        None => Err("its processes do not descend from one of them".into()),
+        None if pids.is_empty() => Err("it has no process"),
+        None => Err("its processes do not descend from one of them"),
     }
 }
 
+/// `pids`: its processes, the first one first.
 fn take_once(
     tenant: &Arc<Tenant>,
+    pids: &[u32],
     (criu, kept_log): (&Criu, PathBuf),
     images: &Path,
-    until: Until<'_>,
+    until: &Until<'_>,
     tell: Tell<'_>,
 ) -> Result<(Freeze, Numbers), SnapshotError> {
-    let root = root_of(&tenant.pids()).map_err(SnapshotError::Failed)?;
+    let (root, pids) = (pids[0], pids.to_vec());
     let (frozen, stay, most_frozen_pages) = match until {
-        Until::Captured(most) => (Arc::new(Mutex::new(None)), false, most),
+        &Until::Captured(most) => (Arc::new(Mutex::new(None)), false, most),
         Until::Ended(held) => (Arc::clone(held), true, u64::MAX),
     };
     let held = Arc::clone(&frozen);
@@ -265,6 +319,9 @@ fn take_once(
     let name = tenant.record().name.clone();
     let request = SnapshotRequest {
         freeze: Box::new(move || {
+            if process_tree(root) != pids {
+                return Err(SnapshotError::Restless(RESTLESS.to_owned()));
+            }
             // All of it is the pager's.
             let options = DumpOptions {
                 hide_memory: true,
@@ -272,8 +329,13 @@ fn take_once(
                 kept_log: Some(kept_log),
                 ..DumpOptions::default()
             };
-            let process =
-                Dump::begin(&criu, root, &images, &options).map_err(|error| error.to_string())?;
+            let process = Dump::begin(&criu, root, &images, &options).map_err(|error| {
+                let why = error.to_string();
+                match process_tree(root) != pids || error.is_of_the_moment() {
+                    true => SnapshotError::Restless(why),
+                    false => SnapshotError::Failed(why),
+                }
+            })?;
             if let Some(why) = process.late() {
                 eprintln!("stratad: {name}: its processes stopped at the second attempt: {why}");
             }

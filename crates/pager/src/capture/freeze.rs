@@ -17,7 +17,7 @@ use crate::handler::one_page;
 use crate::page_map::Piece;
 use crate::page_set::{Bits, PageSet};
 use crate::scan::Excluded;
-use crate::snapshot::{SnapshotError, failed};
+use crate::snapshot::{SnapshotError, failed, restless};
 use crate::space::{Space, add_run, lock, piece_of};
 use crate::tenant::Tenant;
 use crate::unwritten::Unwritten;
@@ -30,7 +30,7 @@ impl Space {
     /// runs: the freeze finds little left to protect. Returns for how many leaves
     /// its copy of the page map needs memory.
     pub(crate) fn arm(&self, pid: u32, excluded: &Excluded) -> Result<usize, SnapshotError> {
-        let pages = ProcessPages::open(pid).map_err(failed)?;
+        let pages = ProcessPages::open(pid).map_err(restless)?;
         let (registered, mut pieces): (_, BTreeSet<Piece>) = {
             let mut gate = lock(&self.gate);
             gate.unwritten = Unwritten { base: gate.base.take(), pages: PageSet::default() };
@@ -39,7 +39,7 @@ impl Space {
         for range in registered {
             match self.uffd.register_protectable(range) {
                 Registration::Done => {}
-                Registration::Gone => return Err(failed("a process ended meanwhile")),
+                Registration::Gone => return Err(restless("a process ended meanwhile")),
                 // Changed since: the freeze looks again.
                 Registration::Refused => continue,
             }

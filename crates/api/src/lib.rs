@@ -172,6 +172,14 @@ pub enum Request {
         /// Usually one of its own; or the one that it was cloned from.
         snapshot: SnapshotRef,
     },
+    /// What became of a process of a tenant, for whoever waits for it: answered when no
+    /// rollback of the tenant is under way.
+    Became {
+        /// The tenant.
+        name: String,
+        /// The process; it has ended.
+        pid: u32,
+    },
     /// Bring a tenant back that has ended.
     Restore {
         /// Which.
@@ -291,6 +299,7 @@ impl Request {
             | Self::ShareOut { .. }
             | Self::Release { .. }
             | Self::Stop { .. }
+            | Self::Became { .. }
             | Self::Snapshots { .. } => false,
         }
     }
@@ -361,6 +370,13 @@ pub enum Reply {
         tenants: Vec<RevivedTenant>,
         /// Things the user should know (connections that were closed, say).
         warnings: Vec<String>,
+    },
+    /// To [`Request::Became`].
+    Became {
+        /// The first process of the tenant, which runs: it has taken its place.
+        pid: Option<u32>,
+        /// How it ended, as `wait` says it; none: this daemon does not know.
+        status: Option<i32>,
     },
     /// To [`Request::Place`].
     Place {

@@ -377,6 +377,13 @@ pub(crate) struct RunArguments {
     /// Run the program even if it cannot be managed (statically linked, say)
     #[arg(long)]
     pub(crate) allow_unmanaged: bool,
+    /// Stay as the program's parent, also when it is rolled back
+    ///
+    /// Whoever waits for strata then waits for what the program has become, and hears how
+    /// that ended. Signals are passed on. Without this, a rollback looks to them like
+    /// the program's death.
+    #[arg(long)]
+    pub(crate) supervise: bool,
     /// The program and its arguments
     #[arg(required = true, trailing_var_arg = true, value_name = "CMD")]
     pub(crate) command: Vec<OsString>,

@@ -42,7 +42,7 @@ const NOT_FOR_DAEMONS: [&str; 5] = [
 /// Bit of `CAP_SYS_PTRACE` in `/proc/self/status`.
 const CAP_SYS_PTRACE: u32 = 19;
 
-fn stratad() -> Result<PathBuf> {
+pub(crate) fn stratad() -> Result<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     place::installed(STRATAD).or_else(|| place::in_path(STRATAD, &path)).ok_or_else(|| {
         Failure::new("cannot find stratad", "it is neither beside strata nor in PATH")

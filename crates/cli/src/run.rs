@@ -19,6 +19,8 @@ use crate::{daemon, place};
 /// The library that goes into the program.
 const LIBRARY: &str = "libstrata.so";
 const LD_PRELOAD: &str = "LD_PRELOAD";
+/// The same, for a program whose parent must not have it.
+const SUPERVISED_PRELOAD: &str = "STRATA_SUPERVISED_PRELOAD";
 /// Bytes of the command line that are sent for display: whoever passes a
 /// megabyte of arguments does not want to read them in a table.
 const MAX_SHOWN_BYTES: usize = 4096;
@@ -52,6 +54,9 @@ pub(crate) fn run(arguments: &RunArguments) -> Result<Infallible> {
     lead_a_session_if_none_is_seen();
     let library = place::installed(LIBRARY);
     let environment = environment(tenant.environment, library, std::env::var_os(LD_PRELOAD))?;
+    if arguments.supervise {
+        return Err(become_parent(&program, command, environment, &tenant.socket, &tenant.name));
+    }
     Err(become_program(&program, command, environment))
 }
 
@@ -102,6 +107,9 @@ fn shown_command(command: &[OsString]) -> Vec<String> {
 
 /// What a daemon gave.
 struct Tenant {
+    /// The daemon's.
+    socket: PathBuf,
+    name: String,
     environment: Vec<(String, String)>,
     warnings: Vec<String>,
 }
@@ -111,11 +119,12 @@ struct Tenant {
 fn make_tenant(request: &Request) -> Result<Tenant> {
     const WHAT: &str = "cannot make a tenant";
     if let Some(socket) = place::named_socket() {
-        return understood(ask(&socket, request).map_err(|none| none.failure(WHAT, &socket))?);
+        let reply = ask(&socket, request).map_err(|none| none.failure(WHAT, &socket))?;
+        return understood(reply, socket);
     }
     let system = Path::new(DEFAULT_SOCKET);
     match ask(system, request) {
-        Ok(reply) => return understood(reply),
+        Ok(reply) => return understood(reply, system.to_owned()),
         Err(NoReply::Absent) => {}
         Err(no_reply) => return Err(no_reply.failure(WHAT, system)),
     }
@@ -125,13 +134,15 @@ fn make_tenant(request: &Request) -> Result<Tenant> {
         Err(NoReply::Absent | NoReply::HungUp) => ask(&daemon::private()?, request),
         other => other,
     };
-    understood(reply.map_err(|no_reply| no_reply.failure(WHAT, &socket))?)
+    understood(reply.map_err(|no_reply| no_reply.failure(WHAT, &socket))?, socket)
 }
 
-fn understood(reply: Reply) -> Result<Tenant> {
+fn understood(reply: Reply, socket: PathBuf) -> Result<Tenant> {
     const WHAT: &str = "cannot make a tenant";
     match reply {
-        Reply::Run { environment, warnings, .. } => Ok(Tenant { environment, warnings }),
+        Reply::Run { name, environment, warnings, .. } => {
+            Ok(Tenant { socket, name, environment, warnings })
+        }
         Reply::Error { message, hint } => Err(client::refused(WHAT, &message, &hint)),
         _ => Err(client::misunderstood(WHAT)),
     }
@@ -191,6 +202,36 @@ fn lead_a_session_if_none_is_seen() {
 fn session_is_outside(status: &str) -> bool {
     let session = status.lines().find_map(|line| line.strip_prefix("NSsid:"));
     session.is_some_and(|numbers| numbers.split_ascii_whitespace().last() == Some("0"))
+}
+
+/// Becomes the program's parent, which is a part of stratad: it outlives rollbacks.
+fn become_parent(
+    program: &Program,
+    command: &[OsString],
+    mut environment: Vec<(String, OsString)>,
+    socket: &Path,
+    name: &str,
+) -> Failure {
+    let stratad = match daemon::stratad() {
+        Ok(stratad) => stratad,
+        Err(failure) => return failure,
+    };
+    for (variable, _) in &mut environment {
+        if variable == LD_PRELOAD {
+            // For the program alone.
+            SUPERVISED_PRELOAD.clone_into(variable);
+        }
+    }
+    let error = Command::new(&stratad)
+        .arg0("strata")
+        .arg("supervise")
+        .args([socket.as_os_str(), OsStr::new(name), &command[0], OsStr::new("--")])
+        .arg(&program.path)
+        .args(&command[1..])
+        .env_remove(LD_PRELOAD)
+        .envs(environment)
+        .exec();
+    Failure::new(format!("cannot run {}", stratad.display()), error).todo("reinstall stratad")
 }
 
 /// Executes the program in place of this process.

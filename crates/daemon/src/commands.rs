@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use strata_api::{PROTOCOL_VERSION, Reply, Request, RevivedTenant, SnapshotInfo, SnapshotRef};
 use strata_pager::{ReleaseRefused, Space, Tenant};
-use strata_snapshot::Terminals;
+use strata_snapshot::{Terminals, is_ending};
 use strata_sys::peer::Peer;
-use strata_sys::{Pidfd, SIGTERM, total_bytes};
+use strata_sys::{Pidfd, SIGTERM, collect_child, status_of_collected, total_bytes};
 use strata_units::ByteSize;
 use strata_units::wire::{ENV_SOCKET, ENV_TOKEN};
 
@@ -121,6 +121,7 @@ impl Handler for Commands {
                     Err(why) => error(format!("{name} was not rolled back: {why}"), ""),
                 }
             }),
+            Request::Became { name, pid } => self.became(peer, &name, pid),
             Request::Restore { snapshot, name } => {
                 match self.snapshots.restore(peer.uid, &snapshot, name, terminals_of(peer), tell) {
                     Ok(one) => revived(vec![one]),
@@ -235,6 +236,19 @@ impl Commands {
         self.shown(self.snapshots.persist(peer.uid, snapshot, tell), || {
             format!("{snapshot} was not persisted")
         })
+    }
+
+    /// What became of a process, for whoever was its parent.
+    fn became(&self, peer: Peer, name: &str, ended: u32) -> Reply {
+        let tenant = self.tenants.get(name).filter(|tenant| may(peer, tenant));
+        let pid = tenant.and_then(|tenant| self.snapshots.first_process(&tenant));
+        // It may have ended a moment ago, as a child of this one.
+        let pid = pid.filter(|&pid| !is_ending(pid));
+        if pid.is_none() {
+            collect_child(ended);
+        }
+        let status = status_of_collected(ended).filter(|_| pid.is_none());
+        Reply::Became { pid, status }
     }
 
     /// A tenant that the caller may command. Others' do not exist for them.

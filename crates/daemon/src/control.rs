@@ -464,7 +464,8 @@ fn parse(line: &[u8]) -> Result<Request, String> {
         | Request::Release { name }
         | Request::Stop { name }
         | Request::Snapshot { name, .. }
-        | Request::Rollback { name, .. } => (Some(name), None),
+        | Request::Rollback { name, .. }
+        | Request::Became { name, .. } => (Some(name), None),
         Request::Snapshots { name, .. }
         | Request::Restore { name, .. }
         | Request::Clone { name, .. }

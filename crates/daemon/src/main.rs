@@ -10,6 +10,7 @@ mod config;
 mod control;
 mod doctor;
 mod metrics;
+mod parent;
 mod place;
 mod program;
 mod schedule;
@@ -21,6 +22,7 @@ mod tier;
 mod watcher;
 mod worker;
 
+use std::ffi::OsString;
 use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -61,6 +63,16 @@ enum Task {
         /// The file [default: /etc/strata/stratad.toml, if it exists]
         file: Option<PathBuf>,
     },
+    /// Be a program's parent (`strata run --supervise` becomes this)
+    #[command(hide = true)]
+    Supervise {
+        socket: PathBuf,
+        name: String,
+        /// The name that the program is called by
+        first: OsString,
+        #[arg(last = true, required = true)]
+        program: Vec<OsString>,
+    },
 }
 
 fn main() -> ExitCode {
@@ -79,6 +91,9 @@ fn main() -> ExitCode {
     let outcome = match &arguments.command {
         Some(Task::Doctor { json }) => doctor(*json),
         Some(Task::ConfigCheck { file }) => config_check(file.as_deref()),
+        Some(Task::Supervise { socket, name, first, program }) => {
+            parent::supervise(socket, name, first, program).map(|()| ExitCode::SUCCESS)
+        }
         None => serve(&arguments),
     };
     outcome.unwrap_or_else(|error| {

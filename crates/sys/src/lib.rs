@@ -25,6 +25,7 @@ mod poll;
 pub mod probe;
 mod process;
 mod read_queue;
+mod relay;
 mod sched;
 mod shared_memory;
 mod socket;
@@ -61,6 +62,7 @@ pub use process::{
     stat_fields, thread_cpu, thread_faults, total_bytes, trim_heap,
 };
 pub use read_queue::{READ_BYTES, ReadId, ReadQueue};
+pub use relay::{Relay, Relayed, end_like};
 pub use sched::{
     Cpus, current_cpu, idle_time, pin_current_thread, process_time, set_thread_name, thread_id,
     thread_time, wake_in_time, yield_to_others,
@@ -74,7 +76,7 @@ pub use spawn::{
 pub use supervise::{
     Signal, WorkerExit, adopt_fd, adopt_orphans, block_signals, close_fd, close_inherited_fds,
     collect_child, ended_children, is_living_userfaultfd, kill_process, lock_memory, open_fds,
-    raise_descriptor_limit, spawn_sharing_files, wait_for_signal, wait_worker,
+    raise_descriptor_limit, spawn_sharing_files, status_of_collected, wait_for_signal, wait_worker,
 };
 pub use tcp_diag::abort_connection;
 pub use uffd::{

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use strata_units::{PAGE_SHIFT, PAGE_SIZE};
 
 use crate::poll::poll_readable;
+use crate::supervise::remember;
 use crate::uffd::{Range, own};
 
 /// One line of `/proc/PID/maps`.
@@ -387,10 +388,20 @@ impl Pidfd {
         // SAFETY: all zeroes is valid; the kernel writes at most that.
         let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
         let options = libc::WEXITED | libc::WNOHANG;
-        // SAFETY: a descriptor that is open for the call, and a live struct.
-        unsafe {
-            libc::waitid(libc::P_PIDFD, self.fd.as_raw_fd() as libc::id_t, &raw mut info, options)
+        // SAFETY: a descriptor that is open for the call, and a live struct; its fields
+        // of an ended child are there, or zero.
+        let (pid, how, code) = unsafe {
+            libc::waitid(libc::P_PIDFD, self.fd.as_raw_fd() as libc::id_t, &raw mut info, options);
+            (info.si_pid(), info.si_status(), info.si_code)
         };
+        if pid > 0 {
+            let status = match code {
+                libc::CLD_EXITED => (how & 0xff) << 8,
+                libc::CLD_DUMPED => how | 0x80,
+                _ => how,
+            };
+            remember(pid.cast_unsigned(), status);
+        }
     }
 
     /// Sends a signal. `false`: it is gone already.

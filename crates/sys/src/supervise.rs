@@ -1,8 +1,11 @@
 //! A worker that shares its supervisor's descriptor table, and what a
 //! supervisor needs to watch over it.
 
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{OwnedFd, RawFd};
+
+use std::sync::{Mutex, PoisonError};
 
 use crate::process::is_zombie;
 use crate::uffd::own;
@@ -133,11 +136,34 @@ pub fn adopt_orphans() {
     unsafe { libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) };
 }
 
+/// Children that were collected last, and how they ended.
+static COLLECTED: Mutex<VecDeque<(u32, i32)>> = Mutex::new(VecDeque::new());
+/// So many are remembered.
+const REMEMBERED: usize = 256;
+
+/// Remembers how a child has ended that was collected.
+pub(crate) fn remember(pid: u32, status: i32) {
+    let mut collected = COLLECTED.lock().unwrap_or_else(PoisonError::into_inner);
+    collected.truncate(REMEMBERED - 1);
+    collected.push_front((pid, status));
+}
+
+/// How the child that had this number last has ended, as `wait` says it; none: it was
+/// not collected by this process, or long ago.
+#[must_use]
+pub fn status_of_collected(pid: u32) -> Option<i32> {
+    let collected = COLLECTED.lock().unwrap_or_else(PoisonError::into_inner);
+    collected.iter().find(|(number, _)| *number == pid).map(|&(_, status)| status)
+}
+
 /// Collects a child that has ended, if it has; no matter if it is no child.
 pub fn collect_child(pid: u32) {
     let mut status = 0;
     // SAFETY: `status` is live.
-    unsafe { libc::waitpid(pid as libc::pid_t, &raw mut status, libc::WNOHANG) };
+    let got = unsafe { libc::waitpid(pid as libc::pid_t, &raw mut status, libc::WNOHANG) };
+    if got > 0 {
+        remember(pid, status);
+    }
 }
 
 /// Children of this process that have ended and are not collected.

@@ -99,6 +99,14 @@ impl Snapshots {
         }
     }
 
+    /// The first process of a tenant, when nothing is being done with it.
+    pub(crate) fn first_process(&self, tenant: &Arc<Tenant>) -> Option<u32> {
+        let _turn = self.turn(&tenant.record().name).ok()?;
+        let mut pids = tenant.pids();
+        pids.retain(|&pid| !is_ending(pid));
+        root_of(&pids).ok()
+    }
+
     /// Takes a snapshot of a tenant that is about to be ended: its processes stand
     /// still from the moment that it has, and all of it is there. It is on disk, and
     /// in no list: whoever asked offers it, or forgets it.

@@ -15,11 +15,13 @@ use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, flock};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use strata_api::{CONTROL_SOCKET_NAME, PROTOCOL_VERSION, Reply, Request};
+use strata_units::ByteSize;
 
 use crate::client::ask;
 use crate::failure::{Failure, Result, printable};
-use crate::place;
+use crate::{place, run};
 
 const STRATAD: &str = "stratad";
 /// Tells strata that it is the process in between.
@@ -39,6 +41,9 @@ const NOT_FOR_DAEMONS: [&str; 5] = [
     strata_units::wire::ENV_SOCKET,
     strata_units::wire::ENV_TOKEN,
 ];
+/// Address space that a daemon needs, in memories of the machine: it maps what it
+/// stores, and what it knows of each page.
+const MEMORIES: u64 = 4;
 /// Bit of `CAP_SYS_PTRACE` in `/proc/self/status`.
 const CAP_SYS_PTRACE: u32 = 19;
 
@@ -149,6 +154,13 @@ pub(crate) fn detached_directory() -> Option<PathBuf> {
 pub(crate) fn start_detached(directory: &Path) -> Result<()> {
     const WHAT: &str = "cannot start a private stratad";
     let program = stratad()?;
+    lift_limits().map_err(|limit| {
+        let why = format!(
+            "this shell's limit of address space ({limit}) would be the daemon's, whose memory holds all programs'"
+        );
+        Failure::new(WHAT, why)
+            .todo("begin from a shell without ulimit -v; the program itself may have one")
+    })?;
     let log_path = directory.join(LOG);
     let see_log = format!("see {}", log_path.display());
     // There is none before the first daemon.
@@ -192,6 +204,35 @@ pub(crate) fn start_detached(directory: &Path) -> Result<()> {
             return Err(Failure::new(WHAT, why).todo(see_log));
         }
         std::thread::sleep(START_POLL);
+    }
+}
+
+/// Limits of a shell are for its programs; the daemon serves others too, later. Those
+/// that are lifted as far as this process may.
+const OF_PROGRAMS: [Resource; 7] = [
+    Resource::As,
+    Resource::Data,
+    Resource::Fsize,
+    Resource::Cpu,
+    Resource::Rss,
+    Resource::Nproc,
+    Resource::Nofile,
+];
+
+/// An error: address space stays limited to so much, which is too little.
+fn lift_limits() -> std::result::Result<(), ByteSize> {
+    for resource in OF_PROGRAMS {
+        let Rlimit { maximum, .. } = getrlimit(resource);
+        let lifted = |maximum| setrlimit(resource, Rlimit { current: maximum, maximum }).is_ok();
+        // Descriptors have a limit of the system's: none is more than that.
+        if resource == Resource::Nofile || !lifted(None) {
+            lifted(maximum);
+        }
+    }
+    let needed = run::machine_memory().map_or(0, |memory| memory.0.saturating_mul(MEMORIES));
+    match getrlimit(Resource::As).current {
+        Some(limit) if limit < needed => Err(ByteSize(limit)),
+        _ => Ok(()),
     }
 }
 

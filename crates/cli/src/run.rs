@@ -69,14 +69,18 @@ pub(crate) fn warn(text: &str) {
 /// here it is refused before one is started.
 pub(crate) fn check_budget(dram: ByteSize, what: &str) -> Result<()> {
     // Without /proc the daemon's check is enough.
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    match memory(&text) {
+    match machine_memory() {
         Some(memory) if dram > memory => {
             let why = format!("--dram {dram} is more than this machine has ({memory})");
             Err(Failure::new(what, why).todo("give less: a budget is a share of DRAM"))
         }
         _ => Ok(()),
     }
+}
+
+/// How much memory this machine has.
+pub(crate) fn machine_memory() -> Option<ByteSize> {
+    memory(&std::fs::read_to_string("/proc/meminfo").unwrap_or_default())
 }
 
 /// `MemTotal` of a `/proc/meminfo`.

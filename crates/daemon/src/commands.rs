@@ -48,6 +48,9 @@ impl Handler for Commands {
     }
 
     fn handle(&self, peer: Peer, request: Request, tell: Tell<'_>) -> Reply {
+        if request.shows_progress() {
+            self.snapshots.learn_criu(peer);
+        }
         match request {
             Request::Ping => Reply::Pong {
                 protocol: PROTOCOL_VERSION,

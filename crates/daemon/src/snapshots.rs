@@ -20,6 +20,8 @@ mod take;
 mod unfinished;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicU64;
@@ -29,6 +31,7 @@ use std::time::Duration;
 use strata_api::{Progress, SnapshotId, SnapshotInfo, SnapshotRef, SnapshotState};
 use strata_pager::Tenant;
 use strata_snapshot::Criu;
+use strata_sys::peer::Peer;
 use strata_units::{ByteSize, SpaceId};
 
 use crate::config::Config;
@@ -200,6 +203,28 @@ impl Snapshots {
         let criu = Criu::find(criu_named(self.criu.as_deref()).as_deref())
             .map_err(|error| error.to_string())?;
         Ok(found.insert(criu).clone())
+    }
+
+    /// Whoever asks may know where CRIU is, by an environment that is not this daemon's:
+    /// a private one has that of its first client. Only of this daemon's own user.
+    pub(crate) fn learn_criu(&self, peer: Peer) {
+        if peer.uid != self.uid || criu_named(self.criu.as_deref()).is_some() {
+            return;
+        }
+        let environment = std::fs::read(format!("/proc/{}/environ", peer.pid)).unwrap_or_default();
+        let value = |name: &str| {
+            let mut words = environment.split(|&byte| byte == 0);
+            let value = words.find_map(|word| word.strip_prefix(name.as_bytes()))?;
+            (!value.is_empty()).then(|| OsStr::from_bytes(value))
+        };
+        let named = value("STRATA_CRIU=").map(PathBuf::from);
+        let Some(path) = named.or_else(|| Criu::in_path(value("PATH=")?)) else { return };
+        let mut found = lock(&self.found);
+        if found.as_ref().is_none_or(|known| known.path() != path)
+            && let Ok(criu) = Criu::find(Some(&path))
+        {
+            *found = Some(criu);
+        }
     }
 
     /// What snapshots of ended tenants cost.

@@ -62,14 +62,16 @@ fn parse_version(said: &str) -> Option<(u32, u32, &str)> {
     Some((major, numbers.next().and_then(Result::ok).unwrap_or(0), text))
 }
 
-fn in_path(path: &OsStr) -> Option<PathBuf> {
-    env::split_paths(path)
-        .chain(MORE_PLACES.map(PathBuf::from))
-        .map(|place| place.join("criu"))
-        .find(|program| program.is_file())
-}
-
 impl Criu {
+    /// The file of that name in a PATH, or where system programs are.
+    #[must_use]
+    pub fn in_path(path: &OsStr) -> Option<PathBuf> {
+        env::split_paths(path)
+            .chain(MORE_PLACES.map(PathBuf::from))
+            .map(|place| place.join("criu"))
+            .find(|program| program.is_file())
+    }
+
     /// The program that the configuration names, or else the one in PATH.
     ///
     /// # Errors
@@ -77,7 +79,8 @@ impl Criu {
     pub fn find(configured: Option<&Path>) -> Result<Self, CriuError> {
         let path = match configured {
             Some(path) => path.to_owned(),
-            None => in_path(&env::var_os("PATH").unwrap_or_default()).ok_or(CriuError::Missing)?,
+            None => Self::in_path(&env::var_os("PATH").unwrap_or_default())
+                .ok_or(CriuError::Missing)?,
         };
         let output = Command::new(&path)
             .arg("--version")

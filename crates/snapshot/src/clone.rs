@@ -89,7 +89,8 @@ impl Run {
             if self.any_address {
                 for version in ["ipv4", "ipv6"] {
                     // Not everywhere to be had; CRIU then says what it cannot bind.
-                    let _ = std::fs::write(format!("/proc/sys/net/{version}/ip_nonlocal_bind"), "1");
+                    let _ =
+                        std::fs::write(format!("/proc/sys/net/{version}/ip_nonlocal_bind"), "1");
                 }
             }
         }

@@ -79,8 +79,9 @@ impl Criu {
     pub fn find(configured: Option<&Path>) -> Result<Self, CriuError> {
         let path = match configured {
             Some(path) => path.to_owned(),
-            None => Self::in_path(&env::var_os("PATH").unwrap_or_default())
-                .ok_or(CriuError::Missing)?,
+            None => {
+                Self::in_path(&env::var_os("PATH").unwrap_or_default()).ok_or(CriuError::Missing)?
+            }
         };
         let output = Command::new(&path)
             .arg("--version")

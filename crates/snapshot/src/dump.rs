@@ -248,7 +248,8 @@ impl Dump {
                 Err(DumpError::Failed { reason, did, .. })
                     if late.is_none() && reason.words.contains(DID_NOT_STOP) =>
                 {
-                    late = Some([Some(reason.words), did].into_iter().flatten().collect::<Vec<_>>());
+                    late =
+                        Some([Some(reason.words), did].into_iter().flatten().collect::<Vec<_>>());
                 }
                 Err(DumpError::Failed { .. }) if changed() => restless += 1,
                 result => {

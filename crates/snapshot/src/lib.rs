@@ -34,8 +34,8 @@ pub use dump::{Dump, DumpError, DumpOptions, DumpOutcome, FrozenProcess};
 pub use log::Complaint;
 pub use preflight::{Refusal, Survey, preflight};
 pub use processes::{is_ending, process_tree};
-pub use terminals::Terminals;
 pub use restore::{Arrival, Restore, RestoreError, RestoreOptions, RestoredTree, Shown};
+pub use terminals::Terminals;
 
 #[cfg(test)]
 mod testing;

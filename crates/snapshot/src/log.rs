@@ -193,7 +193,9 @@ impl fmt::Display for Complaint {
                 let first = self.words[at..].split("; ").next().unwrap_or_default();
                 write!(f, "{first}: put that back, as it was at the snapshot")?;
             }
-            (None, None) => f.write_str("CRIU gave up, for a reason that Strata has no words for")?,
+            (None, None) => {
+                f.write_str("CRIU gave up, for a reason that Strata has no words for")?
+            }
         }
         match &self.log {
             Some(log) => write!(f, " (what CRIU says: {})", log.display()),
@@ -254,7 +256,10 @@ mod tests {
         let at = |name: &str| fake.directory().join(name);
         fs::write(at("log"), "(00.1) Error (criu/x.c:9): y: no such thing\n").expect("a log");
         let complaint = Complaint::read(&at("log"), &at("none"), Some(&at("kept")));
-        assert_eq!((complaint.words.as_str(), complaint.log), ("y: no such thing", Some(at("kept"))));
+        assert_eq!(
+            (complaint.words.as_str(), complaint.log),
+            ("y: no such thing", Some(at("kept")))
+        );
         assert!(fs::read_to_string(at("kept")).expect("kept").contains("criu/x.c:9"));
         assert_eq!(fs::metadata(at("kept")).expect("kept").permissions().mode() & 0o777, 0o600);
         assert_eq!(Complaint::read(&at("none"), &at("none"), Some(&at("kept"))).log, None);

@@ -86,7 +86,8 @@ fn without_terminals(files: &mut [Message], lacking: &BTreeSet<u64>) -> BTreeSet
 fn without_paths(files: &mut [Message]) {
     for file in files {
         let Some(mut socket) = file.message(FILE_UNIX) else { continue };
-        let is_path = socket.bytes_of(UNIX_NAME).is_some_and(|n| n.first().is_some_and(|&b| b != 0));
+        let is_path =
+            socket.bytes_of(UNIX_NAME).is_some_and(|n| n.first().is_some_and(|&b| b != 0));
         if !is_path {
             continue;
         }

@@ -68,8 +68,7 @@ impl Relay {
             let mut info: libc::signalfd_siginfo = unsafe { std::mem::zeroed() };
             let bytes = size_of::<libc::signalfd_siginfo>();
             // SAFETY: an open descriptor, and a live struct of that size.
-            let got =
-                unsafe { libc::read(self.0.as_raw_fd(), (&raw mut info).cast(), bytes) };
+            let got = unsafe { libc::read(self.0.as_raw_fd(), (&raw mut info).cast(), bytes) };
             if got == bytes as isize {
                 return Ok(Some(Relayed {
                     signal: info.ssi_signo.cast_signed(),

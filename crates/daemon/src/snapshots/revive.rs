@@ -70,7 +70,8 @@ pub(crate) struct Life {
 }
 
 /// Of who had a terminal when there is none.
-const NO_TERMINAL: &str = "the terminal that it had is gone: what it prints is lost (it has /dev/null in that place)";
+const NO_TERMINAL: &str =
+    "the terminal that it had is gone: what it prints is lost (it has /dev/null in that place)";
 
 fn range(&(start, end): &(u64, u64)) -> Range {
     Range { start, end }

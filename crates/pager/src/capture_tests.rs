@@ -42,6 +42,8 @@ impl Taken {
             executable: false,
             private: true,
             anonymous: true,
+            backed: false,
+            dev_zero: false,
             fileless: true,
             aio_ring: false,
         }];

@@ -171,7 +171,7 @@ impl Space {
     }
 
     /// `range` reads as zero from now on.
-    fn discarded(&self, tenant: &Tenant, gate: &mut Gate, range: Range, unmapped: bool) {
+    pub(crate) fn discarded(&self, tenant: &Tenant, gate: &mut Gate, range: Range, unmapped: bool) {
         gate.tear_capture(tenant, range);
         let mut emptied: Vec<(Piece, LeafIndex)> = Vec::new();
         for (piece, leaf, part) in gate.pages_in(range) {

@@ -7,6 +7,7 @@ mod advising;
 mod contents;
 mod evicting;
 mod exchange;
+mod guards;
 mod lookout;
 mod node;
 mod observe;
@@ -63,6 +64,8 @@ const REPACK_AFTER: Duration = Duration::from_millis(100);
 const DEMOTE_WHEN_OVER_BYTES: u64 = 256 << 10;
 /// Memory maps are read again at least this often under pressure...
 const RESCAN_EVERY: Duration = Duration::from_millis(250);
+/// ...but where there are very many mappings, for no more than a part of the time.
+const RESCAN_PART: u32 = 10;
 /// ...and at once when so much memory has come that is not managed.
 const RESCAN_AT_BYTES: u64 = 1 << 20;
 /// How often inherited pages are looked at: a page that the parent evicts costs
@@ -135,8 +138,10 @@ struct Keeper<'a> {
     /// Pages that the kernel refused, and when to try again.
     pinned: Vec<(Instant, PageId)>,
     scanned: Instant,
+    scan_took: Duration,
     unmanaged_at_scan: u64,
     settled_shared: Instant,
+    guards: guards::Guards,
     settle_shared_every: Duration,
     swept_leaf: usize,
     /// The policy's time then.
@@ -191,8 +196,10 @@ impl<'a> Keeper<'a> {
             excluded: BTreeMap::new(),
             pinned: Vec::new(),
             scanned: now,
+            scan_took: Duration::ZERO,
             unmanaged_at_scan: 0,
             settled_shared: now,
+            guards: guards::Guards::new(now),
             settle_shared_every: SETTLE_SHARED_EVERY,
             swept_leaf: 0,
             swept_at: 0,
@@ -295,6 +302,7 @@ impl Keeper<'_> {
         let is_managed = tenant.under_pressure.load(Ordering::Relaxed);
         if is_managed {
             self.rescan(&spaces, seen.unmanaged_bytes);
+            self.look_for_guards(&spaces);
         }
         if is_managed || tenant.placement.registers.load(Ordering::Relaxed) {
             self.settle_shared(&spaces);
@@ -431,18 +439,20 @@ impl Keeper<'_> {
         // evicted before its memory map was read.
         let attended: Vec<SpaceId> =
             spaces.iter().filter(|space| space.agent().is_some()).map(|space| space.id).collect();
-        let due = self.scanned.elapsed() >= RESCAN_EVERY
+        let due = self.scanned.elapsed() >= RESCAN_EVERY.max(self.scan_took * RESCAN_PART)
             || attended != self.attended_at_scan
             || unmanaged_bytes > self.unmanaged_at_scan + RESCAN_AT_BYTES;
         if !due {
             return;
         }
+        let began = Instant::now();
         for space in spaces {
             if !register_new(space, self.tenant) {
                 space.set_gone();
             }
         }
         self.scanned = Instant::now();
+        self.scan_took = self.scanned - began;
         self.attended_at_scan = attended;
         let managed = self.tenant.resident_pages.load(Ordering::Relaxed).max(0) as u64 * PAGE;
         let usage = measure(self.tenant, 0);

@@ -31,6 +31,7 @@ mod agent;
 mod batch;
 mod block;
 mod fork;
+mod guards;
 mod handshake;
 mod kernel;
 mod message;

@@ -14,6 +14,7 @@ use crate::block::{
     TRANSFER_BYTES,
 };
 use crate::fork;
+use crate::guards;
 use crate::handshake::{Failure, HANDSHAKE_TIME};
 use crate::kernel::{self, Deadline};
 use crate::records;
@@ -58,6 +59,7 @@ extern "C" fn constructor(
     environment: *const *const c_char,
 ) {
     fork::prepare();
+    guards::prepare();
     // SAFETY: the dynamic linker passes the process's environment, a
     // null-terminated array of C strings; nothing else runs that could write it.
     let wishes = unsafe { Wishes::read(environment) };

@@ -12,6 +12,7 @@ mod damon;
 mod event;
 mod file;
 mod futex;
+mod kin;
 mod large_buffer;
 mod launch;
 mod mapped_file;
@@ -43,6 +44,7 @@ pub use damon::{
 pub use event::EventFd;
 pub use file::{OPEN_NO_LINK, file_system_bytes, try_lock};
 pub use futex::{futex_wait, futex_wake};
+pub use kin::{children_of, processes_with_thread};
 pub use large_buffer::{LARGE_BUFFER_BYTES, LargeBuffer};
 pub use launch::{Launch, Running};
 pub use mapped_file::{MappedFile, MappingKind};
@@ -51,15 +53,15 @@ pub use numa::{
     memory_node, memory_nodes, move_pages,
 };
 pub use own_memory::OwnMemory;
-pub use pagemap::{ProcessPages, present_ranges};
+pub use pagemap::{ProcessPages, guard_ranges, present_ranges};
 pub use perf::idle_task_event;
 pub use placement::{MappedMemory, PlacementError, advise_memory, memory_tiers, placement_reason};
 pub use poll::{Polled, Poller, poll_readable};
 pub use process::{
     Mapping, MappingFlags, Pidfd, Presence, ReadOutcome, SIGCONT, SIGKILL, SIGSTOP, SIGTERM,
     anonymous_rss, available_bytes, is_page_present, is_zombie, note_of, noted, page_presence,
-    parent_of, read_mapping_flags, read_maps, read_process, stack_pointers, stat_field,
-    stat_fields, thread_cpu, thread_faults, total_bytes, trim_heap,
+    parent_of, process_exists, read_mapping_flags, read_maps, read_process, stack_pointers,
+    stat_field, stat_fields, thread_cpu, thread_faults, total_bytes, trim_heap,
 };
 pub use read_queue::{READ_BYTES, ReadId, ReadQueue};
 pub use relay::{Relay, Relayed, end_like};

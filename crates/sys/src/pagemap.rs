@@ -17,6 +17,9 @@ const PAGEMAP_SCAN: libc::c_ulong = iowr_of(b'f', 16, size_of::<ScanArg>());
 const PAGE_IS_WRITTEN: u64 = 1 << 1;
 const PAGE_IS_PRESENT: u64 = 1 << 3;
 const PAGE_IS_SWAPPED: u64 = 1 << 4;
+/// A guard (`MADV_GUARD_INSTALL`), which also counts as swapped. Linux 6.15; before, a
+/// mask that names it is refused.
+const PAGE_IS_GUARD: u64 = 1 << 8;
 /// Ranges taken in one call.
 const REGIONS: usize = 512;
 
@@ -56,16 +59,61 @@ pub fn present_ranges(pid: u32, range: Range, each: impl FnMut(Range)) -> io::Re
     present(&File::open(format!("/proc/{pid}/pagemap"))?, range, each)
 }
 
+/// Calls `each` for the guards (`MADV_GUARD_INSTALL`) in `range` of process `pid`, in
+/// order. None where the kernel does not tell them (before 6.15).
+///
+/// # Errors
+/// When the process is gone, or may not be looked at.
+pub fn guard_ranges(pid: u32, range: Range, mut each: impl FnMut(Range)) -> io::Result<()> {
+    let pagemap = File::open(format!("/proc/{pid}/pagemap"))?;
+    let wanted =
+        Wanted { inverted: 0, all: PAGE_IS_GUARD, any: 0, told: PAGE_IS_GUARD, optional: 0 };
+    match scan_for(&pagemap, range, wanted, |found, _| each(found)) {
+        Err(error) if error.kind() == io::ErrorKind::InvalidInput => Ok(()),
+        other => other,
+    }
+}
+
 fn present(pagemap: &File, range: Range, mut each: impl FnMut(Range)) -> io::Result<()> {
     scan(pagemap, range, 0, |found, _| each(found))
 }
 
+/// Which pages a scan finds, by category: in `all` of these (or in none of those that
+/// are `inverted`, too) and in `any` of these, and what is `told` of them. Without what
+/// is `optional` where the kernel does not know it.
+#[derive(Clone, Copy)]
+struct Wanted {
+    inverted: u64,
+    all: u64,
+    any: u64,
+    told: u64,
+    optional: u64,
+}
+
 /// Calls `each` for the parts of `range` that are there (or in the kernel's
-/// swap), in order, with what of `asked` holds for all of a part.
+/// swap), in order, with what of `asked` holds for all of a part. Guards hold
+/// nothing and are not there.
 fn scan(
     pagemap: &File,
     range: Range,
     asked: u64,
+    mut each: impl FnMut(Range, u64),
+) -> io::Result<()> {
+    let there = PAGE_IS_PRESENT | PAGE_IS_SWAPPED;
+    let wanted = Wanted {
+        inverted: PAGE_IS_GUARD,
+        all: PAGE_IS_GUARD,
+        any: there,
+        told: there | asked,
+        optional: PAGE_IS_GUARD,
+    };
+    scan_for(pagemap, range, wanted, |part, told| each(part, told & asked))
+}
+
+fn scan_for(
+    pagemap: &File,
+    range: Range,
+    mut wanted: Wanted,
     mut each: impl FnMut(Range, u64),
 ) -> io::Result<()> {
     let mut regions = [Region { start: 0, end: 0, categories: 0 }; REGIONS];
@@ -80,10 +128,10 @@ fn scan(
             vec: regions.as_mut_ptr() as u64,
             vec_len: REGIONS as u64,
             max_pages: 0,
-            category_inverted: 0,
-            category_mask: 0,
-            category_anyof_mask: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
-            return_mask: PAGE_IS_PRESENT | PAGE_IS_SWAPPED | asked,
+            category_inverted: wanted.inverted,
+            category_mask: wanted.all,
+            category_anyof_mask: wanted.any,
+            return_mask: wanted.told,
         };
         // SAFETY: `arg` is a pm_scan_arg of the size it names, and its vector has
         // room for as many regions as it says; both outlive the call.
@@ -93,10 +141,16 @@ fn scan(
             if error.kind() == io::ErrorKind::Interrupted {
                 continue;
             }
+            if wanted.optional != 0 && error.kind() == io::ErrorKind::InvalidInput {
+                wanted.inverted &= !wanted.optional;
+                wanted.all &= !wanted.optional;
+                wanted.optional = 0;
+                continue;
+            }
             return Err(error);
         }
         for region in &regions[..found as usize] {
-            each(Range { start: region.start, end: region.end }, region.categories & asked);
+            each(Range { start: region.start, end: region.end }, region.categories);
         }
         if arg.walk_end <= start {
             break;
@@ -104,6 +158,21 @@ fn scan(
         start = arg.walk_end;
     }
     Ok(())
+}
+
+/// Whether the page that a word of `/proc/PID/pagemap` is about is in DRAM or in the
+/// kernel's swap.
+///
+/// A guard counts as swapped, to a type of its own, the last there is. It has a bit for
+/// itself since 6.15; the type, which only a privileged reader is shown, tells it before.
+pub(crate) const fn is_there(word: u64) -> bool {
+    const PRESENT: u64 = 1 << 63;
+    const SWAPPED: u64 = 1 << 62;
+    const GUARD: u64 = 1 << 58;
+    const TYPE: u64 = 0x1F;
+    const MARKER_OF_A_GUARD: u64 = 1 << (2 + 5);
+    let is_guard = word & GUARD != 0 || (word & TYPE == TYPE && word & MARKER_OF_A_GUARD != 0);
+    word & PRESENT != 0 || (word & SWAPPED != 0 && !is_guard)
 }
 
 /// The pages of another process, looked at without ever waiting for whoever
@@ -167,14 +236,13 @@ impl ProcessPages {
     /// # Errors
     /// When the address space is gone.
     pub fn protected(&self, address: u64, count: usize) -> io::Result<Vec<bool>> {
-        const THERE: u64 = 3 << 62;
         const PROTECTED: u64 = 1 << 57;
         let mut bytes = vec![0; count * 8];
         let got = self.pagemap.read_at(&mut bytes, (address >> PAGE_SHIFT) * 8)?;
         let words = bytes[..got].chunks_exact(8);
         let mut found: Vec<bool> = words
             .map(|word| u64::from_le_bytes(word.try_into().expect("chunks of eight")))
-            .map(|word| word & THERE != 0 && word & PROTECTED != 0)
+            .map(|word| is_there(word) && word & PROTECTED != 0)
             .collect();
         found.resize(count, false);
         Ok(found)
@@ -222,6 +290,30 @@ mod tests {
         // SAFETY: the mapping made above.
         unsafe { libc::munmap(base, BYTES) };
         assert_eq!(pages, touched);
+    }
+
+    #[test]
+    fn a_guard_is_not_there() {
+        let memory = crate::OwnMemory::create(4).expect("memory");
+        let start = memory.range().start;
+        for page in 0..4 {
+            // SAFETY: inside the mapping, of which no reference exists.
+            unsafe { ((start + page * PAGE) as *mut u8).write_volatile(1) };
+        }
+        // SAFETY: as above. MADV_GUARD_INSTALL.
+        if unsafe { libc::madvise((start + PAGE) as *mut libc::c_void, PAGE as usize, 102) } != 0 {
+            return;
+        }
+        let (pid, mut pages) = (std::process::id(), Vec::new());
+        present_ranges(pid, memory.range(), |part| pages.push((part.start, part.end)))
+            .expect("this process can be looked at");
+        assert_eq!(pages, [(start, start + PAGE), (start + 2 * PAGE, start + 4 * PAGE)]);
+        let mut found = Vec::new();
+        crate::page_presence(pid, memory.range(), |index, _| found.push(index)).expect("as above");
+        assert_eq!(found, [0, 2, 3]);
+        // As Linux 6.13 shows it, which has no bit for it: type 31, marker 4.
+        assert!(!is_there(0x4000_0000_0000_009F));
+        assert!(is_there(0x4000_0000_0000_0081), "swapped to the second file");
     }
 
     #[test]

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use strata_units::{PAGE_SHIFT, PAGE_SIZE};
 
+use crate::pagemap::is_there;
 use crate::poll::poll_readable;
 use crate::supervise::remember;
 use crate::uffd::{Range, own};
@@ -28,6 +29,10 @@ pub struct Mapping {
     /// No file behind it, and not one of the kernel's own (`[stack]`,
     /// `[vdso]`): plain anonymous memory or the brk heap.
     pub anonymous: bool,
+    /// A file, or a device, behind it.
+    pub backed: bool,
+    /// A mapping of /dev/zero.
+    pub dev_zero: bool,
     /// Memory without a file, the main thread's stack included: what is lost
     /// with the process.
     pub fileless: bool,
@@ -57,6 +62,8 @@ fn parse_mapping(line: &str) -> Option<Mapping> {
         private: flag(3, b'p'),
         anonymous: inode == "0"
             && name.is_none_or(|name| name == "[heap]" || name.starts_with("[anon:")),
+        backed: inode != "0",
+        dev_zero: inode != "0" && name == Some("/dev/zero"),
         fileless: inode == "0" && name.is_none_or(|name| !name.starts_with("[v")),
         aio_ring: name == Some("/[aio]"),
     })
@@ -228,6 +235,13 @@ pub fn is_zombie(pid: u32) -> bool {
     stat_field(&format!("/proc/{pid}/stat"), 3).is_some_and(|state| state == "Z")
 }
 
+/// Whether there is a process of that number, one that has ended and was not collected
+/// left out.
+#[must_use]
+pub fn process_exists(pid: u32) -> bool {
+    stat_field(&format!("/proc/{pid}/stat"), 3).is_some_and(|state| state != "Z" && state != "X")
+}
+
 /// Gives memory of this process that was freed back to the kernel; the allocator
 /// would keep it.
 pub fn trim_heap() {
@@ -251,8 +265,6 @@ pub fn page_presence(
     range: Range,
     mut each: impl FnMut(u64, Presence),
 ) -> io::Result<()> {
-    const PRESENT: u64 = 1 << 63;
-    const SWAPPED: u64 = 1 << 62;
     const EXCLUSIVE: u64 = 1 << 56;
     const CHUNK_PAGES: usize = 4096;
     let pagemap = File::open(format!("/proc/{pid}/pagemap"))?;
@@ -268,7 +280,7 @@ pub fn page_presence(
         }
         for (index, word) in buffer[..got * 8].chunks_exact(8).enumerate() {
             let word = u64::from_le_bytes(word.try_into().expect("chunks of eight"));
-            if word & (PRESENT | SWAPPED) != 0 {
+            if is_there(word) {
                 let exclusive = word & EXCLUSIVE != 0;
                 each(done + index as u64, Presence { present: true, exclusive });
             }

@@ -23,7 +23,9 @@ fn only_what_is_documented_is_exported() {
         names,
         [
             "fork",
+            "madvise",
             "mremap",
+            "process_madvise",
             "pthread_create",
             "pthread_mutex_destroy",
             "pthread_mutex_init",
@@ -35,6 +37,7 @@ fn only_what_is_documented_is_exported() {
             "strata_snapshot",
             "strata_version",
             "strata_where",
+            "syscall",
             "thrd_create",
         ]
     );

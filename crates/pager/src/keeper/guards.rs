@@ -1,0 +1,88 @@
+//! Guards that nobody told of: made by a system call that did not pass the library
+//! (`docs/lost-content.md`). Where one stands nothing is left, so what is stored of that
+//! place goes; and then nothing can come in the place of the guard.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use strata_sys::{Range, guard_ranges};
+use strata_units::{PAGE_SIZE, PAGES_PER_LEAF};
+
+use super::Keeper;
+use crate::entry::Entry;
+use crate::space::{Space, add_run, ids_in, lock};
+
+/// How often page tables are looked through for guards; never more than a part of the
+/// time.
+const LOOK_EVERY: Duration = Duration::from_millis(250);
+const PART: u32 = 50;
+/// Looked at again under one hold of the gate.
+const AT_ONCE_BYTES: u64 = (PAGES_PER_LEAF * PAGE_SIZE) as u64;
+
+/// When they are looked for.
+#[derive(Debug)]
+pub(super) struct Guards {
+    due: Instant,
+}
+
+impl Guards {
+    pub(super) fn new(now: Instant) -> Self {
+        Self { due: now + LOOK_EVERY }
+    }
+}
+
+impl Keeper<'_> {
+    /// Looks for guards, if it is time to.
+    pub(super) fn look_for_guards(&mut self, spaces: &[Arc<Space>]) {
+        let began = Instant::now();
+        if began < self.guards.due {
+            return;
+        }
+        for space in spaces {
+            let Some(pid) = space.pid() else { continue };
+            let registered = lock(&space.gate).registered.clone();
+            let mut found = Vec::new();
+            for range in registered {
+                // The process is gone, then.
+                let _ = guard_ranges(pid, range, |guards| add_run(&mut found, guards));
+            }
+            for guards in found {
+                for start in (guards.start..guards.end).step_by(AT_ONCE_BYTES as usize) {
+                    let end = guards.end.min(start + AT_ONCE_BYTES);
+                    self.forget_below_guards(space, pid, Range { start, end });
+                }
+            }
+        }
+        let now = Instant::now();
+        self.guards.due = now + LOOK_EVERY.max((now - began) * PART);
+    }
+
+    /// Looks once more, now with the gate: as long as that is held no page comes to
+    /// where a guard was, so what the page map has there is from before the guard.
+    fn forget_below_guards(&mut self, space: &Space, pid: u32, part: Range) {
+        let tenant = self.tenant;
+        let mut gate = lock(&space.gate);
+        let mut dead: Vec<Range> = Vec::new();
+        let note = |guards: Range| {
+            for (_, leaf, part) in gate.pages_in(guards) {
+                for (address, page) in ids_in(leaf, part) {
+                    // What is on its way is in the handler's hands, or in the transfer
+                    // range: the next time.
+                    let entry = tenant.map.get(page);
+                    let is_settled =
+                        entry.is_resident() || matches!(entry, Entry::Stored(_) | Entry::Lost);
+                    if is_settled {
+                        let end = address + PAGE_SIZE as u64;
+                        add_run(&mut dead, Range { start: address, end });
+                    }
+                }
+            }
+        };
+        if guard_ranges(pid, part, note).is_err() || !gate.is_registered(part) {
+            return;
+        }
+        for range in dead {
+            space.discarded(tenant, &mut gate, range, false);
+        }
+    }
+}

@@ -127,21 +127,56 @@ def daemon_killed_with_children(run):
         os.kill(pid, signal.SIGKILL)
 
 
-@case("limit-raw-clone-orphan", native=False, own_daemon=True)
-def limit_raw_clone_orphan(run):
-    """docs/limits.md: a raw-clone child is only as safe as the daemon."""
+def held(pid):
+    """How many userfaultfds a holder has; it must have nothing else."""
+    links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+    if other := [link for link in links if link != "anon_inode:[userfaultfd]"]:
+        raise Failure(f"the holder has {other}")
+    return len(links)
+
+
+@case("raw-clone-orphan", native=False, own_daemon=True)
+def raw_clone_orphan(run):
+    """A child without an agent: nothing of its own holds its userfaultfd. It waits
+    all the same, and what makes it wait goes with it."""
     program = run.start("fork", "raw-clone-orphan", budget="40MiB")
     program.gate("running")
-    program.pids.add(program.peer)
+    child = program.peer
+    program.pids.add(child)
+    holders = [pid for pid in machine.children(run.daemon.pid)
+               if machine.read(f"/proc/{pid}/comm").strip() == "strata-holder"]
+    if len(holders) != 1:
+        raise Failure(f"the daemon has {len(holders)} holders")
     link = program.link
     program.link = None
     kill_all_of_it(run)
     link.sendall(b"go\n")
     link.close()
-    try:
-        word = program.gate()
-    except Failure as failure:
-        if "bytes are zero" in str(failure):
-            return
-        raise
-    raise Failure(f"the child said '{word}': the limit is gone, change docs/limits.md")
+    if not program.quiet(2):
+        raise Failure("after the daemon's death the child spoke or ended: " +
+                      machine.read(program.log_path)[-200:])
+    if "userfault" not in machine.autopsy(child):
+        raise Failure("the child does not wait for a page: nothing was tested")
+    if not machine.alive(holders[0]):
+        raise Failure("nobody holds the child's memory")
+    before = held(holders[0])
+    for pid in (program.pid, child):
+        os.kill(pid, signal.SIGKILL)
+    run.daemon.wait_until(lambda: held(holders[0]) == before - 2, "it lets go of those that end")
+
+
+@case("daemon-ends-whole", native=False, own_daemon=True)
+def daemon_ends_whole(run):
+    """A daemon that ends in good order leaves no holder, and one that was killed is
+    replaced."""
+    def holders():
+        return [pid for pid in machine.children(run.daemon.pid)
+                if machine.read(f"/proc/{pid}/comm").strip() == "strata-holder"]
+    first = run.daemon.wait_until(holders, "there is a holder")[0]
+    os.kill(first, signal.SIGKILL)
+    second = run.daemon.wait_until(
+        lambda: [pid for pid in holders() if pid != first], "there is another holder")[0]
+    run.daemon_is_dead = True
+    os.kill(run.daemon.pid, signal.SIGTERM)
+    run.daemon.wait_until(lambda: run.daemon.process.poll() is not None, "the daemon ends")
+    run.daemon.wait_until(lambda: not machine.alive(second), "its holder ends")

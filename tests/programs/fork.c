@@ -213,6 +213,36 @@ static void raw_clone(void)
     }
 }
 
+/* Such a child has nobody who looks what it inherited: some of its memory is empty,
+ * some is not there. */
+static void raw_clone_wiped(void)
+{
+    size_t part = BYTES / 4;
+    T_SYS(madvise(memory, part, MADV_WIPEONFORK));
+    T_SYS(madvise(memory + part, part, MADV_DONTFORK));
+    t_wait_absent(memory, part, MANY);
+    t_wait_absent(memory + 2 * part, 2 * part, MANY);
+    for (unsigned round = 0; round < 3; round++) {
+        int child = (int)T_SYS(syscall(SYS_clone, SIGCHLD, NULL, NULL, NULL, NULL));
+        if (child == 0) {
+            /* Advised here, it says nothing of what was inherited. */
+            T_SYS(madvise(memory + 3 * part, part, MADV_WIPEONFORK));
+            t_check_zero(memory, part);
+            unsigned char there;
+            T_ASSERT(mincore(memory + part, PAGE, &there) == -1 && errno == ENOMEM,
+                     "what was not to be inherited is there");
+            for (size_t i = PAGES / 2; i < PAGES; i++)
+                t_check_page(memory + i * PAGE, 1, i);
+            T_SYS(mmap(memory + part, part, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0));
+            t_check_zero(memory + part, part);
+            syscall(SYS_exit_group, 0);
+        }
+        t_wait_child(child);
+    }
+    t_check(memory, BYTES, 1);
+}
+
 /* The same child when nobody is left to serve it: the only thing that held its
  * userfaultfd was the daemon. The runner kills that. */
 static void raw_clone_orphan(void)
@@ -319,6 +349,8 @@ int main(int argc, char **argv)
         after_churn();
     else if (!strcmp(which, "raw-clone"))
         raw_clone();
+    else if (!strcmp(which, "raw-clone-wiped"))
+        raw_clone_wiped();
     else if (!strcmp(which, "raw-clone-orphan"))
         raw_clone_orphan();
     else if (!strcmp(which, "daemon"))

@@ -9,6 +9,7 @@ mod commands;
 mod config;
 mod control;
 mod doctor;
+mod holder;
 mod metrics;
 mod parent;
 mod place;

@@ -17,13 +17,13 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use strata_pager::Registry;
 use strata_sys::{
-    SeqPacketListener, Signal, WorkerExit, adopt_orphans, block_signals, collect_child,
+    Pidfd, SeqPacketListener, Signal, WorkerExit, adopt_orphans, block_signals, collect_child,
     ended_children, kill_process, lock_memory, open_fds, raise_descriptor_limit,
     spawn_sharing_files, wait_for_signal, wait_worker,
 };
 
 use crate::config::Config;
-use crate::{control, tier, worker};
+use crate::{control, holder, tier, worker};
 
 /// The agents' socket, in the socket directory.
 pub(crate) const AGENT_SOCKET_NAME: &str = "agent.sock";
@@ -81,8 +81,12 @@ pub(crate) fn run(config: Config, private: bool) -> anyhow::Result<ExitCode> {
         own_fds: Vec::new(),
         supervisor_pid: std::process::id(),
     };
+    let own = Pidfd::open(inheritance.supervisor_pid).context("cannot open its own process")?;
     inheritance.own_fds = open_fds().context("cannot list open descriptors")?;
-    let code = watch(&inheritance)?;
+    let mut holder = holder::start(&inheritance, &own).context("cannot make a holder")?;
+    let code = watch(&inheritance, &own, &mut holder);
+    kill_process(holder, 9);
+    let code = code?;
     // Until here: it says that the directory is in use.
     drop(tier_mark);
     let _ = fs::remove_file(agent_socket);
@@ -113,7 +117,7 @@ fn cannot_listen(socket: &Path, error: &io::Error) -> anyhow::Error {
     anyhow::anyhow!("cannot listen on {}: {error}; {todo}", socket.display())
 }
 
-fn watch(inheritance: &Inheritance) -> anyhow::Result<ExitCode> {
+fn watch(inheritance: &Inheritance, own: &Pidfd, holder: &mut u32) -> anyhow::Result<ExitCode> {
     let mut short_lives = 0;
     loop {
         let born = Instant::now();
@@ -124,6 +128,10 @@ fn watch(inheritance: &Inheritance) -> anyhow::Result<ExitCode> {
                 Signal::Terminate => kill_process(worker, 15),
                 Signal::Child => match wait_worker(worker) {
                     WorkerExit::Running => {
+                        if wait_worker(*holder) != WorkerExit::Running {
+                            *holder =
+                                holder::start(inheritance, own).context("cannot make a holder")?;
+                        }
                         // Restored processes of an earlier worker's time.
                         let others = ended_children().into_iter().filter(|&pid| pid != worker);
                         others.for_each(collect_child);

@@ -3,6 +3,7 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use strata_pager::{ReleaseRefused, Tenant};
@@ -35,8 +36,8 @@ const PRIVATE_IDLE: Duration = Duration::from_secs(10);
 
 /// Runs the worker; returns its exit status.
 pub(crate) fn run(inheritance: &Inheritance) -> i32 {
-    let first =
-        inheritance.registry.workers().fetch_add(1, std::sync::atomic::Ordering::AcqRel) == 0;
+    inheritance.registry.worker_pid().store(std::process::id(), Ordering::Release);
+    let first = inheritance.registry.workers().fetch_add(1, Ordering::AcqRel) == 0;
     match start(inheritance) {
         Ok(()) => DONE,
         Err(error) => {

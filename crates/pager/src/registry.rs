@@ -47,6 +47,8 @@ const _: () = assert!(T_BUCKETS + 8 * ALL_BUCKETS as u64 <= T_RECORD);
 const H_SETTINGS: u64 = 8;
 /// In the header: how many spaces there have been.
 const H_SERIAL: u64 = 16;
+/// In the header: the worker's process.
+const H_WORKER: u64 = 24;
 
 // Within a space's slot.
 const S_SETTINGS: u64 = 64;
@@ -143,6 +145,12 @@ impl Registry {
     #[must_use]
     pub fn workers(&self) -> &AtomicU64 {
         self.memory.atomic_u64(0)
+    }
+
+    /// The process that works on it; it says so itself before it does anything else.
+    #[must_use]
+    pub fn worker_pid(&self) -> &AtomicU32 {
+        self.memory.atomic_u32(H_WORKER)
     }
 
     fn tenant_at(id: TenantId) -> u64 {

@@ -14,7 +14,7 @@ def register(name, program, *arguments, budget="40MiB", seconds=60, directory=Fa
 
 # What a family of processes holds that differs must fit into the budget when it
 # is compressed (to a little less than a fifth).
-for which in ("same", "again", "raw-clone", "daemon", "vfork", "spawn"):
+for which in ("same", "again", "raw-clone", "raw-clone-wiped", "daemon", "vfork", "spawn"):
     register(f"fork-{which}", "fork", which, budget="48MiB")
 for which in ("copy-on-write", "generations", "wide", "advice", "after-churn"):
     register(f"fork-{which}", "fork", which, budget="72MiB")

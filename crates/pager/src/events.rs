@@ -315,6 +315,7 @@ impl Space {
             }
         }
         let space = Space::new(child, Userfaultfd::adopt(uffd), kick);
+        space.unadjusted.store(true, Ordering::Release);
         let mut child_gate = crate::space::lock(&space.gate);
         for (piece, leaf, copy) in leaves {
             tenant.prefetch_counts(leaf);

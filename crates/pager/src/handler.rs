@@ -83,6 +83,8 @@ enum Claim {
     Defer,
     /// The address space is changing: in a moment.
     Again,
+    /// What the process inherited is not known yet.
+    Adjust,
     /// Its content is lost.
     Poison(u64),
 }
@@ -208,7 +210,11 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
                     continue;
                 }
             }
-            let counts = !matches!(claim, Claim::Wait | Claim::Defer | Claim::Again);
+            if matches!(claim, Claim::Adjust) {
+                space.adjust_unattended(tenant, fault.asker, fault.address);
+            }
+            let counts =
+                !matches!(claim, Claim::Wait | Claim::Defer | Claim::Again | Claim::Adjust);
             match space.serve(tenant, claim, &mut page, began) {
                 Served::Done => {
                     if counts {
@@ -299,7 +305,11 @@ impl Space {
         let Some(page) = gate.page_or_new(&tenant.map, self.id, address) else {
             return Claim::Defer;
         };
-        match tenant.map.get(page) {
+        let entry = tenant.map.get(page);
+        if self.must_adjust(entry) {
+            return Claim::Adjust;
+        }
+        match entry {
             // Discarded unseen (MADV_FREE), or another thread's fault on the
             // same page came first: then it is there, and this only wakes.
             Entry::Resident { .. } | Entry::Kept(_) | Entry::OnNode => {
@@ -334,6 +344,9 @@ impl Space {
     fn claim_ahead(&self, tenant: &Tenant, gate: &Gate, address: u64) -> Option<Order> {
         let page = gate.page(address)?;
         let Entry::Stored(handle) = tenant.map.get(page) else { return None };
+        if self.is_unadjusted() {
+            return None;
+        }
         tenant.map.set(page, Entry::Arriving(handle));
         Some(Order { page, address, handle })
     }
@@ -368,7 +381,7 @@ impl Space {
         match claim {
             Claim::Wait | Claim::Done => Served::Done,
             Claim::Defer => Served::Defer,
-            Claim::Again => Served::Again,
+            Claim::Again | Claim::Adjust => Served::Again,
             Claim::Poison(address) => self.poison(address),
             Claim::Fill { order, to_write, in_order: _ } => {
                 let filled = self.serve_stored(tenant, order, buffer);

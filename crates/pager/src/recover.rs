@@ -200,6 +200,8 @@ impl Tenant {
             *space.agent.write().unwrap_or_else(std::sync::PoisonError::into_inner) =
                 Some(Arc::new(agent));
         }
+        let parent = self.registry.space_field(id, SpaceField::Parent).load(Ordering::Relaxed);
+        space.unadjusted.store(parent != 0, Ordering::Release);
         Ok(Arc::new(space))
     }
 

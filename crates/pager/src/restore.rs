@@ -26,8 +26,9 @@ use crate::entry::Entry;
 use crate::handler::one_page;
 use crate::prepared::Prepared;
 use crate::registry::SpaceField;
-use crate::scan::{eligible, stacks_of};
+use crate::scan::stacks_of;
 use crate::space::{Agent, Space, ids_in, lock};
+use crate::standing::standings;
 use crate::tenant::{Hail, Tenant};
 
 /// Pages that a restored process asks for first and that are remembered: those
@@ -206,11 +207,11 @@ impl Tenant {
     pub fn settle_restored(&self, space: &Space) -> io::Result<()> {
         let Some(agent) = space.agent() else { return Ok(()) };
         let stacks = stacks_of(agent.control.control());
-        let let_go: Vec<Range> = read_maps(agent.pid)?
-            .iter()
-            .filter(|mapping| mapping.private && mapping.fileless)
-            .filter(|mapping| !eligible(mapping, &agent, &stacks))
-            .map(|mapping| mapping.range)
+        let maps = read_maps(agent.pid)?;
+        let let_go: Vec<Range> = standings(&maps, &agent, &stacks)
+            .into_iter()
+            .filter(|(mapping, why)| mapping.private && mapping.fileless && why.is_err())
+            .map(|(mapping, _)| mapping.range)
             .filter(|&range| range != agent.ranges.transfer)
             .collect();
         self.bring_back(space, &let_go)?;

@@ -5,12 +5,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use strata_policy::sampler;
-use strata_sys::{ProcessPages, Range, Registration, read_maps, stack_pointers};
+use strata_sys::{Mapping, ProcessPages, Range, Registration, read_maps, stack_pointers};
 use strata_units::PageId;
 
 use crate::handler;
-use crate::scan::{eligible, register_all, stacks_of};
+use crate::scan::{register_all, stacks_of};
 use crate::space::{Space, lock};
+use crate::standing::is_large_data;
 use crate::tenant::Tenant;
 
 /// One piece in so many is registered, of a tenant that is not large.
@@ -84,7 +85,8 @@ pub(crate) fn register_sample(space: &Arc<Space>, tenant: &Arc<Tenant>, pieces: 
     let Ok(pages) = ProcessPages::open(agent.pid) else { return true };
     let mut present_bytes = 0;
     let mut numbers = Vec::new();
-    for mapping in maps.iter().filter(|mapping| eligible(mapping, &agent, &stacks)) {
+    let large = |mapping: &&Mapping| is_large_data(mapping, &agent, &stacks).is_ok();
+    for mapping in maps.iter().filter(large) {
         let whole = mapping.range.start.div_ceil(pieces.bytes)..mapping.range.end / pieces.bytes;
         let found = |present: Range| {
             present_bytes += present.len();

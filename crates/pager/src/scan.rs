@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use strata_sys::{
-    Mapping, Range, Registration, page_presence, present_ranges, read_mapping_flags, read_maps,
-    stack_pointers,
+    MappingFlags, Range, Registration, page_presence, present_ranges, read_mapping_flags,
+    read_maps, stack_pointers,
 };
 use strata_units::wire::Control;
 use strata_units::{PAGE_SIZE, PageId, SpaceId};
@@ -18,23 +18,20 @@ use strata_units::{PAGE_SIZE, PageId, SpaceId};
 use crate::entry::Entry;
 use crate::handler;
 use crate::registry::SpaceField;
-use crate::space::{Agent, EVERYTHING, Space, lock};
+use crate::space::{Agent, EVERYTHING, Gate, Space, lock};
+use crate::standing::{is_data, managed};
 use crate::tenant::Tenant;
 
-/// Smaller mappings are left alone: glibc's own threshold for giving an
-/// allocation a mapping of its own.
-const SMALLEST_BYTES: u64 = 128 << 10;
-/// A mapping that holds a thread's stack is taken for that stack, whole, up to
-/// this size; in a larger one only the thread's control block is kept out.
-const LARGEST_STACK_BYTES: u64 = 64 << 20;
-/// The same for a thread that was not recorded: its stack can lie in a heap that
+/// A mapping that holds the stack of a thread that was not recorded: its stack can lie in a heap that
 /// its runtime keeps, and that is to be managed (Go's).
 const LARGEST_UNRECORDED_BYTES: u64 = 16 << 20;
 /// Pages around a thread control block (below, above) that are never evicted:
 /// the kernel writes there when a thread ends, and cannot wait for a page then.
 const CONTROL_BLOCK_PAGES: (u64, u64) = (1, 3);
-/// Mappings registered under one hold of the gate.
+/// Mappings registered under one hold of the gate; of very many a part of them, because
+/// the memory map is read again each time.
 const REGISTERED_AT_ONCE: usize = 64;
+const PARTS_OF_MANY: usize = 16;
 /// Pages whose entries are changed under one hold of the gate.
 const CHUNK_BYTES: u64 = 16 << 20;
 
@@ -118,23 +115,6 @@ fn overlaps(a: Range, b: Range) -> bool {
     a.start < b.end && b.start < a.end
 }
 
-/// Whether a mapping may be managed.
-fn is_data(mapping: &Mapping, agent: &Agent) -> bool {
-    mapping.private
-        && mapping.anonymous
-        && !mapping.executable
-        && !overlaps(mapping.range, agent.ranges.transfer)
-        && !overlaps(mapping.range, agent.ranges.own)
-}
-
-/// Whether a mapping is memory that the program uses as its own.
-pub(crate) fn eligible(mapping: &Mapping, agent: &Agent, stacks: &[u64]) -> bool {
-    is_data(mapping, agent)
-        && mapping.range.len() >= SMALLEST_BYTES
-        && !(mapping.range.len() <= LARGEST_STACK_BYTES
-            && stacks.iter().any(|&stack| mapping.range.contains(stack)))
-}
-
 /// An address on the stack of each thread.
 pub(crate) fn stacks_of(control: &Control) -> Vec<u64> {
     control
@@ -171,7 +151,7 @@ pub(crate) fn register_whole(space: &Arc<Space>, tenant: &Arc<Tenant>, range: Ra
             return true;
         }
         maps.iter()
-            .filter(|mapping| is_data(mapping, &agent) && overlaps(mapping.range, range))
+            .filter(|mapping| is_data(mapping, &agent).is_ok() && overlaps(mapping.range, range))
             .map(|mapping| mapping.range)
             .filter(|&part| !gate.is_registered(part))
             .collect()
@@ -183,7 +163,7 @@ pub(crate) fn register_whole(space: &Arc<Space>, tenant: &Arc<Tenant>, range: Ra
 /// Registers `ranges` and enters what is resident there. Returns whether the process was
 /// there.
 pub(crate) fn register_all(space: &Space, tenant: &Tenant, pid: u32, ranges: &[Range]) -> bool {
-    for few in ranges.chunks(REGISTERED_AT_ONCE) {
+    for few in ranges.chunks(REGISTERED_AT_ONCE.max(ranges.len() / PARTS_OF_MANY)) {
         let Some(registered) = register(space, pid, few) else { return false };
         for range in registered {
             note_resident(space, tenant, pid, range);
@@ -211,22 +191,19 @@ fn register_some(space: &Arc<Space>, tenant: &Arc<Tenant>, wanted: impl Fn(Range
     if space.uffd.register(agent.ranges.transfer) == Registration::Gone {
         return false;
     }
-    let mut new: Vec<&Mapping> = {
+    let mut new = managed(&maps, &agent, &stacks);
+    {
         let gate = lock(&space.gate);
-        maps.iter()
-            .filter(|mapping| eligible(mapping, &agent, &stacks) && wanted(mapping.range))
-            .filter(|mapping| !gate.is_registered(mapping.range))
-            .collect()
-    };
+        new.retain(|&range| wanted(range) && !gate.is_registered(range));
+    }
     if !new.is_empty() {
         // Threads that nobody recorded: those that a library makes past the
         // wrapper.
         let more = stack_pointers(agent.pid);
-        new.retain(|mapping| {
-            mapping.range.len() > LARGEST_UNRECORDED_BYTES || eligible(mapping, &agent, &more)
+        new.retain(|range| {
+            range.len() > LARGEST_UNRECORDED_BYTES || !more.iter().any(|&at| range.contains(at))
         });
     }
-    let new: Vec<Range> = new.iter().map(|mapping| mapping.range).collect();
     register_all(space, tenant, agent.pid, &new)
 }
 
@@ -256,8 +233,10 @@ fn register(space: &Space, pid: u32, ranges: &[Range]) -> Option<Vec<Range>> {
     let maps = read_maps(pid).ok()?;
     // What is not whole is looked at again when the map is read the next time.
     registered.retain(|&range| {
-        maps.iter()
-            .any(|mapping| mapping.range.start <= range.start && range.end <= mapping.range.end)
+        let at = maps.partition_point(|mapping| mapping.range.end <= range.start);
+        maps.get(at).is_some_and(|mapping| {
+            mapping.range.start <= range.start && range.end <= mapping.range.end
+        })
     });
     for &range in &registered {
         gate.add_registered(range);
@@ -334,18 +313,25 @@ pub(crate) fn adjust_child(space: &Space, tenant: &Tenant, agent: &Agent) -> io:
     let stacks = stacks_of(agent.control.control());
     // The child of a process that was just restored inherits registrations of
     // memory that is not to be managed: it is served, and never evicted.
-    let is_managed: Vec<Range> = read_maps(agent.pid)?
-        .iter()
-        .filter(|mapping| eligible(mapping, agent, &stacks))
-        .map(|mapping| mapping.range)
-        .collect();
+    let is_managed = managed(&read_maps(agent.pid)?, agent, &stacks);
     let mut gate = lock(&space.gate);
     gate.registered.clear();
     for mapping in flags.iter().filter(|mapping| mapping.registered) {
-        if is_managed.contains(&mapping.range) {
+        if is_managed.binary_search_by_key(&mapping.range.start, |range| range.start).is_ok() {
             gate.add_registered(mapping.range);
         }
     }
+    drop_what_was_not_inherited(tenant, &mut gate, &flags);
+    Ok(())
+}
+
+/// Forgets what a child's page map has of mappings that the child does not have, or
+/// finds empty.
+pub(crate) fn drop_what_was_not_inherited(
+    tenant: &Tenant,
+    gate: &mut Gate,
+    flags: &[MappingFlags],
+) {
     let kept: Vec<Range> = flags
         .iter()
         .filter(|mapping| mapping.registered && !mapping.wiped_on_fork)
@@ -368,7 +354,6 @@ pub(crate) fn adjust_child(space: &Space, tenant: &Tenant, agent: &Agent) -> io:
             tenant.uncharge(entry);
         }
     }
-    Ok(())
 }
 
 /// Charges inherited pages at `addresses` to `space`; returns them.

@@ -10,6 +10,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 use strata_sys::{ControlBlock, EventFd, Pidfd, Range, SeqPacket, Userfaultfd};
 use strata_units::wire::TRANSFER_PAGES;
@@ -100,6 +101,10 @@ pub struct Space {
     pub(crate) transfer_clean: AtomicBool,
     /// Inherited pages may still be shared with the parent.
     pub(crate) has_shared: AtomicBool,
+    /// Its page map is its parent's, of which it may not have inherited everything.
+    pub(crate) unadjusted: AtomicBool,
+    /// When its process was looked for last, to ask what it inherited.
+    pub(crate) looked: Mutex<Option<Instant>>,
     /// What a restored process asks for first; none: nobody wants to know.
     pub(crate) touched: Mutex<Option<Vec<u64>>>,
     /// Ranges that the program wants soon, or probably will, for the handler.
@@ -181,30 +186,31 @@ impl Gate {
 
     /// Remembers that `range` is registered.
     pub(crate) fn add_registered(&mut self, range: Range) {
-        self.remove_registered(range);
-        let at = self.registered.partition_point(|known| known.start < range.start);
-        self.registered.insert(at, range);
-        // Neighbours become one.
-        let mut merged: Vec<Range> = Vec::with_capacity(self.registered.len());
-        for range in self.registered.drain(..) {
-            add_run(&mut merged, range);
-        }
-        self.registered = merged;
+        // What it touches becomes one with it.
+        let first = self.registered.partition_point(|known| known.end < range.start);
+        let end = self.registered.partition_point(|known| known.start <= range.end);
+        let touched = &self.registered[first..end];
+        let whole = Range {
+            start: touched.first().map_or(range.start, |known| known.start.min(range.start)),
+            end: touched.last().map_or(range.end, |known| known.end.max(range.end)),
+        };
+        self.registered.splice(first..end, [whole]);
     }
 
     /// Forgets `range`, whole or in part.
     pub(crate) fn remove_registered(&mut self, range: Range) {
-        let mut kept = Vec::with_capacity(self.registered.len() + 1);
-        for known in self.registered.drain(..) {
-            let before = Range { start: known.start, end: known.end.min(range.start) };
-            let after = Range { start: known.start.max(range.end), end: known.end };
-            for part in [before, after] {
-                if !part.is_empty() {
-                    kept.push(part);
-                }
-            }
-        }
-        self.registered = kept;
+        let first = self.registered.partition_point(|known| known.end <= range.start);
+        let end = self.registered.partition_point(|known| known.start < range.end).max(first);
+        let touched = &self.registered[first..end];
+        let rest = touched.first().zip(touched.last()).map(|(before, after)| {
+            [
+                Range { start: before.start, end: range.start },
+                Range { start: range.end, end: after.end },
+            ]
+        });
+        let rest = rest.into_iter().flatten().filter(|part| !part.is_empty());
+        let rest: Vec<Range> = rest.collect();
+        self.registered.splice(first..end, rest);
     }
 
     /// Whether all of `range` is registered.
@@ -277,6 +283,8 @@ impl Space {
             is_heir: AtomicBool::new(false),
             transfer_clean: AtomicBool::new(false),
             has_shared: AtomicBool::new(false),
+            unadjusted: AtomicBool::new(false),
+            looked: Mutex::default(),
             touched: Mutex::default(),
             hot: Mutex::default(),
             read: Mutex::default(),

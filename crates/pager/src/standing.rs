@@ -1,0 +1,135 @@
+//! Which mappings are managed, and why the others are not. The one place that says so.
+
+use std::sync::OnceLock;
+
+use strata_sys::{Mapping, Range};
+
+use crate::space::Agent;
+
+/// Smaller mappings are left alone as long as a process has few of them: glibc's own
+/// threshold for giving an allocation a mapping of its own.
+pub(crate) const SMALLEST_BYTES: u64 = 128 << 10;
+/// From so much memory in small mappings on, those are managed as well. What the C
+/// library and the loader have there is much less.
+const SMALL_TOGETHER_BYTES: u64 = 4 << 20;
+/// A mapping that holds a thread's stack is taken for that stack, whole, up to this
+/// size; in a larger one only the thread's control block is kept out.
+const LARGEST_STACK_BYTES: u64 = 64 << 20;
+/// The kernel's own default for `vm.max_map_count`.
+const DEFAULT_MOST_MAPPINGS: usize = 65530;
+
+/// Why a mapping is not managed.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(crate) enum Unmanaged {
+    /// Shared with other processes, or with a file.
+    Shared,
+    /// A private mapping of a file (a memfd, too), and the program's changes to it:
+    /// `UFFDIO_MOVE` takes plain anonymous memory alone.
+    File,
+    /// A private mapping of /dev/zero: anonymous for the kernel, but a file for CRIU,
+    /// which would not have its pages fetched in what it restores.
+    DevZero,
+    /// The kernel's own (`[vdso]`), or the main thread's stack.
+    Kernel,
+    /// Executable: code that was made when the program ran.
+    Executable,
+    /// Strata's own, in the program.
+    Agent,
+    /// A thread's stack: the kernel writes there and cannot wait.
+    Stack,
+    /// Smaller than 128 KiB, in a process that has less than 4 MiB in such mappings, or
+    /// half as many mappings as the kernel allows; or part of a library.
+    Small,
+}
+
+fn overlaps(a: Range, b: Range) -> bool {
+    a.start < b.end && b.start < a.end
+}
+
+/// Whether a mapping is data of the program's that can be moved at all.
+pub(crate) fn is_data(mapping: &Mapping, agent: &Agent) -> Result<(), Unmanaged> {
+    if !mapping.private {
+        Err(Unmanaged::Shared)
+    } else if mapping.dev_zero {
+        Err(Unmanaged::DevZero)
+    } else if !mapping.anonymous {
+        Err(if mapping.backed { Unmanaged::File } else { Unmanaged::Kernel })
+    } else if mapping.executable {
+        Err(Unmanaged::Executable)
+    } else if overlaps(mapping.range, agent.ranges.transfer)
+        || overlaps(mapping.range, agent.ranges.own)
+    {
+        Err(Unmanaged::Agent)
+    } else {
+        Ok(())
+    }
+}
+
+/// The same, and that it is not small and no stack: what is managed in every process.
+pub(crate) fn is_large_data(
+    mapping: &Mapping,
+    agent: &Agent,
+    stacks: &[u64],
+) -> Result<(), Unmanaged> {
+    is_data(mapping, agent)?;
+    if mapping.range.len() < SMALLEST_BYTES {
+        return Err(Unmanaged::Small);
+    }
+    if is_stack(mapping, stacks) { Err(Unmanaged::Stack) } else { Ok(()) }
+}
+
+fn is_stack(mapping: &Mapping, stacks: &[u64]) -> bool {
+    mapping.range.len() <= LARGEST_STACK_BYTES
+        && stacks.iter().any(|&stack| mapping.range.contains(stack))
+}
+
+/// Each mapping of a process, in order, and why it is not managed, if it is not.
+pub(crate) fn standings<'maps>(
+    maps: &'maps [Mapping],
+    agent: &Agent,
+    stacks: &[u64],
+) -> Vec<(&'maps Mapping, Result<(), Unmanaged>)> {
+    let mut standings: Vec<_> =
+        maps.iter().map(|mapping| (mapping, is_large_data(mapping, agent, stacks))).collect();
+    if maps.len() >= most_mappings() / 2 {
+        // Memory that is registered does not become one mapping with its neighbours
+        // that are not: a program that makes many would come to its limit earlier.
+        return standings;
+    }
+    let mut small = Vec::new();
+    let mut bytes = 0;
+    for (index, &(mapping, standing)) in standings.iter().enumerate() {
+        // What has no access holds nothing, or a guard; what follows a file's mapping
+        // is a library's variables, those of Strata's library perhaps.
+        let follows_file = index.checked_sub(1).is_some_and(|before| {
+            maps[before].backed && maps[before].range.end == mapping.range.start
+        });
+        if standing == Err(Unmanaged::Small)
+            && mapping.writable
+            && !follows_file
+            && !is_stack(mapping, stacks)
+        {
+            bytes += mapping.range.len();
+            small.push(index);
+        }
+    }
+    if bytes >= SMALL_TOGETHER_BYTES {
+        small.into_iter().for_each(|index| standings[index].1 = Ok(()));
+    }
+    standings
+}
+
+/// The ranges of what is managed of a process.
+pub(crate) fn managed(maps: &[Mapping], agent: &Agent, stacks: &[u64]) -> Vec<Range> {
+    let standings = standings(maps, agent, stacks).into_iter();
+    standings.filter(|(_, why)| why.is_ok()).map(|(mapping, _)| mapping.range).collect()
+}
+
+/// How many mappings a process may have (`vm.max_map_count`).
+fn most_mappings() -> usize {
+    static MOST: OnceLock<usize> = OnceLock::new();
+    *MOST.get_or_init(|| {
+        let text = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap_or_default();
+        text.trim().parse().unwrap_or(DEFAULT_MOST_MAPPINGS)
+    })
+}

@@ -1,0 +1,96 @@
+//! A forked child without an agent: one whose agent has not come yet, or that was made
+//! by a raw `clone` and never has one.
+//!
+//! Its page map is its parent's, but it did not inherit all of that: memory that was
+//! advised so is empty in it (`MADV_WIPEONFORK`) or not there (`MADV_DONTFORK`). The
+//! fork's message does not say so, nor which process it is. So before the first page
+//! out of the store comes, its process is looked for and asked.
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use strata_sys::{MappingFlags, children_of, processes_with_thread, read_mapping_flags};
+
+use strata_units::SpaceId;
+
+use crate::entry::Entry;
+use crate::events::Asker;
+use crate::registry::SpaceField;
+use crate::scan;
+use crate::space::{Space, lock};
+use crate::tenant::Tenant;
+
+/// Looked for again after this. A thread waits there, so it is found at once, if at
+/// all: this is for a machine that shows no process but one's own.
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
+
+impl Space {
+    /// Whether the page map still says what its parent's said.
+    pub(crate) fn is_unadjusted(&self) -> bool {
+        self.unadjusted.load(Ordering::Acquire) && self.agent().is_none()
+    }
+
+    /// Whether a fault on such an entry has to wait until that is not so.
+    pub(crate) fn must_adjust(&self, entry: Entry) -> bool {
+        !entry.reads_zero() && !entry.is_resident() && self.is_unadjusted()
+    }
+
+    /// Makes the page map agree with the process whose thread `asker` has faulted at
+    /// `address`. Nothing is done if it cannot be found: then nobody gets a page.
+    pub(crate) fn adjust_unattended(&self, tenant: &Tenant, asker: Asker, address: u64) {
+        {
+            let mut looked = lock(&self.looked);
+            if looked.is_some_and(|at| at.elapsed() < LOOK_AGAIN) {
+                return;
+            }
+            *looked = Some(Instant::now());
+        }
+        let parent = self.parent_pid(tenant);
+        let found = self.find_process(tenant, parent, asker.thread(), address);
+        let Some((pid, mut flags)) = found else { return };
+        let wiped = |mapping: &MappingFlags| mapping.registered && mapping.wiped_on_fork;
+        if flags.iter().any(wiped)
+            && let Some(of_parent) = parent.and_then(|pid| read_mapping_flags(pid).ok())
+        {
+            // Advised in the child itself, by now, that says nothing of this fork.
+            for mapping in flags.iter_mut().filter(|mapping| wiped(mapping)) {
+                let at = mapping.range.start;
+                mapping.wiped_on_fork =
+                    of_parent.iter().any(|other| other.range.contains(at) && other.wiped_on_fork);
+            }
+        }
+        let mut gate = lock(&self.gate);
+        if self.is_unadjusted() {
+            scan::drop_what_was_not_inherited(tenant, &mut gate, &flags);
+            self.unadjusted.store(false, Ordering::Release);
+            tenant.log(&format!("process {pid} has no agent: it is served, and keeps its pages"));
+        }
+    }
+
+    fn parent_pid(&self, tenant: &Tenant) -> Option<u32> {
+        let parent = tenant.registry.space_field(self.id, SpaceField::Parent);
+        let parent = parent.load(Ordering::Relaxed).checked_sub(1)?;
+        tenant.space(SpaceId(parent))?.pid()
+    }
+
+    fn find_process(
+        &self,
+        tenant: &Tenant,
+        parent: Option<u32>,
+        tid: u32,
+        address: u64,
+    ) -> Option<(u32, Vec<MappingFlags>)> {
+        let attended: Vec<u32> = tenant.space_list().iter().filter_map(|s| s.pid()).collect();
+        let candidates = if tid == 0 {
+            // The kind of userfaultfd that CRIU makes names no thread.
+            children_of(parent?)
+        } else {
+            processes_with_thread(tid)
+        };
+        candidates.into_iter().filter(|pid| !attended.contains(pid)).find_map(|pid| {
+            let flags = read_mapping_flags(pid).ok()?;
+            let here = |mapping: &MappingFlags| mapping.range.contains(address);
+            flags.iter().any(|mapping| here(mapping) && mapping.registered).then_some((pid, flags))
+        })
+    }
+}

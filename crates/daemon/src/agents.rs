@@ -10,7 +10,9 @@ use std::time::Duration;
 
 use strata_pager::{Hail, Tenant};
 use strata_sys::peer::{Peer, peer_of};
-use strata_sys::{ControlBlock, Range, SeqPacket, UffdError, Userfaultfd, open_device};
+use strata_sys::{
+    ControlBlock, Range, SeqPacket, SeqPacketListener, UffdError, Userfaultfd, open_device,
+};
 use strata_units::wire::{
     AsBytes, Hello, HelloKind, MAGIC, Ready, TRANSFER_PAGES, Userfaultfd as UffdMessage, Verdict,
     Welcome,
@@ -29,8 +31,20 @@ const MOST_HANDSHAKES: usize = 128;
 /// Highest address of a process that we manage (47 bits).
 const HIGHEST: u64 = 1 << 47;
 
+/// By which of the two sockets an agent came.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Door {
+    /// The one with a path, which has permissions.
+    Front,
+    /// The one without, to which anybody can connect: only for agents of
+    /// processes that are known, and of their children.
+    Back,
+}
+
 struct Reception {
     config: Config,
+    /// What agents are told of the other door; 0: there is none.
+    back: u64,
     private_uid: Option<u32>,
     tenants: Arc<Tenants>,
     under_way: AtomicUsize,
@@ -43,18 +57,27 @@ pub(crate) fn serve(inheritance: &Inheritance, tenants: &Arc<Tenants>) -> io::Re
         if inheritance.private { Some(std::fs::metadata("/proc/self")?.uid()) } else { None };
     let reception = Arc::new(Reception {
         config: inheritance.config.clone(),
+        back: inheritance.back.as_ref().map_or(0, |(_, key)| *key),
         private_uid,
         tenants: Arc::clone(tenants),
         under_way: AtomicUsize::new(0),
     });
-    let listener = inheritance.agents.try_clone()?;
+    listen(&reception, inheritance.agents.try_clone()?, Door::Front)?;
+    if let Some((listener, _)) = &inheritance.back {
+        listen(&reception, listener.try_clone()?, Door::Back)?;
+    }
+    Ok(())
+}
+
+fn listen(reception: &Arc<Reception>, listener: SeqPacketListener, door: Door) -> io::Result<()> {
+    let reception = Arc::clone(reception);
     std::thread::Builder::new().name("agents".into()).spawn(move || {
         loop {
             while reception.under_way.load(Ordering::Acquire) >= MOST_HANDSHAKES {
                 std::thread::sleep(Duration::from_millis(5));
             }
             match listener.accept() {
-                Ok(socket) => receive(&reception, socket),
+                Ok(socket) => receive(&reception, socket, door),
                 // Out of descriptors, say: do not spin.
                 Err(_) => std::thread::sleep(Duration::from_millis(50)),
             }
@@ -63,14 +86,14 @@ pub(crate) fn serve(inheritance: &Inheritance, tenants: &Arc<Tenants>) -> io::Re
     Ok(())
 }
 
-fn receive(reception: &Arc<Reception>, socket: SeqPacket) {
+fn receive(reception: &Arc<Reception>, socket: SeqPacket, door: Door) {
     reception.under_way.fetch_add(1, Ordering::AcqRel);
     let own = Arc::clone(reception);
     let thread =
         std::thread::Builder::new().name("hello".into()).stack_size(256 << 10).spawn(move || {
             let peer = peer_of(&socket);
             if let Err(error) = peer.and_then(|peer| {
-                own.handshake(socket, peer).map_err(|error| {
+                own.handshake(socket, peer, door).map_err(|error| {
                     io::Error::new(error.kind(), format!("agent of process {}: {error}", peer.pid))
                 })
             }) {
@@ -121,14 +144,20 @@ fn hail_of(hello: &Hello, peer: Peer) -> Hail {
     }
 }
 
-fn welcome(socket: &SeqPacket, verdict: Verdict, space: u32, fds: &[&dyn AsFd]) -> io::Result<()> {
-    let message = Welcome { magic: MAGIC, verdict: verdict as u32, space };
-    let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
-    socket.send(&message.to_bytes(), &fds)
-}
-
 impl Reception {
-    fn handshake(&self, socket: SeqPacket, peer: Peer) -> io::Result<()> {
+    fn welcome(
+        &self,
+        socket: &SeqPacket,
+        verdict: Verdict,
+        space: u32,
+        fds: &[&dyn AsFd],
+    ) -> io::Result<()> {
+        let message = Welcome { magic: MAGIC, verdict: verdict as u32, space, back: self.back };
+        let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
+        socket.send(&message.to_bytes(), &fds)
+    }
+
+    fn handshake(&self, socket: SeqPacket, peer: Peer, door: Door) -> io::Result<()> {
         socket.set_timeout(PATIENCE)?;
         let mut bytes = [0; size_of::<Hello>()];
         let (got, fds) = socket.receive(&mut bytes)?;
@@ -138,6 +167,12 @@ impl Reception {
         let hello =
             Hello::from_bytes(&bytes[..got]).ok_or_else(|| invalid("its hello is cut short"))?;
         let kind = checked(&hello)?;
+        // A private daemon's front door is one user's; without a token, whoever comes
+        // there is managed by a rule.
+        let unknown = kind == HelloKind::Start || (hello.token == 0 && self.private_uid.is_some());
+        if door == Door::Back && unknown {
+            return Err(invalid("it is no process of this daemon's, and came by the back door"));
+        }
         if kind == HelloKind::Resumed {
             return self.resume(socket, peer, fds.into_iter().next());
         }
@@ -145,7 +180,7 @@ impl Reception {
             return self.restored(socket, peer, &hello);
         }
         let Some(arriving) = self.tenant_of(&hello, peer)? else {
-            return welcome(&socket, Verdict::Unmanaged, 0, &[]);
+            return self.welcome(&socket, Verdict::Unmanaged, 0, &[]);
         };
         let tenant = &arriving.tenant;
         let control = ControlBlock::create()?;
@@ -154,7 +189,7 @@ impl Reception {
             && let Some(space) = tenant.orphan_with(hello.probe, None)
         {
             let uffd = space.userfaultfd()?;
-            welcome(&socket, Verdict::Adopt, space.id().0, &[&control, &uffd])?;
+            self.welcome(&socket, Verdict::Adopt, space.id().0, &[&control, &uffd])?;
             tenant.attach_orphan(&space, control, socket, hail)?;
             return ready(tenant, space.id());
         }
@@ -164,10 +199,10 @@ impl Reception {
                 tenant.record().name,
                 peer.uid
             );
-            return welcome(&socket, Verdict::Unmanaged, 0, &[]);
+            return self.welcome(&socket, Verdict::Unmanaged, 0, &[]);
         }
         let device = open_device()?;
-        welcome(&socket, Verdict::Create, 0, &[&control, &device])?;
+        self.welcome(&socket, Verdict::Create, 0, &[&control, &device])?;
         let mut bytes = [0; size_of::<UffdMessage>()];
         let (got, mut fds) = socket.receive(&mut bytes)?;
         let whole = UffdMessage::from_bytes(&bytes[..got]).is_some_and(|m| m.magic == MAGIC);
@@ -197,7 +232,7 @@ impl Reception {
         };
         let control = ControlBlock::create()?;
         let uffd = space.userfaultfd()?;
-        welcome(&socket, Verdict::Adopt, space.id().0, &[&control, &uffd])?;
+        self.welcome(&socket, Verdict::Adopt, space.id().0, &[&control, &uffd])?;
         tenant.attach_restored(&space, control, socket, hail_of(hello, peer))?;
         ready(&tenant, space.id())?;
         tenant.settle_restored(&space)
@@ -251,7 +286,7 @@ impl Reception {
             return Err(invalid("it belongs to a daemon that is gone"));
         };
         tenant.resume(&space, socket, |socket, control| {
-            welcome(socket, Verdict::Resume, space.id().0, &[control])
+            self.welcome(socket, Verdict::Resume, space.id().0, &[control])
         })?;
         ready(&tenant, space.id())
     }

@@ -7,7 +7,8 @@
 use std::fs;
 use std::io;
 use std::os::fd::RawFd;
-use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -21,6 +22,7 @@ use strata_sys::{
     ended_children, kill_process, lock_memory, open_fds, raise_descriptor_limit,
     spawn_sharing_files, wait_for_signal, wait_worker,
 };
+use strata_units::wire;
 
 use crate::config::Config;
 use crate::{control, holder, tier, worker};
@@ -43,6 +45,9 @@ pub(crate) struct Inheritance {
     pub(crate) control: UnixListener,
     pub(crate) agents: SeqPacketListener,
     pub(crate) agent_socket: PathBuf,
+    /// Where agents come that cannot reach that path any more, and what they know
+    /// it by (`wire::back_name`); none: the name is taken.
+    pub(crate) back: Option<(SeqPacketListener, u64)>,
     /// Descriptors that were open before the first worker.
     pub(crate) own_fds: Vec<RawFd>,
     pub(crate) supervisor_pid: u32,
@@ -64,6 +69,13 @@ pub(crate) fn run(config: Config, private: bool) -> anyhow::Result<ExitCode> {
     let agents = SeqPacketListener::bind(&agent_socket)
         .map_err(|error| cannot_listen(&agent_socket, &error))?;
     fs::set_permissions(&agent_socket, fs::Permissions::from_mode(open_to_all))?;
+    let back = listen_for_the_returning(&config.socket_dir)
+        .inspect_err(|error| {
+            eprintln!(
+                "stratad: children of programs that change their user or root directory will not be managed: cannot listen for them: {error}"
+            );
+        })
+        .ok();
     let tier_mark = config.tier_path.as_deref().map(claim_tier).transpose()?;
     let registry = Arc::new(Registry::create().context("cannot make the registry")?);
     if let Err(error) = lock_memory() {
@@ -78,6 +90,7 @@ pub(crate) fn run(config: Config, private: bool) -> anyhow::Result<ExitCode> {
         control,
         agents,
         agent_socket: agent_socket.clone(),
+        back,
         own_fds: Vec::new(),
         supervisor_pid: std::process::id(),
     };
@@ -92,6 +105,24 @@ pub(crate) fn run(config: Config, private: bool) -> anyhow::Result<ExitCode> {
     let _ = fs::remove_file(agent_socket);
     let _ = fs::remove_file(control_socket);
     Ok(code)
+}
+
+/// The socket for agents that know the daemon already, and its key. That is the
+/// same for every daemon of this directory, so that a process that is restored
+/// under a later one finds it; and, as long as the directory exists, nobody
+/// else's: another container may have one of the same path.
+fn listen_for_the_returning(directory: &Path) -> io::Result<(SeqPacketListener, u64)> {
+    let of = fs::metadata(directory)?;
+    let key = back_key(directory.as_os_str().as_bytes(), of.dev(), of.ino());
+    Ok((SeqPacketListener::bind_abstract(&wire::back_name(key))?, key))
+}
+
+/// FNV-1a over all three, and never 0.
+fn back_key(path: &[u8], device: u64, inode: u64) -> u64 {
+    let numbers = [device.to_le_bytes(), inode.to_le_bytes()];
+    let bytes = path.iter().chain(numbers.iter().flatten());
+    let step = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3);
+    bytes.fold(0xcbf2_9ce4_8422_2325, step).max(1)
 }
 
 fn claim_tier(directory: &Path) -> anyhow::Result<fs::File> {
@@ -148,6 +179,21 @@ fn watch(inheritance: &Inheritance, own: &Pidfd, holder: &mut u32) -> anyhow::Re
         short_lives = if born.elapsed() < SHORT_LIFE { short_lives + 1 } else { 0 };
         if short_lives > SHORT_LIVES {
             std::thread::sleep(PAUSE);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_directory_has_its_own_way_back() {
+        let key = back_key(b"/run/strata", 1, 2);
+        assert_eq!(key, back_key(b"/run/strata", 1, 2));
+        let others = [(&b"/run/other"[..], 1, 2), (b"/run/strata", 2, 2), (b"/run/strata", 1, 3)];
+        for (path, device, inode) in others {
+            assert_ne!(key, back_key(path, device, inode));
         }
     }
 }

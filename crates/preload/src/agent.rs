@@ -1,17 +1,18 @@
 //! The agent thread: first contact, the command loop, reconnecting, parking and
 //! what comes after it in a copy of the process, the end.
 
-use core::ffi::c_void;
 use core::sync::atomic::Ordering;
 use core::time::Duration;
 
 use strata_units::wire::{Control, HelloKind, RESTART_PARKED, RESTART_RESTORED};
 
 use crate::batch::{self, Progress};
-use crate::block::{Block, OUTCOME_FAILED, OUTCOME_PENDING, OUTCOME_READY};
+use crate::block::{Block, OUTCOME_ABANDONED, OUTCOME_FAILED, OUTCOME_READY, OUTCOME_TRYING};
 use crate::handshake::{self, Connection, Failure, Probe};
 use crate::kernel::{self, Fd};
 use crate::message;
+use crate::succession::{self, Turn};
+use crate::thread;
 
 /// How often an idle agent looks whether the daemon still lives.
 const LIVENESS: Duration = Duration::from_secs(1);
@@ -22,36 +23,40 @@ const PARKED_NAP: Duration = Duration::from_millis(2);
 const SHORTEST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
-/// Start routine; the argument is the [`Block`].
-pub(crate) extern "C" fn thread_main(argument: *mut c_void) -> *mut c_void {
-    // SAFETY: the starter passes its block, which lives for ever.
-    let block = unsafe { &*argument.cast_const().cast::<Block>() };
-    // SAFETY: null, or glibc's own counter, which it changes atomically and
-    // which lives for ever.
-    let threads = unsafe { block.settings().thread_count.as_ref() };
-    // The agent is no thread of the program: when main has called pthread_exit
-    // and the program's other threads end, the last of them must exit the
-    // process. It counts again while glibc ends it.
-    if let Some(threads) = threads {
-        threads.fetch_sub(1, Ordering::SeqCst);
+/// Start routine of a process's first agent.
+pub(crate) extern "C" fn begin(block: &'static Block) {
+    if thread::settle_in().is_err() {
+        step_down(block);
+        tell(block, OUTCOME_FAILED + Failure::NoDescriptorTable as u32);
+        return;
     }
-    kernel::name_thread(c"strata-agent");
     live(block);
-    if let Some(threads) = threads {
-        threads.fetch_add(1, Ordering::SeqCst);
-    }
-    core::ptr::null_mut()
 }
 
-/// The agent's life, until it is sent away or never was wanted.
+/// Start routine of one that follows another one.
+pub(crate) extern "C" fn follow(block: &'static Block) {
+    // Without a table of its own it is refused when it is to take something over.
+    let _ = thread::settle_in();
+    match succession::take_over(block) {
+        Turn::Obey(socket, userfaultfd) => {
+            obey(&mut Caller { block, probe: None }, socket, userfaultfd);
+        }
+        Turn::Begin => live(block),
+        Turn::End => {}
+    }
+}
+
+/// The agent's life, until it is sent away, or never was wanted, or another one
+/// goes on with it.
 fn live(block: &Block) {
     let mut caller = Caller { block, probe: None };
     let first = match first_contact(&mut caller) {
-        Ok((socket, userfaultfd)) if tell(block, OUTCOME_READY) => Ok((socket, userfaultfd)),
+        Some(Ok((socket, userfaultfd))) if tell(block, OUTCOME_READY) => Ok((socket, userfaultfd)),
         // The constructor gave up in the same moment: the program runs
         // unmanaged, and the daemon sees the socket close.
-        Ok(_) => Err(Failure::Silent),
-        Err(failure) => Err(failure),
+        Some(Ok(_)) => Err(Failure::Silent),
+        Some(Err(failure)) => Err(failure),
+        None => return,
     };
     caller.unmap_probe();
     match first {
@@ -65,9 +70,8 @@ fn live(block: &Block) {
 
 /// The handshake of a new process. A program that starts has nothing to lose:
 /// one attempt. A forked child may have evicted pages: attempts for ever, while
-/// `fork` returns after the first few seconds.
-fn first_contact(caller: &mut Caller) -> Result<(Fd, Fd), Failure> {
-    kernel::own_empty_descriptor_table().map_err(|_| Failure::NoDescriptorTable)?;
+/// `fork` returns after the first. None: another agent makes them from now on.
+fn first_contact(caller: &mut Caller) -> Option<Result<(Fd, Fd), Failure>> {
     let block = caller.block;
     let forked = block.hello_kind.load(Ordering::SeqCst) == HelloKind::Forked as u32;
     let kind = if forked { HelloKind::Forked } else { HelloKind::Start };
@@ -76,11 +80,20 @@ fn first_contact(caller: &mut Caller) -> Result<(Fd, Fd), Failure> {
         match caller.call(kind, None) {
             Ok(Connection { socket, userfaultfd: Some(userfaultfd) }) => {
                 block.managed.store(1, Ordering::SeqCst);
-                return Ok((socket, userfaultfd));
+                return Some(Ok((socket, userfaultfd)));
             }
-            Ok(Connection { userfaultfd: None, .. }) => return Err(Failure::Protocol),
-            Err(failure) if !forked || failure == Failure::Unmanaged => return Err(failure),
-            Err(_) => backoff = pause(backoff),
+            Ok(Connection { userfaultfd: None, .. }) => return Some(Err(Failure::Protocol)),
+            Err(failure) if !forked || failure == Failure::Unmanaged => {
+                return Some(Err(failure));
+            }
+            Err(_) => {
+                tell(block, OUTCOME_TRYING);
+                backoff = pause(block, backoff);
+            }
+        }
+        // The probe page stays: nobody reads the events of its being unmapped.
+        if succession::let_begin(block) {
+            return None;
         }
     }
 }
@@ -90,9 +103,14 @@ fn first_contact(caller: &mut Caller) -> Result<(Fd, Fd), Failure> {
 fn obey(caller: &mut Caller, mut socket: Fd, mut userfaultfd: Fd) {
     loop {
         match serve(caller.block, &socket, &userfaultfd) {
-            End::DaemonGone => {
-                drop(socket);
-                socket = reconnect(caller, &userfaultfd);
+            End::DaemonGone => match reconnect(caller, &socket, &userfaultfd) {
+                Some(newer) => socket = newer,
+                None => return,
+            },
+            End::Wanted => {
+                if succession::hand_over(caller.block, &socket, &userfaultfd) {
+                    return;
+                }
             }
             End::Restored => {
                 // Their numbers are the program's files now, or nobody's.
@@ -120,6 +138,8 @@ enum End {
     DaemonGone,
     /// The daemon said to leave.
     Leave,
+    /// Another agent waits to go on.
+    Wanted,
     /// This is a copy of the process that was connected.
     Restored,
 }
@@ -129,6 +149,9 @@ fn serve(block: &Block, socket: &Fd, userfaultfd: &Fd) -> End {
     let Some(control) = block.control() else { return End::DaemonGone };
     let transfer = block.settings().transfer;
     loop {
+        if succession::is_wanted(block) {
+            return End::Wanted;
+        }
         let command = control.command_seq.load(Ordering::Acquire);
         if command == control.done_seq.load(Ordering::Relaxed) {
             let woken = kernel::futex_wait(&control.command_seq, command, LIVENESS);
@@ -188,8 +211,8 @@ fn begin_anew(caller: &mut Caller) -> (Fd, Fd) {
     caller.block.restart.state.store(0, Ordering::SeqCst);
     let mut backoff = SHORTEST_PAUSE;
     // Before any other system call that knows descriptors.
-    while kernel::own_empty_descriptor_table().is_err() {
-        backoff = pause(backoff);
+    while thread::settle_in().is_err() {
+        backoff = pause(caller.block, backoff);
     }
     loop {
         if let Ok(Connection { socket, userfaultfd: Some(userfaultfd) }) =
@@ -198,7 +221,7 @@ fn begin_anew(caller: &mut Caller) -> (Fd, Fd) {
             caller.block.lives.fetch_add(1, Ordering::SeqCst);
             return (socket, userfaultfd);
         }
-        backoff = pause(backoff);
+        backoff = pause(caller.block, backoff);
     }
 }
 
@@ -210,20 +233,26 @@ fn finish(control: &Control, command: u32) {
 
 /// Comes back to a daemon, however long there is none, with the userfaultfd
 /// that it needs. Whatever goes wrong, or is answered, the agent asks again:
-/// ending would close the userfaultfd.
-fn reconnect(caller: &mut Caller, userfaultfd: &Fd) -> Fd {
+/// ending would close the userfaultfd. None: another agent asks from now on.
+fn reconnect(caller: &mut Caller, broken: &Fd, userfaultfd: &Fd) -> Option<Fd> {
     let mut backoff = SHORTEST_PAUSE;
     loop {
         match caller.call(HelloKind::Resumed, Some(userfaultfd)) {
-            Ok(Connection { socket, .. }) => return socket,
-            Err(_) => backoff = pause(backoff),
+            Ok(Connection { socket, .. }) => return Some(socket),
+            Err(_) => backoff = pause(caller.block, backoff),
+        }
+        // That one finds the connection broken and goes on here.
+        if succession::is_wanted(caller.block)
+            && succession::hand_over(caller.block, broken, userfaultfd)
+        {
+            return None;
         }
     }
 }
 
 /// Pauses, and says how long the next pause is to be.
-fn pause(duration: Duration) -> Duration {
-    kernel::pause(duration);
+fn pause(block: &Block, duration: Duration) -> Duration {
+    succession::pause(block, duration);
     (duration * 2).min(LONGEST_PAUSE)
 }
 
@@ -255,11 +284,14 @@ fn step_down(block: &Block) {
     block.shared().control.store(core::ptr::null_mut(), Ordering::SeqCst);
 }
 
-/// Tells the waiting starter how the handshake went; false: it no longer waits.
+/// Tells the waiting starter how the handshake went; false: it has given up, and
+/// the program runs unmanaged.
 fn tell(block: &Block, outcome: u32) -> bool {
     let told = &block.shared().outcome;
-    let first =
-        told.compare_exchange(OUTCOME_PENDING, outcome, Ordering::SeqCst, Ordering::SeqCst).is_ok();
+    let before = told.load(Ordering::SeqCst);
+    // Only a first agent is given up, and only once, and nobody else tells.
+    let tells = before != OUTCOME_ABANDONED
+        && told.compare_exchange(before, outcome, Ordering::SeqCst, Ordering::SeqCst).is_ok();
     kernel::futex_wake(told);
-    first
+    tells
 }

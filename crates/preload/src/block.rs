@@ -1,9 +1,9 @@
-//! The library's own memory: one mapping with the agent's stack and everything
+//! The library's own memory: one mapping with the agents' stacks and everything
 //! that the agent shares with the program's threads.
 //!
 //! ```text
 //! own_start                                               own_end
-//!     | guard | the agent's stack | Shared      | Block       |
+//!     | guard | seat | guard | seat | Shared    | Block       |
 //!     | ----- wiped in a forked child --------- | inherited   |
 //! ```
 //!
@@ -17,7 +17,7 @@
 //! agent and no pointer to its parent's control block.
 
 use core::cell::UnsafeCell;
-use core::ffi::{CStr, c_char, c_void};
+use core::ffi::{CStr, c_char};
 use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 use strata_units::PAGE_SIZE;
@@ -27,14 +27,10 @@ use strata_units::wire::{
 };
 
 use crate::kernel;
-use crate::next;
+use crate::thread::{SEAT_BYTES, SEATS};
 
-/// Stack for the agent's own frames, the deepest of which is under 4 KiB, and
-/// for a C library signal handler's; what the C library itself needs of a
-/// thread's stack (static TLS) comes on top.
-const STACK_BYTES: usize = 64 << 10;
-/// Assumed need of the C library where it does not tell.
-const DEFAULT_MINIMUM_STACK_BYTES: usize = 128 << 10;
+/// A seat with the guard page below it.
+const GUARDED_BYTES: usize = PAGE_SIZE + SEAT_BYTES;
 /// Threads that can be made before the handshake: more than any constructor
 /// starts; further ones set the overflow flag.
 pub(crate) const EARLY_SLOTS: usize = 256;
@@ -47,6 +43,9 @@ pub(crate) const OUTCOME_PENDING: u32 = 0;
 pub(crate) const OUTCOME_READY: u32 = 1;
 /// [`Shared::outcome`]: the constructor gave up waiting; the agent must end.
 pub(crate) const OUTCOME_ABANDONED: u32 = 2;
+/// [`Shared::outcome`]: a forked child's agent has not reached the daemon, and goes
+/// on trying.
+pub(crate) const OUTCOME_TRYING: u32 = 3;
 /// [`Shared::outcome`]: this plus a `Failure`.
 pub(crate) const OUTCOME_FAILED: u32 = 16;
 
@@ -57,6 +56,19 @@ pub(crate) struct Shared {
     pub(crate) control: AtomicPtr<Control>,
     /// How the handshake went; futex.
     pub(crate) outcome: AtomicU32,
+    /// Thread ids of the agents in the two seats; 0: nobody sits there. Futexes,
+    /// cleared by the kernel when the thread has ended.
+    pub(crate) tids: [AtomicU32; SEATS],
+    /// The seat of the agent in charge.
+    pub(crate) seat: AtomicU32,
+    /// The process whose agent it is.
+    pub(crate) pid: AtomicU32,
+    /// How far one agent's following another one is (`succession`); futex.
+    pub(crate) succession: AtomicU32,
+    /// Held by the thread of the program that wants it; futex.
+    pub(crate) changing: AtomicU32,
+    /// Name of the socket at which the old agent gives, in its lowest bytes.
+    pub(crate) offer: AtomicU64,
     /// More early threads than slots.
     pub(crate) early_overflow: AtomicU32,
     /// Threads recorded while there was no control block.
@@ -91,8 +103,6 @@ unsafe impl Sync for Block {}
 
 struct Layout {
     start: u64,
-    stack_start: u64,
-    stack_bytes: usize,
     shared: *const Shared,
 }
 
@@ -103,9 +113,6 @@ pub(crate) struct Settings {
     pub(crate) transfer: u64,
     /// Room for two control blocks, see [`Block::control_place`].
     pub(crate) places: u64,
-    /// glibc's count of threads, null: unknown. The last thread to end exits
-    /// the process; the agent must not count.
-    pub(crate) thread_count: *const AtomicU32,
 }
 
 const _: () = assert!(SOCKET_PATH_BYTES == size_of::<[c_char; 108]>());
@@ -124,28 +131,23 @@ pub(crate) fn obtain() -> Option<&'static Block> {
     if let Some(block) = existing() {
         return Some(block);
     }
-    let stack_bytes = (STACK_BYTES + minimum_stack_bytes()).next_multiple_of(PAGE_SIZE);
-    let wiped_bytes = PAGE_SIZE + stack_bytes + size_of::<Shared>();
+    let wiped_bytes = SEATS * GUARDED_BYTES + size_of::<Shared>();
     let length_bytes = wiped_bytes + size_of::<Block>();
     let start = kernel::map_anonymous(0, length_bytes, libc::PROT_READ | libc::PROT_WRITE)?;
-    let shared = start + (PAGE_SIZE + stack_bytes) as u64;
+    let shared = start + (SEATS * GUARDED_BYTES) as u64;
     let block = (start + wiped_bytes as u64) as *mut Block;
     // SAFETY: the mapping is fresh, ours, zeroed (valid for every field) and
-    // long enough for the four parts, each a whole number of pages. Nobody else
+    // long enough for its parts, each a whole number of pages. Nobody else
     // knows it yet.
     unsafe {
-        let guarded = kernel::forbid(start, PAGE_SIZE);
+        let guarded = (0..SEATS as u64)
+            .all(|seat| kernel::forbid(start + seat * GUARDED_BYTES as u64, PAGE_SIZE));
         let wiped = kernel::advise(start, wiped_bytes, libc::MADV_WIPEONFORK) == 0;
         if !guarded || !wiped {
             kernel::unmap(start, length_bytes);
             return None;
         }
-        (&raw mut (*block).layout).write(Layout {
-            start,
-            stack_start: start + PAGE_SIZE as u64,
-            stack_bytes,
-            shared: shared as *const Shared,
-        });
+        (&raw mut (*block).layout).write(Layout { start, shared: shared as *const Shared });
     }
     let null = core::ptr::null_mut();
     if BLOCK.compare_exchange(null, block, Ordering::AcqRel, Ordering::Acquire).is_err() {
@@ -173,9 +175,9 @@ impl Block {
         core::ptr::from_ref(self) as u64 + size_of::<Self>() as u64
     }
 
-    /// The agent's stack: first byte and length.
-    pub(crate) fn stack(&self) -> (u64, usize) {
-        (self.layout.stack_start, self.layout.stack_bytes)
+    /// First byte of a seat's memory, of `SEAT_BYTES`.
+    pub(crate) fn seat(&self, seat: usize) -> u64 {
+        self.layout.start + (seat * GUARDED_BYTES + PAGE_SIZE) as u64
     }
 
     /// Stores the daemon's socket and the tenant's token; false: the path is too
@@ -238,31 +240,4 @@ impl Block {
         // mapped; places stay mapped for ever. All its fields are atomic.
         unsafe { self.shared().control.load(Ordering::SeqCst).as_ref() }
     }
-}
-
-/// What the C library needs of a stack for itself. A private symbol, but the
-/// only way to learn the size of the static TLS, which lies on the stack.
-fn minimum_stack_bytes() -> usize {
-    let symbol = next::any(c"__pthread_get_minstack");
-    if symbol.is_null() {
-        return DEFAULT_MINIMUM_STACK_BYTES;
-    }
-    // SAFETY: glibc's function takes an attribute pointer, which it ignores but
-    // which a thread library might read, and returns a size.
-    unsafe {
-        let function = core::mem::transmute::<
-            *mut c_void,
-            unsafe extern "C" fn(*const libc::pthread_attr_t) -> usize,
-        >(symbol);
-        let mut attributes: libc::pthread_attr_t = core::mem::zeroed();
-        libc::pthread_attr_init(&raw mut attributes);
-        let bytes = function(&raw const attributes);
-        libc::pthread_attr_destroy(&raw mut attributes);
-        bytes
-    }
-}
-
-/// glibc's thread counter, see [`Settings::thread_count`].
-pub(crate) fn thread_count() -> *const AtomicU32 {
-    next::any(c"__nptl_nthreads").cast()
 }

@@ -9,6 +9,7 @@ use core::time::Duration;
 use strata_units::PAGE_SIZE;
 use strata_units::wire::{
     CONTROL_BYTES, Control, Hello, HelloKind, MAGIC, Ready, Userfaultfd, Verdict, Welcome,
+    back_name,
 };
 
 use crate::block::Block;
@@ -88,7 +89,7 @@ pub(crate) fn shake(
     probe: &Probe,
 ) -> Result<Connection, Failure> {
     let deadline = Deadline::after(HANDSHAKE_TIME);
-    let socket = message::connect(&block.socket(), libc::SOCK_SEQPACKET, deadline)?;
+    let socket = reach(block, deadline)?;
     let hello = Hello {
         magic: MAGIC,
         kind: kind as u32,
@@ -100,6 +101,7 @@ pub(crate) fn shake(
         own_end: block.end(),
         restart: (&raw const block.restart) as u64,
     };
+    let held = held.as_slice();
     message::send(&socket, &hello, held)?;
 
     let (welcome, [first, second]) = message::receive::<Welcome>(&socket, deadline)?;
@@ -118,7 +120,7 @@ pub(crate) fn shake(
             let userfaultfd =
                 kernel::new_userfaultfd(&device).map_err(|_| Failure::NoUserfaultfd)?;
             drop((control, device));
-            message::send(&socket, &Userfaultfd { magic: MAGIC }, Some(&userfaultfd))?;
+            message::send(&socket, &Userfaultfd { magic: MAGIC }, &[&userfaultfd])?;
             Some(userfaultfd)
         }
         (
@@ -141,7 +143,31 @@ pub(crate) fn shake(
     if ready.magic != MAGIC {
         return Err(Failure::Protocol);
     }
+    block.restart.back.store(welcome.back, Ordering::Relaxed);
     Ok(Connection { socket, userfaultfd })
+}
+
+/// A connection to the daemon: by its socket's path or, where that leads nowhere
+/// from here, by the other socket's name.
+fn reach(block: &Block, deadline: Deadline) -> Result<Fd, MessageError> {
+    let restart = &block.restart;
+    let direct = message::connect(&block.socket(), libc::SOCK_SEQPACKET, deadline);
+    if let Ok(socket) = &direct {
+        // Whoever may bind that path is the daemon.
+        if let Some((_, uid)) = message::peer(socket) {
+            restart.daemon_uid.store(uid, Ordering::Relaxed);
+        }
+    }
+    let back = restart.back.load(Ordering::Relaxed);
+    match direct {
+        Err(MessageError::Gone) if back != 0 => {
+            let socket = message::connect_abstract(&back_name(back), deadline)?;
+            let uid = restart.daemon_uid.load(Ordering::Relaxed);
+            let is_daemon = message::peer(&socket).is_some_and(|(_, peer)| peer == uid);
+            if is_daemon { Ok(socket) } else { Err(MessageError::Gone) }
+        }
+        direct => direct,
+    }
 }
 
 fn verdict(number: u32) -> Option<Verdict> {

@@ -88,18 +88,84 @@ impl Drop for Fd {
     }
 }
 
-/// Leaves the program's descriptor table and starts with an empty one. In a
-/// restored process again: a restore gives all threads one table. (The copy that
-/// is made and emptied has an owner of its own: the program's record locks stay.)
+/// Starts with an empty descriptor table, and a root and working directory of
+/// one's own. A new agent has copies; in a restored process it shares the
+/// program's, since a restore gives all threads the same. (The copy that is
+/// emptied has an owner of its own: the program's record locks stay.)
 pub(crate) fn own_empty_descriptor_table() -> Result<(), c_int> {
     // SAFETY: concerns only the calling thread, the agent, which holds no
-    // descriptor that it will use; the program's table is no longer shared when
-    // the second call closes everything.
+    // descriptor that it will use; the program's table is not shared when the
+    // second call closes everything.
     unsafe {
-        call(libc::SYS_unshare, [word(libc::CLONE_FILES), 0, 0, 0, 0, 0])?;
+        call(libc::SYS_unshare, [word(libc::CLONE_FILES | libc::CLONE_FS), 0, 0, 0, 0, 0])?;
         call(libc::SYS_close_range, [0, u64::from(u32::MAX), 0, 0, 0, 0])?;
     }
     Ok(())
+}
+
+/// Leaves the working directory of the thread that this one was made by: its
+/// file system could not be unmounted otherwise.
+pub(crate) fn leave_directory() {
+    // SAFETY: a C string. Where it fails, the directory stays in use.
+    let _ = unsafe { call(libc::SYS_chdir, [c"/".as_ptr() as u64, 0, 0, 0, 0, 0]) };
+}
+
+/// `struct __user_cap_header_struct`.
+#[repr(C)]
+struct CapabilityHeader {
+    version: u32,
+    pid: i32,
+}
+
+/// `_LINUX_CAPABILITY_VERSION_3`: two words a set.
+const CAPABILITY_VERSION: u32 = 0x2008_0522;
+
+/// Gives up every capability of the calling thread. Its user stays: changing
+/// that would make the whole process undumpable.
+pub(crate) fn drop_capabilities() {
+    let header = CapabilityHeader { version: CAPABILITY_VERSION, pid: 0 };
+    // Effective, permitted, inheritable; twice.
+    let none = [0_u32; 6];
+    let arguments = [&raw const header as u64, none.as_ptr() as u64, 0, 0, 0, 0];
+    // SAFETY: both are valid for the call. To have less is never refused, but by
+    // a seccomp filter, under which the program itself lives as well.
+    let _ = unsafe { call(libc::SYS_capset, arguments) };
+}
+
+/// Real, effective and saved user, and the same of the group, of the calling
+/// thread.
+pub(crate) fn ids() -> [u32; 6] {
+    let mut ids = [0_u32; 6];
+    let (users, groups) = ids.split_at_mut(3);
+    for (number, three) in [(libc::SYS_getresuid, users), (libc::SYS_getresgid, groups)] {
+        let place = three.as_mut_ptr();
+        let at = |index| place.wrapping_add(index) as u64;
+        // SAFETY: three places, which the kernel writes; it cannot fail.
+        let _ = unsafe { call(number, [at(0), at(1), at(2), 0, 0, 0]) };
+    }
+    ids
+}
+
+/// Blocks every signal of the calling thread, the C library's own as well;
+/// returns those that were blocked.
+pub(crate) fn block_signals() -> u64 {
+    let mut before = 0_u64;
+    mask_signals(u64::MAX, &raw mut before);
+    before
+}
+
+/// Ends that.
+pub(crate) fn restore_signals(before: u64) {
+    mask_signals(before, core::ptr::null_mut());
+}
+
+fn mask_signals(mask: u64, before: *mut u64) {
+    let how = word(libc::SIG_SETMASK);
+    let bytes = size_of::<u64>() as u64;
+    let arguments = [how, &raw const mask as u64, before as u64, bytes, 0, 0];
+    // SAFETY: the mask is valid for the call, the place for the one before is
+    // null or the caller's; both are the kernel's 64 signals. It cannot fail.
+    let _ = unsafe { call(libc::SYS_rt_sigprocmask, arguments) };
 }
 
 /// Sleeps while `*word == expected`, at most `timeout`; false: the time is up.

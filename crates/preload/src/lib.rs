@@ -33,6 +33,7 @@ mod block;
 mod fork;
 mod guards;
 mod handshake;
+mod identity;
 mod kernel;
 mod message;
 mod mutexes;
@@ -44,7 +45,9 @@ mod remap;
 mod reply;
 mod snapshot;
 mod start;
+mod succession;
 mod syscall;
+mod thread;
 mod threads;
 
 /// The library's version, a static C string: lets a program (or a person with

@@ -43,17 +43,31 @@ unsafe impl Message for Userfaultfd {}
 // SAFETY: one u64.
 unsafe impl Message for Ready {}
 
+/// A new socket of a kind (`SOCK_`).
+fn new_socket(kind: c_int) -> Result<Fd, MessageError> {
+    let kind = word(kind | libc::SOCK_CLOEXEC);
+    // SAFETY: no pointers.
+    unsafe { call(libc::SYS_socket, [word(libc::AF_UNIX), kind, 0, 0, 0, 0]) }
+        .map(|raw| Fd::own(raw as c_int))
+        .map_err(|_| MessageError::Gone)
+}
+
 /// Connects to a socket of the daemon, of the kind that it is (`SOCK_`).
 pub(crate) fn connect(
     address: &libc::sockaddr_un,
     kind: c_int,
     deadline: Deadline,
 ) -> Result<Fd, MessageError> {
-    let kind = word(kind | libc::SOCK_CLOEXEC);
-    // SAFETY: no pointers.
-    let socket = unsafe { call(libc::SYS_socket, [word(libc::AF_UNIX), kind, 0, 0, 0, 0]) }
-        .map(|raw| Fd::own(raw as c_int))
-        .map_err(|_| MessageError::Gone)?;
+    connect_to(address, size_of::<libc::sockaddr_un>(), kind, deadline)
+}
+
+fn connect_to(
+    address: &libc::sockaddr_un,
+    address_bytes: usize,
+    kind: c_int,
+    deadline: Deadline,
+) -> Result<Fd, MessageError> {
+    let socket = new_socket(kind)?;
     // Bounds the connect too, which waits while the listener's queue is full.
     let left = deadline.left().ok_or(MessageError::Late)?;
     let timeout = libc::timeval {
@@ -69,7 +83,7 @@ pub(crate) fn connect(
         0,
     ];
     let peer = core::ptr::from_ref(address) as u64;
-    let peer = [socket.word(), peer, size_of::<libc::sockaddr_un>() as u64, 0, 0, 0];
+    let peer = [socket.word(), peer, address_bytes as u64, 0, 0, 0];
     // SAFETY: the kernel copies the option's value and the address, both valid
     // for the calls and of the sizes given.
     let result =
@@ -81,11 +95,102 @@ pub(crate) fn connect(
     }
 }
 
-/// Sends one message, with a descriptor if there is one.
+/// An address without a path: `name` in the namespace of abstract sockets, which
+/// neither a root directory nor a user's rights stand before; and its length.
+fn abstract_address(name: &[u8]) -> (libc::sockaddr_un, usize) {
+    // SAFETY: all zero is a valid address structure.
+    let mut address: libc::sockaddr_un = unsafe { core::mem::zeroed() };
+    address.sun_family = libc::AF_UNIX as libc::sa_family_t;
+    // The first byte stays zero: that makes it one.
+    for (to, from) in address.sun_path.iter_mut().skip(1).zip(name) {
+        *to = *from as libc::c_char;
+    }
+    (address, core::mem::offset_of!(libc::sockaddr_un, sun_path) + 1 + name.len())
+}
+
+/// Connects to the daemon's agent socket that has no path.
+pub(crate) fn connect_abstract(name: &[u8], deadline: Deadline) -> Result<Fd, MessageError> {
+    let (address, bytes) = abstract_address(name);
+    connect_to(&address, bytes, libc::SOCK_SEQPACKET, deadline)
+}
+
+/// Who is at the other end: its process and its user, as far as they have numbers
+/// here.
+pub(crate) fn peer(socket: &Fd) -> Option<(u32, u32)> {
+    let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut bytes = size_of::<libc::ucred>() as u32;
+    let arguments = [
+        socket.word(),
+        word(libc::SOL_SOCKET),
+        word(libc::SO_PEERCRED),
+        &raw mut peer as u64,
+        &raw mut bytes as u64,
+        0,
+    ];
+    // SAFETY: both places are valid for the call and of the sizes given.
+    unsafe { call(libc::SYS_getsockopt, arguments) }.ok()?;
+    Some((peer.pid.cast_unsigned(), peer.uid))
+}
+
+/// Bytes of a name that the kernel makes up: five hexadecimal digits.
+const MADE_UP_BYTES: usize = 5;
+
+/// Listens where the kernel chooses, for another thread of this process; and the
+/// name of that place.
+pub(crate) fn listen_anywhere() -> Result<(Fd, u64), MessageError> {
+    let listener = new_socket(libc::SOCK_SEQPACKET)?;
+    let (mut address, _) = abstract_address(&[]);
+    let place = &raw mut address as u64;
+    let family_bytes = size_of::<libc::sa_family_t>() as u64;
+    let mut bytes = size_of::<libc::sockaddr_un>() as u32;
+    let length = &raw mut bytes as u64;
+    // SAFETY: the address and its length are valid for the calls; to bind, the
+    // kernel reads the family alone, and then writes what it has chosen.
+    unsafe {
+        call(libc::SYS_bind, [listener.word(), place, family_bytes, 0, 0, 0])
+            .and_then(|_| call(libc::SYS_listen, [listener.word(), 1, 0, 0, 0, 0]))
+            .and_then(|_| call(libc::SYS_getsockname, [listener.word(), place, length, 0, 0, 0]))
+    }
+    .map_err(|_| MessageError::Gone)?;
+    let (_, expected) = abstract_address(&[0; MADE_UP_BYTES]);
+    if bytes as usize != expected {
+        return Err(MessageError::Malformed);
+    }
+    let mut name = [0; 8];
+    for (to, from) in name.iter_mut().zip(&address.sun_path[1..=MADE_UP_BYTES]) {
+        *to = *from as u8;
+    }
+    Ok((listener, u64::from_le_bytes(name)))
+}
+
+/// Connects to another thread of this process that listens under such a name.
+pub(crate) fn connect_own(name: u64, deadline: Deadline) -> Result<Fd, MessageError> {
+    own(connect_abstract(&name.to_le_bytes()[..MADE_UP_BYTES], deadline)?)
+}
+
+/// The connection of another thread of this process.
+pub(crate) fn accept_own(listener: &Fd, deadline: Deadline) -> Result<Fd, MessageError> {
+    wait_readable(listener, deadline)?;
+    let flags = word(libc::SOCK_CLOEXEC);
+    // SAFETY: nothing is to be written about the other end.
+    let raw = unsafe { call(libc::SYS_accept4, [listener.word(), 0, 0, flags, 0, 0]) };
+    own(raw.map(|raw| Fd::own(raw as c_int)).map_err(|_| MessageError::Gone)?)
+}
+
+/// A connection whose other end is in this process too.
+fn own(socket: Fd) -> Result<Fd, MessageError> {
+    match peer(&socket) {
+        Some((pid, _)) if pid == crate::kernel::process_id() => Ok(socket),
+        _ => Err(MessageError::Malformed),
+    }
+}
+
+/// Sends one message, with descriptors if there are some, at most
+/// [`MOST_DESCRIPTORS`].
 pub(crate) fn send<T: Message>(
     socket: &Fd,
     message: &T,
-    descriptor: Option<&Fd>,
+    descriptors: &[&Fd],
 ) -> Result<(), MessageError> {
     let mut vector = libc::iovec {
         iov_base: core::ptr::from_ref(message).cast_mut().cast(),
@@ -96,18 +201,23 @@ pub(crate) fn send<T: Message>(
     let mut header: libc::msghdr = unsafe { core::mem::zeroed() };
     header.msg_iov = &raw mut vector;
     header.msg_iovlen = 1;
-    if let Some(descriptor) = descriptor {
+    let descriptors = &descriptors[..descriptors.len().min(MOST_DESCRIPTORS)];
+    if !descriptors.is_empty() {
+        let bytes = descriptors.len() * size_of::<c_int>();
         header.msg_control = space.as_mut_ptr().cast();
         // SAFETY: the space is aligned for a cmsghdr and, with eight words,
-        // larger than one with a single descriptor, so that the first header
-        // and its data lie inside it.
+        // larger than one with two descriptors, so that the first header and its
+        // data lie inside it.
         unsafe {
-            header.msg_controllen = libc::CMSG_SPACE(size_of::<c_int>() as c_uint) as usize;
+            header.msg_controllen = libc::CMSG_SPACE(bytes as c_uint) as usize;
             let control = libc::CMSG_FIRSTHDR(&raw const header);
             (*control).cmsg_level = libc::SOL_SOCKET;
             (*control).cmsg_type = libc::SCM_RIGHTS;
-            (*control).cmsg_len = libc::CMSG_LEN(size_of::<c_int>() as c_uint) as usize;
-            libc::CMSG_DATA(control).cast::<c_int>().write_unaligned(descriptor.raw());
+            (*control).cmsg_len = libc::CMSG_LEN(bytes as c_uint) as usize;
+            let data = libc::CMSG_DATA(control).cast::<c_int>();
+            for (i, descriptor) in descriptors.iter().enumerate() {
+                data.add(i).write_unaligned(descriptor.raw());
+            }
         }
     }
     // SAFETY: the header points to valid buffers, which the call only reads.

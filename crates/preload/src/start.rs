@@ -1,8 +1,7 @@
 //! The constructor, and starting an agent: what runs on the program's threads
 //! before `main`, and again in a forked child (`fork`).
 
-use core::ffi::{CStr, c_char, c_int, c_void};
-use core::mem::MaybeUninit;
+use core::ffi::{CStr, c_char, c_int};
 use core::sync::atomic::{AtomicU32, Ordering};
 use core::time::Duration;
 
@@ -16,9 +15,10 @@ use crate::block::{
 use crate::fork;
 use crate::guards;
 use crate::handshake::{Failure, HANDSHAKE_TIME};
+use crate::identity;
 use crate::kernel::{self, Deadline};
 use crate::records;
-use crate::threads;
+use crate::thread;
 
 /// How long the constructor waits: a little longer than the agent tries, so
 /// that it is the agent that gives up.
@@ -58,7 +58,7 @@ extern "C" fn constructor(
     _arguments: *const *const c_char,
     environment: *const *const c_char,
 ) {
-    fork::prepare();
+    identity::prepare();
     guards::prepare();
     // SAFETY: the dynamic linker passes the process's environment, a
     // null-terminated array of C strings; nothing else runs that could write it.
@@ -165,19 +165,18 @@ fn start_program(wishes: &Wishes) -> bool {
         // A huge page would make one slot's arrival cost 2 MiB. It fails only
         // on kernels without huge pages.
         kernel::advise(transfer, TRANSFER_BYTES, libc::MADV_NOHUGEPAGE);
-        block.set(Settings { transfer, places, thread_count: block::thread_count() });
+        block.set(Settings { transfer, places });
     }
     MODE.store(MODE_ON, Ordering::SeqCst);
     records::record_thread(block, 0);
-    wake_allocator();
     if !fork::register() {
         complain(Failure::NoMemory);
         return false;
     }
-    let Some(thread) = start_agent(block, HelloKind::Start) else {
+    if !start_agent(block, HelloKind::Start) {
         complain(Failure::NoMemory);
         return false;
-    };
+    }
     let outcome = wait(block, START_TIME);
     if outcome == OUTCOME_READY {
         return true;
@@ -188,13 +187,13 @@ fn start_program(wishes: &Wishes) -> bool {
         complain(Failure::Silent);
         return false;
     }
-    // SAFETY: the agent has said its last word and is ending; it is joinable
-    // and joined only here. Nobody else knows the transfer range. (A thread may
-    // still be writing a record to a control block, which stays mapped.)
-    unsafe {
-        libc::pthread_join(thread, core::ptr::null_mut());
-        kernel::unmap(transfer, TRANSFER_BYTES);
-    }
+    // It has said its last word. That it is gone matters to a program that counts
+    // its threads.
+    thread::wait_free(block, 0, START_TIME);
+    // SAFETY: nobody else knows the transfer range, and the agent no longer uses
+    // it. (A thread may still be writing a record to a control block, which stays
+    // mapped.)
+    unsafe { kernel::unmap(transfer, TRANSFER_BYTES) };
     if outcome == OUTCOME_FAILED + Failure::Unreachable as u32 {
         if wishes.token != 0 {
             complain(Failure::Unreachable);
@@ -205,44 +204,16 @@ fn start_program(wishes: &Wishes) -> bool {
     false
 }
 
-/// Has the program's allocator initialise itself, and so register its fork
-/// handlers before ours.
-fn wake_allocator() {
-    // SAFETY: any pointer from malloc may be freed.
-    unsafe { libc::free(core::hint::black_box(libc::malloc(1))) };
-}
-
-/// Starts an agent thread on the block's stack, with every signal blocked.
-pub(crate) fn start_agent(block: &'static Block, kind: HelloKind) -> Option<libc::pthread_t> {
+/// Starts a process's first agent; false: the kernel makes no thread.
+pub(crate) fn start_agent(block: &'static Block, kind: HelloKind) -> bool {
     block.hello_kind.store(kind as u32, Ordering::SeqCst);
     // Whatever the parent's agent was doing, this one has not begun.
     block.restart.state.store(0, Ordering::SeqCst);
     block.lives.store(0, Ordering::SeqCst);
-    let (stack, stack_bytes) = block.stack();
-    let mut thread: libc::pthread_t = 0;
-    // SAFETY: the attribute and signal sets are initialised by the calls that
-    // get them first; the stack is the block's own, used by no other thread:
-    // there is no other agent in this process. `pthread_sigmask`, unlike the
-    // bare system call, leaves the C library's internal signals unblocked.
-    let result = unsafe {
-        let mut attributes = MaybeUninit::<libc::pthread_attr_t>::uninit();
-        let mut all = MaybeUninit::<libc::sigset_t>::uninit();
-        let mut before = MaybeUninit::<libc::sigset_t>::uninit();
-        libc::pthread_attr_init(attributes.as_mut_ptr());
-        libc::pthread_attr_setstack(attributes.as_mut_ptr(), stack as *mut c_void, stack_bytes);
-        libc::sigfillset(all.as_mut_ptr());
-        libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr());
-        let result = threads::create_unrecorded(
-            &raw mut thread,
-            attributes.as_ptr(),
-            agent::thread_main,
-            core::ptr::from_ref(block).cast_mut().cast(),
-        );
-        libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), core::ptr::null_mut());
-        libc::pthread_attr_destroy(attributes.as_mut_ptr());
-        result
-    };
-    (result == 0).then_some(thread)
+    block.shared().pid.store(kernel::process_id(), Ordering::SeqCst);
+    // SAFETY: this process has had no agent yet, so that nobody sits there: what
+    // says so was zero from the beginning, or has been wiped.
+    unsafe { thread::start(block, 0, agent::begin) }
 }
 
 /// Waits for the agent's handshake. When the time is up, says

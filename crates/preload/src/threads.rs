@@ -18,7 +18,6 @@ const THRD_NO_MEMORY: c_int = 3;
 /// `thrd_error`.
 const THRD_ERROR: c_int = 2;
 
-type StartRoutine = extern "C" fn(*mut c_void) -> *mut c_void;
 type PthreadCreate = unsafe extern "C" fn(
     *mut libc::pthread_t,
     *const libc::pthread_attr_t,
@@ -112,23 +111,6 @@ pub(crate) unsafe extern "C" fn thrd_create(
             libc::free(routine.cast());
         }
         result
-    }
-}
-
-/// The C library's `pthread_create` for the agent itself.
-///
-/// # Safety
-/// As the C library's function.
-pub(crate) unsafe fn create_unrecorded(
-    thread: *mut libc::pthread_t,
-    attributes: *const libc::pthread_attr_t,
-    start: StartRoutine,
-    argument: *mut c_void,
-) -> c_int {
-    match real_pthread_create() {
-        // SAFETY: the caller's own arguments.
-        Some(create) => unsafe { create(thread, attributes, start as *const c_void, argument) },
-        None => libc::EAGAIN,
     }
 }
 

@@ -30,6 +30,21 @@ fn unix_address(path: &Path) -> io::Result<(libc::sockaddr_un, libc::socklen_t)>
     Ok((address, length as libc::socklen_t))
 }
 
+fn abstract_address(name: &[u8]) -> io::Result<(libc::sockaddr_un, libc::socklen_t)> {
+    // SAFETY: sockaddr_un is plain data, all zeroes is valid.
+    let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };
+    address.sun_family = libc::AF_UNIX as libc::sa_family_t;
+    // The zero in front makes it one.
+    if name.len() >= address.sun_path.len() {
+        return Err(io::Error::from(io::ErrorKind::InvalidInput));
+    }
+    for (to, from) in address.sun_path[1..].iter_mut().zip(name) {
+        *to = *from as libc::c_char;
+    }
+    let length = std::mem::offset_of!(libc::sockaddr_un, sun_path) + 1 + name.len();
+    Ok((address, length as libc::socklen_t))
+}
+
 fn seqpacket() -> io::Result<OwnedFd> {
     // SAFETY: integers only, returns a new descriptor.
     let fd = unsafe { libc::socket(libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0) };
@@ -45,7 +60,17 @@ pub struct SeqPacketListener {
 impl SeqPacketListener {
     /// Binds `path`, which must not exist.
     pub fn bind(path: &Path) -> io::Result<Self> {
-        let (address, length) = unix_address(path)?;
+        Self::bind_address(unix_address(path)?)
+    }
+
+    /// Binds a name that is no path: neither a root directory nor permissions
+    /// stand before it, so that whoever connects must be looked at. It is free
+    /// again when the last descriptor closes.
+    pub fn bind_abstract(name: &[u8]) -> io::Result<Self> {
+        Self::bind_address(abstract_address(name)?)
+    }
+
+    fn bind_address((address, length): (libc::sockaddr_un, libc::socklen_t)) -> io::Result<Self> {
         let fd = seqpacket()?;
         // SAFETY: `address` is live and `length` does not exceed it.
         let bound = unsafe {
@@ -91,6 +116,15 @@ impl SeqPacket {
     /// Connects to a listener.
     pub fn connect(path: &Path) -> io::Result<Self> {
         let (address, length) = unix_address(path)?;
+        let fd = seqpacket()?;
+        // SAFETY: `address` is live and `length` does not exceed it.
+        let code = unsafe { libc::connect(fd.as_raw_fd(), (&raw const address).cast(), length) };
+        if code == 0 { Ok(Self { fd }) } else { Err(io::Error::last_os_error()) }
+    }
+
+    /// Connects to a listener whose name is no path.
+    pub fn connect_abstract(name: &[u8]) -> io::Result<Self> {
+        let (address, length) = abstract_address(name)?;
         let fd = seqpacket()?;
         // SAFETY: `address` is live and `length` does not exceed it.
         let code = unsafe { libc::connect(fd.as_raw_fd(), (&raw const address).cast(), length) };
@@ -220,6 +254,20 @@ mod tests {
     use super::*;
     use std::fs::File;
     use std::io::Read;
+
+    #[test]
+    fn a_name_that_is_no_path_is_one_listeners() {
+        let name = format!("strata-sys-{}", std::process::id());
+        let listener = SeqPacketListener::bind_abstract(name.as_bytes()).expect("bind");
+        let taken = SeqPacketListener::bind_abstract(name.as_bytes()).expect_err("it is taken");
+        assert_eq!(taken.kind(), io::ErrorKind::AddrInUse);
+        let client = SeqPacket::connect_abstract(name.as_bytes()).expect("connect");
+        let server = listener.accept().expect("accept");
+        assert_eq!(crate::peer::peer_of(&server).expect("peer").pid, std::process::id());
+        drop((client, listener));
+        assert!(SeqPacket::connect_abstract(name.as_bytes()).is_err(), "nobody listens");
+        assert!(SeqPacketListener::bind_abstract(&[b'x'; 108]).is_err(), "it does not fit");
+    }
 
     #[test]
     fn a_descriptor_travels() {

@@ -15,7 +15,7 @@ use core::{error, fmt, mem::offset_of};
 use crate::Hints;
 
 /// First word of [`Hello`], [`Control`] and [`Restart`]: "STRATA" and the layout's version.
-pub const MAGIC: u64 = 0x5354_5241_5441_0004;
+pub const MAGIC: u64 = 0x5354_5241_5441_0005;
 
 /// Most pages of one batch.
 pub const BATCH_PAGES: usize = 256;
@@ -111,6 +111,9 @@ pub struct Welcome {
     pub verdict: u32,
     /// The space's number, for messages only.
     pub space: u32,
+    /// The daemon also listens for agents at [`back_name`] of this, 0: it does
+    /// not.
+    pub back: u64,
 }
 
 /// Agent → daemon after [`Verdict::Create`], with the new userfaultfd, made
@@ -202,7 +205,8 @@ pub const SOCKET_PATH_BYTES: usize = 108;
 /// patches this page ([`patch_restart`]) before any of its threads runs. The
 /// process itself writes `token` and `socket` once, before it has an agent, and
 /// only reads them from then on: its threads may fork, and the child call,
-/// before the agent has seen that it is a copy. Forked children inherit both.
+/// before the agent has seen that it is a copy. Forked children inherit both, and
+/// what the agent has learnt of the way back.
 #[derive(Debug)]
 #[repr(C, align(4096))]
 pub struct Restart {
@@ -212,15 +216,40 @@ pub struct Restart {
     /// [`Command::Park`] is done, and taken back after. [`RESTART_RESTORED`]:
     /// written by the restorer, and taken back by the agent.
     pub state: AtomicU32,
-    /// Padding.
-    pub reserved: AtomicU32,
+    /// The user that answered at `socket`, as the agent's user namespace numbers
+    /// it: nobody else is believed at the other socket, whose name anybody may
+    /// take.
+    pub daemon_uid: AtomicU32,
     /// The tenant's token, 0: none.
     pub token: AtomicU64,
     /// Path of the daemon's agent socket, ended by a zero.
     pub socket: [AtomicU8; SOCKET_PATH_BYTES],
+    /// Padding.
+    pub reserved: AtomicU32,
+    /// [`Welcome::back`], as it was last told.
+    pub back: AtomicU64,
 }
 
 const _: () = assert!(size_of::<Restart>() == crate::PAGE_SIZE);
+
+/// Bytes of a [`back_name`].
+pub const BACK_NAME_BYTES: usize = 23;
+
+/// Name of the abstract socket at which a daemon listens for agents that its
+/// path, or its directory's permissions, keep away: those of programs that have
+/// changed their root directory or their user. Only agents of processes that the
+/// daemon knows already, and of their children, are answered there.
+#[must_use]
+pub const fn back_name(key: u64) -> [u8; BACK_NAME_BYTES] {
+    let mut name = *b"strata-0000000000000000";
+    let mut digit = 0;
+    while digit < 16 {
+        let value = (key >> (60 - 4 * digit) & 15) as u8;
+        name[7 + digit] = if value < 10 { b'0' + value } else { b'a' + value - 10 };
+        digit += 1;
+    }
+    name
+}
 
 /// Why a page is no [`Restart`] page that can be patched.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -403,7 +432,7 @@ as_bytes!(Hello {
     own_end: u64,
     restart: u64
 });
-as_bytes!(Welcome { magic: u64, verdict: u32, space: u32 });
+as_bytes!(Welcome { magic: u64, verdict: u32, space: u32, back: u64 });
 as_bytes!(Userfaultfd { magic: u64 });
 as_bytes!(Ready { magic: u64 });
 
@@ -453,6 +482,12 @@ mod tests {
         page[16] = 7;
         page[24..36].copy_from_slice(b"/a/long/path");
         page
+    }
+
+    #[test]
+    fn the_way_back_has_a_name() {
+        assert_eq!(&back_name(0x0123_4567_89ab_cdef), b"strata-0123456789abcdef");
+        assert_eq!(&back_name(1), b"strata-0000000000000001");
     }
 
     #[test]

@@ -24,6 +24,8 @@ const MOVE_TRIES: u32 = 1000;
 pub(crate) struct Daemon {
     path: PathBuf,
     listener: OwnedFd,
+    /// What it says of a way back.
+    key: u64,
 }
 
 impl Daemon {
@@ -35,7 +37,19 @@ impl Daemon {
         std::fs::create_dir(&directory).expect("a directory");
         let path = directory.join("agent.sock");
         let listener = raw::listen(&path, PATIENCE);
-        Self { path, listener }
+        Self { path, listener, key: 0 }
+    }
+
+    /// One that says that it can be reached at the name that belongs to `key`.
+    pub(crate) fn with_way_back(key: u64) -> Self {
+        let mut daemon = Self::new();
+        daemon.key = key;
+        daemon
+    }
+
+    /// Has its path lead nowhere.
+    pub(crate) fn hide(&self) {
+        std::fs::remove_file(&self.path).expect("it was bound");
     }
 
     /// Its socket.
@@ -50,10 +64,15 @@ impl Daemon {
 
     /// Waits for an agent and its Hello.
     pub(crate) fn accept(&self) -> Caller {
-        let (socket, pid) = raw::accept(&self.listener, PATIENCE);
+        self.accept_at(&self.listener)
+    }
+
+    /// The same at another socket.
+    pub(crate) fn accept_at(&self, listener: &OwnedFd) -> Caller {
+        let (socket, pid) = raw::accept(listener, PATIENCE);
         let (hello, userfaultfd) = raw::receive::<Hello>(&socket).expect("a Hello");
         assert_eq!(hello.magic, MAGIC);
-        Caller { socket, pid, hello, userfaultfd }
+        Caller { socket, pid, hello, userfaultfd, key: self.key }
     }
 
     /// Waits for a program's agent and manages it.
@@ -77,11 +96,12 @@ pub(crate) struct Caller {
     pub(crate) pid: i32,
     pub(crate) hello: Hello,
     pub(crate) userfaultfd: Option<OwnedFd>,
+    key: u64,
 }
 
 impl Caller {
     pub(crate) fn welcome(&self, verdict: Verdict, descriptors: &[&OwnedFd]) {
-        let welcome = Welcome { magic: MAGIC, verdict: verdict as u32, space: 1 };
+        let welcome = Welcome { magic: MAGIC, verdict: verdict as u32, space: 1, back: self.key };
         raw::send(&self.socket, &welcome, descriptors);
     }
 

@@ -9,7 +9,9 @@ mod program;
 mod raw;
 mod restored;
 mod snapshot;
+mod succession;
 mod unmanaged;
+mod unseen;
 
 use std::path::Path;
 use std::time::{Duration, Instant};

@@ -69,7 +69,7 @@ impl Program {
         Self::spawn(Self::command("tenant", socket, token, preload))
     }
 
-    /// `tenant.c` in a process whose agent shares the program's descriptors.
+    /// `tenant.c` in a process whose agent keeps copies of the program's descriptors.
     pub(crate) fn start_sharing(daemon: &Daemon) -> Self {
         let preload = library();
         let preload = preload.to_string_lossy();
@@ -217,4 +217,12 @@ pub(crate) fn blocked_signals(pid: i32, thread: u32) -> u64 {
     let status = std::fs::read_to_string(path).expect("the thread lives");
     let blocked = status.lines().find_map(|line| line.strip_prefix("SigBlk:")).expect("a mask");
     u64::from_str_radix(blocked.trim(), 16).expect("in hex")
+}
+
+/// A line of a thread's `status`, without its name.
+pub(crate) fn status(pid: i32, thread: u32, name: &str) -> String {
+    let path = format!("/proc/{pid}/task/{thread}/status");
+    let status = std::fs::read_to_string(path).expect("the thread lives");
+    let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+    line.unwrap_or_else(|| panic!("no {name}")).trim().to_owned()
 }

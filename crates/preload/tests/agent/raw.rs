@@ -64,6 +64,40 @@ pub(crate) fn listen(path: &Path, timeout: Duration) -> OwnedFd {
     }
 }
 
+/// Listens at an abstract name, as `user`.
+pub(crate) fn listen_abstract(name: &[u8], user: u32, timeout: Duration) -> OwnedFd {
+    let name = name.to_vec();
+    // In a thread of its own, whose user alone changes by the bare system call.
+    let listening = std::thread::spawn(move || {
+        // SAFETY: plain system calls; the address outlives the call.
+        unsafe {
+            let keep = u32::MAX;
+            check(libc::syscall(libc::SYS_setresuid, keep, user, keep), "setresuid");
+            let raw = libc::socket(libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0);
+            let socket = owned(check(raw.into(), "socket"));
+            let mut address: libc::sockaddr_un = std::mem::zeroed();
+            address.sun_family = libc::AF_UNIX as libc::sa_family_t;
+            for (to, from) in address.sun_path[1..].iter_mut().zip(&name) {
+                *to = *from as libc::c_char;
+            }
+            let length = std::mem::offset_of!(libc::sockaddr_un, sun_path) + 1 + name.len();
+            check(libc::bind(raw, (&raw const address).cast(), length as u32).into(), "bind");
+            check(libc::listen(raw, 16).into(), "listen");
+            socket
+        }
+    });
+    let socket = listening.join().expect("it listens");
+    set_timeout(&socket, timeout);
+    socket
+}
+
+/// Do two threads share what `kind` says (`KCMP_`)?
+pub(crate) fn share(first: u32, second: u32, kind: u32) -> bool {
+    // SAFETY: no pointers.
+    let answer = unsafe { libc::syscall(libc::SYS_kcmp, first, second, kind, 0, 0) };
+    check(answer, "kcmp") == 0
+}
+
 fn set_timeout(socket: &OwnedFd, timeout: Duration) {
     let value = libc::timeval { tv_sec: timeout.as_secs().cast_signed(), tv_usec: 0 };
     // SAFETY: the value is valid for the call.
@@ -259,8 +293,8 @@ pub(crate) fn signal(pid: i32, signal: i32) {
 }
 
 /// Has `unshare` and `close_range` report success and do nothing in the process
-/// of `command`: its agent then shares the program's descriptors, as after a
-/// restore.
+/// of `command`: its agent then has the program's descriptors beside its own, as
+/// after a restore.
 pub(crate) fn share_descriptors(command: &mut Command) {
     const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
     const EQUAL: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;

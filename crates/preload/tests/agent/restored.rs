@@ -1,7 +1,7 @@
 //! Parked agents, and what they do in a copy of their process. The copy is the
 //! process itself here, stopped and patched as a restorer patches a copy; what
-//! only a real copy has, a table of descriptors that the agent shares with the
-//! program, is had by a filter on system calls.
+//! only a real copy has, descriptors of the program's where the agent had its own,
+//! is had by a filter on system calls.
 
 use strata_units::PAGE_SIZE;
 use strata_units::wire::{
@@ -251,13 +251,12 @@ fn the_descriptors_of_before_are_neither_used_nor_closed() {
     let daemon = Daemon::new();
     let mut program = Program::start_sharing(&daemon);
     let mut old = daemon.manage();
-    let shown = program.ask("descriptors");
-    assert!(shown.contains("userfaultfd") && shown.contains("socket"), "not shared: {shown}");
     let memory = program.fill(PAGES);
     old.register(memory, PAGES);
     old.register_transfer();
     old.evict(&some(memory, 2), 0);
     let (_, before) = agent_descriptors(old.pid);
+    assert!(before.len() > 2, "files of the program's are there too: {before:?}");
 
     park(&old);
     restore(&old, 0, None);

@@ -22,13 +22,24 @@ fn only_what_is_documented_is_exported() {
     assert_eq!(
         names,
         [
-            "fork",
+            "chroot",
+            "initgroups",
             "madvise",
             "mremap",
             "process_madvise",
             "pthread_create",
             "pthread_mutex_destroy",
             "pthread_mutex_init",
+            "setegid",
+            "seteuid",
+            "setgid",
+            "setgroups",
+            "setns",
+            "setregid",
+            "setresgid",
+            "setresuid",
+            "setreuid",
+            "setuid",
             "strata_advise",
             "strata_advise_ranges",
             "strata_alloc",
@@ -39,6 +50,7 @@ fn only_what_is_documented_is_exported() {
             "strata_where",
             "syscall",
             "thrd_create",
+            "unshare",
         ]
     );
 }

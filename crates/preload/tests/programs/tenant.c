@@ -4,15 +4,19 @@
 #include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
+#include <grp.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/single_threaded.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <threads.h>
+#include <sched.h>
 #include <unistd.h>
 
 extern char **environ;
@@ -194,6 +198,25 @@ static void *stress_half(void *argument) {
     return (void *)wrong;
 }
 
+/* Group and user alike; 0: done. */
+static int become(unsigned id) {
+    return setgroups(0, 0) || setresgid(id, id, id) || setresuid(id, id, id);
+}
+
+/* A child that shares this memory, until it ends, becomes somebody else. */
+static int vfork_and_become(unsigned id) {
+    pid_t child = vfork();
+    if (child == 0) _exit(setresuid(id, id, id) ? 1 : 7);
+    int status = 0;
+    waitpid(child, &status, 0);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+static int enter_root(char *line) {
+    line[strcspn(line, "\n")] = 0;
+    return chroot(strchr(line, ' ') + 1) || chdir("/");
+}
+
 static void *nothing(void *argument) { return argument; }
 
 /* Answers with the number of times that a page was not as it was left. */
@@ -240,6 +263,15 @@ int main(void) {
         else if (!strncmp(line, "destroy", 7)) printf("%d\n", pthread_mutex_destroy(inheriting));
         else if (!strncmp(line, "discard", 7))
             printf("%d\n", madvise(memory + number * PAGE, PAGE, MADV_DONTNEED));
+        else if (!strncmp(line, "become", 6)) printf("%d\n", become(number));
+        else if (!strncmp(line, "vforkbecome", 11)) printf("%d\n", vfork_and_become(number));
+        else if (!strncmp(line, "effective", 9)) printf("%d\n", seteuid(number));
+        else if (!strncmp(line, "root", 4)) printf("%d\n", enter_root(line));
+        else if (!strncmp(line, "mounts", 6)) printf("%d\n", unshare(CLONE_NEWNS));
+        else if (!strncmp(line, "network", 7)) printf("%d\n", unshare(CLONE_NEWNET));
+        else if (!strncmp(line, "dumpable", 8)) printf("%d\n", prctl(PR_GET_DUMPABLE));
+        else if (!strncmp(line, "open", 4)) printf("%d\n", prctl(PR_SET_DUMPABLE, 1));
+        else if (!strncmp(line, "single", 6)) printf("%d\n", __libc_single_threaded);
         else if (!strncmp(line, "wipe", 4)) {
             /* As daemons do: descriptors closed, environment overwritten. */
             closefrom(2);

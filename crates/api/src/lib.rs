@@ -15,6 +15,7 @@
 mod advice;
 mod place;
 mod snapshot;
+mod stats;
 
 pub use advice::{
     Advice, AdviceBrief, AdviceState, CurvePoint, MAX_CURVE_POINTS, NEEDED_FOR, Need,
@@ -25,6 +26,7 @@ pub use snapshot::{
     Net, PortForward, Progress, RevivedTenant, SnapshotId, SnapshotInfo, SnapshotRef,
     SnapshotState, Tcp, Unit, Which, clone_name, label_problem,
 };
+pub use stats::{Latency, Stats, TenantState, TierStats};
 
 use serde::{Deserialize, Serialize};
 
@@ -43,6 +45,8 @@ pub use strata_units::wire::CONTROL_SOCKET_NAME;
 pub const PRIVATE_DIRECTORY_PREFIX: &str = "strata-";
 /// Where a private daemon keeps its snapshots, in that directory.
 pub const PRIVATE_SNAPSHOTS_NAME: &str = "snapshots";
+/// What a daemon answers that takes no more tenants: a private one, with its last.
+pub const ENDING: &str = "this daemon is ending";
 /// Longest tenant name: it must fit in a file name and in a column.
 pub const MAX_NAME_BYTES: usize = 64;
 
@@ -402,166 +406,6 @@ pub enum Reply {
         /// What the user can do; may be empty.
         hint: String,
     },
-}
-
-/// Whether a tenant pays anything yet.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum TenantState {
-    /// No process has attached yet.
-    Starting,
-    /// Far from its budget: nothing is registered, native speed.
-    Native,
-    /// Registered; pages may be stored.
-    Managed,
-    /// Released: runs natively, not managed any more.
-    Released,
-    /// Its processes have ended; it is there for its snapshots.
-    Ended,
-    /// Over its budget with nothing left to evict or nowhere to store it.
-    Exhausted,
-}
-
-/// Fault latency as the daemon sees it, from reading the message to the page
-/// being in place, in microseconds.
-#[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
-pub struct Latency {
-    /// Median.
-    pub p50: f64,
-    /// 99th percentile.
-    pub p99: f64,
-    /// 99.9th percentile.
-    pub p999: f64,
-}
-
-/// One tier of a tenant's memory. Counters since the tenant's start.
-#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
-pub struct TierStats {
-    /// `dram`, `node`, `compressed` or `file`; more may come.
-    pub tier: String,
-    /// How it is reached, for people: `io_uring`, `threads`, `DAX`, which node; empty
-    /// for DRAM.
-    pub access: String,
-    /// What it may hold; none: whatever the budget leaves it.
-    pub size_bytes: Option<u64>,
-    /// What the pages in it cost there.
-    pub used_bytes: u64,
-    /// Distinct pages in it.
-    pub pages: u64,
-    /// Median latency of the faults that it served; 0: none. Of `dram`, those on
-    /// staged pages.
-    pub p50_us: f64,
-    /// 99th percentile.
-    pub p99_us: f64,
-    /// Pages that came into it.
-    pub pages_in_total: u64,
-    /// Pages that left it, towards the program or another tier.
-    pub pages_out_total: u64,
-}
-
-/// Everything there is to know about one tenant. Sizes in bytes, counters since
-/// the tenant's start.
-#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
-pub struct Stats {
-    /// The tenant's name.
-    pub name: String,
-    /// Its processes.
-    pub pids: Vec<u32>,
-    /// Owner's user id.
-    pub uid: u32,
-    /// What it was started with.
-    pub command: Vec<String>,
-    /// What it does.
-    pub state: TenantState,
-    /// Its budget.
-    pub budget_bytes: u64,
-    /// Managed pages in DRAM, staged ones included; a page that several of its
-    /// processes share counts once.
-    pub resident_bytes: u64,
-    /// Part of `resident_bytes` that is out of the address space, kept raw.
-    pub staged_bytes: u64,
-    /// Memory that its programs have pinned, resident or not.
-    #[serde(default)]
-    pub pinned_bytes: u64,
-    /// Anonymous memory in DRAM that Strata may not or does not yet manage.
-    pub unmanaged_bytes: u64,
-    /// Original size of what is stored.
-    pub stored_bytes: u64,
-    /// Original size of resident pages whose stored copies are kept: evicting
-    /// one that was not written since costs no compression.
-    pub kept_bytes: u64,
-    /// What the stored pages and kept copies cost in DRAM.
-    pub compressed_bytes: u64,
-    /// What they cost in the file tier.
-    pub file_bytes: u64,
-    /// What is in place on the node: no DRAM.
-    #[serde(default)]
-    pub node_bytes: u64,
-    /// Strata's own memory for this tenant: page map, object table, indexes.
-    pub metadata_bytes: u64,
-    /// Pages that have an entry in the page map.
-    pub managed_pages: u64,
-    /// Distinct pages in the store.
-    pub stored_objects: u64,
-    /// Pages that are stored as another reference to the same content.
-    pub deduplicated_pages: u64,
-    /// Stored pages that are all one value and cost no data.
-    pub zero_pages: u64,
-    /// Missing-page faults served.
-    pub faults_total: u64,
-    /// Part of them that needed no decompression (staged or just leaving).
-    pub soft_faults_total: u64,
-    /// Part of them that read the file tier.
-    pub file_faults_total: u64,
-    /// Part of them that were first touches.
-    pub zero_faults_total: u64,
-    /// Pages brought back before they were asked for, for readers that go
-    /// through memory in order; not counted as faults.
-    pub prefetched_pages_total: u64,
-    /// Pages evicted.
-    pub evictions_total: u64,
-    /// Part of them that the store had already, from the last time that the
-    /// page was there: no compression.
-    pub evictions_unchanged_total: u64,
-    /// Evictions that the kernel refused (page pinned, locked or shared).
-    pub evictions_refused_total: u64,
-    /// Stored pages that failed their checksum or could not be read back.
-    pub lost_pages_total: u64,
-    /// Pages that somebody else (the kernel's balancing or demotion) moved back from or
-    /// to the node within ten seconds.
-    #[serde(default)]
-    pub opposed_moves_total: u64,
-    /// Pages that came back from the node because DAMON, the kernel's access monitor, saw
-    /// them used.
-    #[serde(default)]
-    pub damon_promotions_total: u64,
-    /// Processor time that moving pages to the node and back took, microseconds.
-    #[serde(default)]
-    pub node_move_us_total: u64,
-    /// Faults, first touches apart.
-    pub fault_latency_us: Latency,
-    /// Where its pages are, fastest first.
-    #[serde(default)]
-    pub tiers: Vec<TierStats>,
-    /// Times that the worker died under this tenant and was replaced.
-    pub worker_restarts_total: u64,
-    /// Seconds since the tenant's start.
-    pub uptime_seconds: f64,
-    /// What the advisor says, where somebody asked it in the last ten minutes.
-    #[serde(default)]
-    pub advice: Option<AdviceBrief>,
-    /// What the user should know now; empty when all is well.
-    pub notes: Vec<String>,
-}
-
-impl Stats {
-    /// What the tenant costs in DRAM: what its budget bounds.
-    #[must_use]
-    pub fn dram_bytes(&self) -> u64 {
-        [self.resident_bytes, self.unmanaged_bytes, self.compressed_bytes, self.metadata_bytes]
-            .iter()
-            .fold(0, |sum, part| sum.saturating_add(*part))
-    }
 }
 
 #[cfg(test)]

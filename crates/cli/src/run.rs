@@ -6,8 +6,9 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
-use strata_api::{DEFAULT_SOCKET, Reply, Request};
+use strata_api::{DEFAULT_SOCKET, ENDING, Reply, Request};
 use strata_units::ByteSize;
 
 use crate::args::RunArguments;
@@ -24,6 +25,11 @@ const SUPERVISED_PRELOAD: &str = "STRATA_SUPERVISED_PRELOAD";
 /// Bytes of the command line that are sent for display: whoever passes a
 /// megabyte of arguments does not want to read them in a table.
 const MAX_SHOWN_BYTES: usize = 4096;
+
+/// How often another private daemon is asked, and after what pause: one that is
+/// ending takes that long.
+const PRIVATE_TRIES: u32 = 20;
+const ENDING_PAUSE: Duration = Duration::from_millis(20);
 
 /// Becomes the program; returns only if it cannot.
 pub(crate) fn run(arguments: &RunArguments) -> Result<Infallible> {
@@ -133,12 +139,21 @@ fn make_tenant(request: &Request) -> Result<Tenant> {
         Err(no_reply) => return Err(no_reply.failure(WHAT, system)),
     }
     // A private daemon may be ending just when it is asked; then a new one is.
-    let socket = daemon::private()?;
-    let reply = match ask(&socket, request) {
-        Err(NoReply::Absent | NoReply::HungUp) => ask(&daemon::private()?, request),
-        other => other,
-    };
-    understood(reply.map_err(|no_reply| no_reply.failure(WHAT, &socket))?, socket)
+    let mut tries = 0;
+    loop {
+        let socket = daemon::private()?;
+        let reply = ask(&socket, request);
+        let is_ending = match &reply {
+            Ok(Reply::Error { message, .. }) => message == ENDING,
+            Err(NoReply::Absent | NoReply::HungUp) => true,
+            _ => false,
+        };
+        if !is_ending || tries == PRIVATE_TRIES {
+            return understood(reply.map_err(|no_reply| no_reply.failure(WHAT, &socket))?, socket);
+        }
+        tries += 1;
+        std::thread::sleep(ENDING_PAUSE);
+    }
 }
 
 fn understood(reply: Reply, socket: PathBuf) -> Result<Tenant> {

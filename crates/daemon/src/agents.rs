@@ -11,7 +11,8 @@ use std::time::Duration;
 use strata_pager::{Hail, Tenant};
 use strata_sys::peer::{Peer, peer_of};
 use strata_sys::{
-    ControlBlock, Range, SeqPacket, SeqPacketListener, UffdError, Userfaultfd, open_device,
+    ControlBlock, Priority, Range, SeqPacket, SeqPacketListener, UffdError, Userfaultfd,
+    open_device,
 };
 use strata_units::wire::{
     AsBytes, Hello, HelloKind, MAGIC, Ready, TRANSFER_PAGES, Userfaultfd as UffdMessage, Verdict,
@@ -20,6 +21,7 @@ use strata_units::wire::{
 use strata_units::{PAGE_SIZE, SpaceId};
 
 use crate::config::Config;
+use crate::logbook;
 use crate::program::Program;
 use crate::supervisor::Inheritance;
 use crate::tenants::{Arriving, Tenants};
@@ -97,7 +99,7 @@ fn receive(reception: &Arc<Reception>, socket: SeqPacket, door: Door) {
                     io::Error::new(error.kind(), format!("agent of process {}: {error}", peer.pid))
                 })
             }) {
-                eprintln!("stratad: {error}");
+                logbook::tell(Priority::Warning, error);
             }
             own.under_way.fetch_sub(1, Ordering::AcqRel);
         });
@@ -179,8 +181,13 @@ impl Reception {
         if kind == HelloKind::Restored {
             return self.restored(socket, peer, &hello);
         }
-        let Some(arriving) = self.tenant_of(&hello, peer)? else {
-            return self.welcome(&socket, Verdict::Unmanaged, 0, &[]);
+        let arriving = match self.tenant_of(&hello, kind, peer)? {
+            Belongs::To(arriving) => arriving,
+            Belongs::Nowhere => return self.welcome(&socket, Verdict::Unmanaged, 0, &[]),
+            Belongs::ToButMayNot(name) => {
+                say_not_allowed(&name, peer);
+                return self.welcome(&socket, Verdict::NotAllowed, 0, &[]);
+            }
         };
         let tenant = &arriving.tenant;
         let control = ControlBlock::create()?;
@@ -194,12 +201,8 @@ impl Reception {
             return ready(tenant, space.id());
         }
         if !self.may_have_device(peer) {
-            eprintln!(
-                "stratad: {}: user {} may not use userfaultfd: add it to uffd_users",
-                tenant.record().name,
-                peer.uid
-            );
-            return self.welcome(&socket, Verdict::Unmanaged, 0, &[]);
+            say_not_allowed(&tenant.record().name, peer);
+            return self.welcome(&socket, Verdict::NotAllowed, 0, &[]);
         }
         let device = open_device()?;
         self.welcome(&socket, Verdict::Create, 0, &[&control, &device])?;
@@ -239,24 +242,31 @@ impl Reception {
     }
 
     /// Whose process this is.
-    fn tenant_of(&self, hello: &Hello, peer: Peer) -> io::Result<Option<Arriving>> {
+    fn tenant_of(&self, hello: &Hello, kind: HelloKind, peer: Peer) -> io::Result<Belongs> {
         loop {
             let tenant = match self.tenants.by_token(hello.token) {
                 Some(tenant) => self.tenants.of_descent(peer.pid, tenant),
-                None if hello.token != 0 => return Ok(None),
+                None if hello.token != 0 => return Ok(Belongs::Nowhere),
                 None => {
                     let program = Program::of(peer.pid)?;
-                    let Some(rule) = program.rule(&self.config.manage) else { return Ok(None) };
+                    let Some(rule) = program.rule(&self.config.manage) else {
+                        return Ok(Belongs::Nowhere);
+                    };
+                    // Before a tenant is made that nobody would be in. (A forked
+                    // child may have its parent's userfaultfd.)
+                    if kind == HelloKind::Start && !self.may_have_device(peer) {
+                        return Ok(Belongs::ToButMayNot(rule.name.clone()));
+                    }
                     self.tenants.of_rule(rule, &program).map_err(io::Error::other)?
                 }
             };
             if tenant.is_released() {
-                return Ok(None);
+                return Ok(Belongs::Nowhere);
             }
             // Else it was taken down just now: the program before has ended. A rule
             // makes it anew.
             if let Some(arriving) = self.tenants.await_program(tenant) {
-                return Ok(Some(arriving));
+                return Ok(Belongs::To(arriving));
             }
         }
     }
@@ -290,6 +300,23 @@ impl Reception {
         })?;
         ready(&tenant, space.id())
     }
+}
+
+/// Whose a program is that says hello.
+enum Belongs {
+    To(Arriving),
+    /// The tenant of this name, which its user keeps it out of.
+    ToButMayNot(String),
+    /// Nobody wants it managed.
+    Nowhere,
+}
+
+fn say_not_allowed(name: &str, peer: Peer) {
+    let Peer { pid, uid, .. } = peer;
+    let line = format!(
+        "{name}: process {pid} runs unmanaged: user {uid} may not use userfaultfd: add it to uffd_users"
+    );
+    logbook::tell(Priority::Warning, line);
 }
 
 fn ready(tenant: &Tenant, space: SpaceId) -> io::Result<()> {

@@ -10,7 +10,7 @@ use strata_api::{PROTOCOL_VERSION, Reply, Request, RevivedTenant, SnapshotInfo, 
 use strata_pager::{ReleaseRefused, Space, Tenant};
 use strata_snapshot::{Terminals, is_ending};
 use strata_sys::peer::Peer;
-use strata_sys::{Pidfd, SIGTERM, collect_child, status_of_collected, total_bytes};
+use strata_sys::{Pidfd, Priority, SIGTERM, collect_child, status_of_collected, total_bytes};
 use strata_units::ByteSize;
 use strata_units::wire::{ENV_SOCKET, ENV_TOKEN};
 
@@ -18,6 +18,7 @@ use crate::advice;
 use crate::cgroup::Cgroups;
 use crate::config::Config;
 use crate::control::Handler;
+use crate::logbook;
 use crate::place;
 use crate::snapshots::{CloneWish, Revived, Snapshots, Tell};
 use crate::statistics;
@@ -44,10 +45,21 @@ pub(crate) fn error(message: impl Into<String>, hint: impl Into<String>) -> Repl
 
 impl Handler for Commands {
     fn log(&self, line: &str) {
-        eprintln!("stratad: {line}");
+        strata_sys::log(Priority::Warning, line);
     }
 
     fn handle(&self, peer: Peer, request: Request, tell: Tell<'_>) -> Reply {
+        let asked = request.clone();
+        let reply = self.answer(peer, request, tell);
+        if let Some((priority, line)) = logbook::line(peer.uid, &asked, &reply) {
+            logbook::tell(priority, line);
+        }
+        reply
+    }
+}
+
+impl Commands {
+    fn answer(&self, peer: Peer, request: Request, tell: Tell<'_>) -> Reply {
         if request.shows_progress() {
             self.snapshots.learn_criu(peer);
         }

@@ -10,6 +10,7 @@ mod config;
 mod control;
 mod doctor;
 mod holder;
+mod logbook;
 mod metrics;
 mod parent;
 mod place;
@@ -30,6 +31,7 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use clap::{Parser, Subcommand};
+use strata_sys::{Priority, log};
 
 use crate::config::{Config, Machine};
 
@@ -98,7 +100,8 @@ fn main() -> ExitCode {
         None => serve(&arguments),
     };
     outcome.unwrap_or_else(|error| {
-        eprintln!("stratad: {error:#}");
+        // What is wrong with a configuration can be several lines.
+        format!("{error:#}").lines().for_each(|line| log(Priority::Error, line));
         ExitCode::FAILURE
     })
 }

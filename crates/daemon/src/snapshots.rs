@@ -173,7 +173,7 @@ impl Snapshots {
             }
             for &wish in forwards {
                 if let Err(why) = forward::start(&tenant, wish) {
-                    eprintln!("stratad: {name}: {why}");
+                    strata_sys::log(strata_sys::Priority::Warning, format_args!("{name}: {why}"));
                 }
             }
         }

@@ -18,9 +18,9 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use strata_pager::Registry;
 use strata_sys::{
-    Pidfd, SeqPacketListener, Signal, WorkerExit, adopt_orphans, block_signals, collect_child,
-    ended_children, kill_process, lock_memory, open_fds, raise_descriptor_limit,
-    spawn_sharing_files, wait_for_signal, wait_worker,
+    Pidfd, Priority, SeqPacketListener, Signal, WorkerExit, adopt_orphans, block_signals,
+    collect_child, ended_children, kill_process, lock_memory, log, open_fds,
+    raise_descriptor_limit, spawn_sharing_files, wait_for_signal, wait_worker,
 };
 use strata_units::wire;
 
@@ -79,7 +79,7 @@ pub(crate) fn run(config: Config, private: bool) -> anyhow::Result<ExitCode> {
     let tier_mark = config.tier_path.as_deref().map(claim_tier).transpose()?;
     let registry = Arc::new(Registry::create().context("cannot make the registry")?);
     if let Err(error) = lock_memory() {
-        eprintln!("stratad: the supervisor may be swapped out: {error}");
+        log(Priority::Warning, format_args!("the supervisor may be swapped out: {error}"));
     }
     // Without CAP_SYS_RESOURCE this is refused; then it is as any other.
     let _ = fs::write("/proc/self/oom_score_adj", "-1000");
@@ -96,6 +96,7 @@ pub(crate) fn run(config: Config, private: bool) -> anyhow::Result<ExitCode> {
     };
     let own = Pidfd::open(inheritance.supervisor_pid).context("cannot open its own process")?;
     inheritance.own_fds = open_fds().context("cannot list open descriptors")?;
+    log(Priority::Notice, beginning(&inheritance));
     let mut holder = holder::start(&inheritance, &own).context("cannot make a holder")?;
     let code = watch(&inheritance, &own, &mut holder);
     kill_process(holder, 9);
@@ -125,9 +126,23 @@ fn back_key(path: &[u8], device: u64, inode: u64) -> u64 {
     bytes.fold(0xcbf2_9ce4_8422_2325, step).max(1)
 }
 
+/// The first line that a daemon logs.
+fn beginning(inheritance: &Inheritance) -> String {
+    let Config { socket_dir, default_dram, manage, snapshot_dir, .. } = &inheritance.config;
+    let kind = if inheritance.private { ", private" } else { "" };
+    format!(
+        "starts: version {}, process {}{kind}, sockets in {}, snapshots in {}, {default_dram} for a tenant that names no budget, {} rules",
+        env!("CARGO_PKG_VERSION"),
+        inheritance.supervisor_pid,
+        socket_dir.display(),
+        snapshot_dir.display(),
+        manage.len()
+    )
+}
+
 fn claim_tier(directory: &Path) -> anyhow::Result<fs::File> {
-    let mark = tier::claim(directory, |line| eprintln!("stratad: {line}"))?;
-    eprintln!("stratad: file tier in {}", tier::describe(directory));
+    let mark = tier::claim(directory, |line| log(Priority::Info, line))?;
+    log(Priority::Info, format_args!("file tier in {}", tier::describe(directory)));
     Ok(mark)
 }
 
@@ -157,6 +172,10 @@ fn watch(inheritance: &Inheritance, own: &Pidfd, holder: &mut u32) -> anyhow::Re
         let died = loop {
             match wait_for_signal() {
                 Signal::Terminate => kill_process(worker, 15),
+                Signal::Hangup => log(
+                    Priority::Warning,
+                    "SIGHUP: the configuration is read only when stratad starts; restart it to have it read again, after its tenants have ended; it goes on as before",
+                ),
                 Signal::Child => match wait_worker(worker) {
                     WorkerExit::Running => {
                         if wait_worker(*holder) != WorkerExit::Running {
@@ -172,9 +191,15 @@ fn watch(inheritance: &Inheritance, own: &Pidfd, holder: &mut u32) -> anyhow::Re
             }
         };
         match died {
-            WorkerExit::Status(worker::DONE) => return Ok(ExitCode::SUCCESS),
+            WorkerExit::Status(worker::DONE) => {
+                log(Priority::Notice, "stops");
+                return Ok(ExitCode::SUCCESS);
+            }
             WorkerExit::Status(worker::CANNOT_START) => return Ok(ExitCode::FAILURE),
-            other => eprintln!("stratad: the worker died ({other:?}); another takes over"),
+            other => log(
+                Priority::Error,
+                format_args!("the worker died ({other:?}); another takes over"),
+            ),
         }
         short_lives = if born.elapsed() < SHORT_LIFE { short_lives + 1 } else { 0 };
         if short_lives > SHORT_LIVES {

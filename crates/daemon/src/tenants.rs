@@ -4,14 +4,17 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use strata_api::ENDING;
 use strata_pager::{NodeSpec, Registry, Tenant, TenantSpec};
 use strata_policy::order::TierOrder;
-use strata_sys::{Pidfd, parent_of};
+use strata_sys::{Pidfd, Priority, parent_of};
+use strata_units::ByteSize;
 
 use crate::cgroup::Cgroups;
 use crate::config::{Config, Rule};
+use crate::logbook;
 use crate::program::Program;
 use crate::supervisor::Inheritance;
 
@@ -33,6 +36,13 @@ pub(crate) struct Wish {
 
 /// A program that executes another one has no agent meanwhile, and takes no longer.
 const EXECUTING: Duration = Duration::from_secs(2);
+/// How long a new tenant waits for one of its name that has ended and is being taken
+/// down: longer than one that executes another program may take.
+const MAKING_ROOM: Duration = Duration::from_secs(4);
+/// How often it looks meanwhile.
+const LOOK_EVERY: Duration = Duration::from_millis(2);
+/// How often a rule's tenant is looked for that another program is just making.
+const RULE_TRIES: u32 = 3;
 /// Generations of processes that are looked at for a tenant's.
 const MOST_GENERATIONS: u32 = 64;
 
@@ -51,6 +61,19 @@ struct Entry {
     arriving: Arc<AtomicUsize>,
     /// Since when it has nobody.
     empty_since: Option<Instant>,
+    /// Made for a program that says hello: without one it is nobody's.
+    of_rule: bool,
+}
+
+/// How it is with a name that a new tenant wants.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Taken {
+    Free,
+    /// Its processes have ended, and it is being taken down.
+    Ending,
+    Living,
+    /// It can come back.
+    HasSnapshots,
 }
 
 /// A program is about to become the tenant's: it does not end before.
@@ -107,7 +130,7 @@ impl Tenants {
     /// A tenant that an earlier worker made.
     pub(crate) fn adopt(&self, tenant: &Arc<Tenant>) {
         let starter = tenant.record().starter.and_then(|pid| Pidfd::open(pid).ok());
-        let entry = Entry::new(Arc::clone(tenant), starter);
+        let entry = Entry::new(Arc::clone(tenant), starter, false);
         if let Some(directory) = &tenant.record().cgroup {
             self.cgroups.hold(directory.as_ref());
         }
@@ -191,8 +214,43 @@ impl Tenants {
 
     fn take_down(&self, tenant: &Arc<Tenant>) {
         tenant.end();
+        let record = tenant.record();
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let seconds = (now.as_secs_f64() - record.started).max(0.0);
+        let line = format!("tenant {} ended after {seconds:.1} s", record.name);
+        logbook::tell(Priority::Notice, line);
         if let Some(directory) = &tenant.record().cgroup {
             self.cgroups.release(directory.as_ref());
+        }
+    }
+
+    /// Has `name` be free for a new tenant, if it can be. One that has just ended is
+    /// not taken down yet: a service that is restarted does not wait for that.
+    fn make_room(&self, name: &str) -> Result<(), String> {
+        let until = Instant::now() + MAKING_ROOM;
+        loop {
+            let mut known = self.lock();
+            let taken = known.by_name.get_mut(name).map_or(Taken::Free, Entry::taken);
+            match taken {
+                Taken::Free => {
+                    let entry = known.by_name.remove(name);
+                    drop(known);
+                    if let Some(entry) = entry {
+                        self.take_down(&entry.tenant);
+                    }
+                    return Ok(());
+                }
+                Taken::Living => return Err(format!("there is a tenant {name} already")),
+                Taken::HasSnapshots => {
+                    return Err(format!("a tenant {name} has ended and has snapshots"));
+                }
+                Taken::Ending if Instant::now() >= until => {
+                    return Err(format!("the tenant {name} before it has not ended yet"));
+                }
+                Taken::Ending => known.by_name[name].tenant.look_for_ended(),
+            }
+            drop(known);
+            std::thread::sleep(LOOK_EVERY);
         }
     }
 
@@ -201,23 +259,23 @@ impl Tenants {
         wish: Wish,
         origin: Option<&Tenant>,
     ) -> Result<(Arc<Tenant>, Vec<String>), String> {
-        let mut known = self.lock();
-        if known.closed {
-            return Err("this daemon is ending".into());
-        }
-        let name = match wish.name {
-            Some(name) if !is_name(&name) => {
+        if let Some(name) = &wish.name {
+            if !is_name(name) {
                 return Err(format!(
                     "{name:?} is no name for a tenant (1 to 64 letters, digits, '.', '_', '-')"
                 ));
             }
+            if !wish.of_rule {
+                self.make_room(name)?;
+            }
+        }
+        let mut known = self.lock();
+        if known.closed {
+            return Err(ENDING.into());
+        }
+        let name = match wish.name {
             Some(name) if known.by_name.contains_key(&name) => {
-                let has_ended = !known.by_name[&name].tenant.attachment().1;
-                return Err(if has_ended {
-                    format!("a tenant {name} has ended and has snapshots")
-                } else {
-                    format!("there is a tenant {name} already")
-                });
+                return Err(format!("there is a tenant {name} already"));
             }
             Some(name) => name,
             None => free_name(&known.by_name, wish.command.first()),
@@ -273,26 +331,42 @@ impl Tenants {
             format!("cannot make tenant {name}: {}", chain(&error))
         })?;
         let starter = wish.starter.and_then(|pid| Pidfd::open(pid).ok());
-        known.by_name.insert(name, Entry::new(Arc::clone(&tenant), starter));
+        let record = tenant.record();
+        let command = record.command.first().map_or("", |word| word.as_str());
+        let line = format!(
+            "tenant {name} starts: budget {}, user {}, {command}",
+            ByteSize(tenant.budget_bytes()),
+            record.uid
+        );
+        logbook::tell(Priority::Notice, line);
+        known.by_name.insert(name, Entry::new(Arc::clone(&tenant), starter, wish.of_rule));
         Ok((tenant, warnings))
     }
 
     /// The tenant of a rule, made when its first program starts.
     pub(crate) fn of_rule(&self, rule: &Rule, program: &Program) -> Result<Arc<Tenant>, String> {
-        if let Some(tenant) = self.get(&rule.name) {
-            return Ok(tenant);
+        let mut refused = String::new();
+        for _ in 0..RULE_TRIES {
+            if let Some(tenant) = self.get(&rule.name) {
+                return Ok(tenant);
+            }
+            let made = self.create(Wish {
+                name: Some(rule.name.clone()),
+                uid: program.uid,
+                command: program.command.clone(),
+                budget_bytes: rule.dram.0,
+                tier_limit: rule.tier_limit.map(|limit| limit.0),
+                tier_order: rule.tier_order,
+                starter: None,
+                of_rule: true,
+            });
+            match made {
+                Ok((tenant, _)) => return Ok(tenant),
+                // Another of its programs may have been first.
+                Err(why) => refused = why,
+            }
         }
-        self.create(Wish {
-            name: Some(rule.name.clone()),
-            uid: program.uid,
-            command: program.command.clone(),
-            budget_bytes: rule.dram.0,
-            tier_limit: rule.tier_limit.map(|limit| limit.0),
-            tier_order: rule.tier_order,
-            starter: None,
-            of_rule: true,
-        })
-        .map(|(tenant, _)| tenant)
+        Err(refused)
     }
 
     /// Ends every tenant whose processes are all gone; whether there was any.
@@ -314,8 +388,29 @@ impl Tenants {
 }
 
 impl Entry {
-    fn new(tenant: Arc<Tenant>, starter: Option<Pidfd>) -> Self {
-        Self { tenant, starter, arriving: Arc::default(), empty_since: None }
+    fn new(tenant: Arc<Tenant>, starter: Option<Pidfd>, of_rule: bool) -> Self {
+        Self { tenant, starter, arriving: Arc::default(), empty_since: None, of_rule }
+    }
+
+    fn taken(&mut self) -> Taken {
+        if self.is_finished() {
+            return Taken::Free;
+        }
+        let starter_gone = self.starter.as_ref().is_none_or(Pidfd::has_exited);
+        let arriving = self.arriving.load(Ordering::Acquire) > 0;
+        if arriving || !starter_gone || self.waits_for_first() || self.tenant.has_living_process() {
+            Taken::Living
+        } else if self.tenant.attachment().1 || self.tenant.snapshot_memories().is_empty() {
+            // The latter: taken down, all but for somebody noticing.
+            Taken::Ending
+        } else {
+            Taken::HasSnapshots
+        }
+    }
+
+    fn waits_for_first(&self) -> bool {
+        let (attached_once, _) = self.tenant.attachment();
+        self.tenant.record().starter.is_none() && !attached_once && !self.of_rule
     }
 
     fn is_finished(&mut self) -> bool {
@@ -328,13 +423,12 @@ impl Entry {
     }
 
     fn is_empty(&self) -> bool {
-        let (attached_once, attached_now) = self.tenant.attachment();
+        let (_, attached_now) = self.tenant.attachment();
         let starter_gone = self.starter.as_ref().is_none_or(Pidfd::has_exited);
-        let waits_for_first = self.tenant.record().starter.is_none() && !attached_once;
         !attached_now
             && self.arriving.load(Ordering::Acquire) == 0
             && starter_gone
-            && !waits_for_first
+            && !self.waits_for_first()
             && !self.tenant.has_released_process()
             // It can come back.
             && self.tenant.snapshot_memories().is_empty()

@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use strata_pager::{Counter, Seen, Watch};
-use strata_sys::{DAMON_PERIOD, DAMON_RANGES, Damon, DamonRefusal};
+use strata_sys::{DAMON_PERIOD, DAMON_RANGES, Damon, DamonRefusal, Priority, log};
 
 use crate::tenants::Tenants;
 
@@ -143,10 +143,11 @@ impl Round {
             return;
         }
         match &now {
-            Ok(()) => eprintln!("stratad: DAMON shows what is used on the node"),
-            Err(why) => {
-                eprintln!("stratad: DAMON: {why}; probes alone find what is used on the node")
-            }
+            Ok(()) => log(Priority::Info, format_args!("DAMON shows what is used on the node")),
+            Err(why) => log(
+                Priority::Warning,
+                format_args!("DAMON: {why}; probes alone find what is used on the node"),
+            ),
         }
         self.said = Some(now);
     }

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use strata_pager::{ReleaseRefused, Tenant};
 use strata_sys::{
-    Signal, adopt_orphans, close_fd, collect_child, ended_children, is_living_userfaultfd,
-    open_fds, wait_for_signal,
+    Priority, Signal, adopt_orphans, close_fd, collect_child, ended_children,
+    is_living_userfaultfd, log, open_fds, wait_for_signal,
 };
 
 use crate::commands::Commands;
@@ -41,7 +41,7 @@ pub(crate) fn run(inheritance: &Inheritance) -> i32 {
     match start(inheritance) {
         Ok(()) => DONE,
         Err(error) => {
-            eprintln!("stratad: {error:#}");
+            log(Priority::Error, format_args!("{error:#}"));
             if first { CANNOT_START } else { 1 }
         }
     }
@@ -55,7 +55,9 @@ fn start(inheritance: &Inheritance) -> anyhow::Result<()> {
         match recovered {
             Ok(tenant) => tenants.adopt(&tenant),
             // Its programs wait for ever, which is not a wrong byte.
-            Err(error) => eprintln!("stratad: {name} cannot be taken over: {error}"),
+            Err(error) => {
+                log(Priority::Error, format_args!("{name} cannot be taken over: {error}"))
+            }
         }
     }
     agents::serve(inheritance, &tenants)?;
@@ -68,7 +70,7 @@ fn start(inheritance: &Inheritance) -> anyhow::Result<()> {
     if let Some(address) = inheritance.config.metrics {
         let observed = Arc::clone(&tenants);
         if let Err(error) = metrics::serve(address, move || statistics::all(&observed)) {
-            eprintln!("stratad: no metrics at {address}: {error}");
+            log(Priority::Warning, format_args!("no metrics at {address}: {error}"));
         }
     }
     let watcher = watcher(inheritance, &tenants).map(Arc::new);
@@ -86,7 +88,7 @@ fn start(inheritance: &Inheritance) -> anyhow::Result<()> {
             }
             if let Err(error) = control.stop() {
                 // Somebody removed it: nobody comes any more either.
-                eprintln!("stratad: its socket is gone: {error}");
+                log(Priority::Warning, format_args!("its socket is gone: {error}"));
             }
             return Ok(());
         }
@@ -97,7 +99,9 @@ fn start(inheritance: &Inheritance) -> anyhow::Result<()> {
 fn watcher(inheritance: &Inheritance, tenants: &Arc<Tenants>) -> Option<Watcher> {
     inheritance.config.node?;
     Watcher::start(tenants)
-        .inspect_err(|error| eprintln!("stratad: no thread to watch the node: {error}"))
+        .inspect_err(|error| {
+            log(Priority::Warning, format_args!("no thread to watch the node: {error}"))
+        })
         .ok()
 }
 
@@ -133,6 +137,8 @@ fn tidy(tenants: &Tenants, snapshots: &Snapshots, private: bool, watcher: Option
         }
         if tenants.end_finished() {
             snapshots.remove_copies();
+            had_tenant = true;
+            busy = Instant::now();
         }
         snapshots.keep_limit();
         if !tenants.is_empty() {
@@ -159,9 +165,12 @@ fn terminate(tenants: &Tenants, patience: Duration) -> bool {
         if let Err(refused) = released
             && refused != ReleaseRefused::Ended
         {
-            eprintln!(
-                "stratad: {} cannot be released ({refused:?}): stop it first, or free memory; stratad goes on",
-                tenant.record().name
+            log(
+                Priority::Warning,
+                format_args!(
+                    "{} cannot be released ({refused:?}): stop it first, or free memory; stratad goes on",
+                    tenant.record().name
+                ),
             );
             all = false;
         }

@@ -126,6 +126,16 @@ impl Tenant {
         lock(&self.ending_agents).iter().any(|agent| !agent.pidfd.has_exited())
     }
 
+    /// Whether a process of it lives that is served, or that was released.
+    #[must_use]
+    pub fn has_living_process(&self) -> bool {
+        let lives = |space: &Arc<Space>| match space.agent() {
+            Some(agent) => !agent.pidfd.has_exited(),
+            None => space.uffd.is_alive(),
+        };
+        self.space_list().iter().any(lives) || self.has_released_process()
+    }
+
     /// Collects processes that have ended.
     pub(crate) fn collect_ended(&self) {
         lock(&self.ending_agents).retain(|agent| {

@@ -14,7 +14,9 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use strata_policy::gap;
-use strata_sys::{Event, EventFd, Range, Userfaultfd, adopt_fd, futex_wait, futex_wake};
+use strata_sys::{
+    Event, EventFd, Priority, Range, Userfaultfd, adopt_fd, futex_wait, futex_wake, log,
+};
 use strata_units::wire::{Control, READER_BUSY};
 use strata_units::{LeafIndex, PAGE_SHIFT, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
 
@@ -155,7 +157,10 @@ impl Space {
                     self.discarded(tenant, gate, range, true);
                 }
                 Event::Unknown(number) => {
-                    eprintln!("stratad: {}: unknown userfaultfd event {number}", self.id);
+                    log(
+                        Priority::Error,
+                        format_args!("{}: unknown userfaultfd event {number}", self.id),
+                    );
                 }
             }
             // Before the slot is emptied: a worker that dies in between must not
@@ -214,7 +219,10 @@ impl Space {
                 else {
                     // No room in the page map: 16 TiB are managed already. The
                     // page is lost to the program rather than wrong.
-                    eprintln!("stratad: {}: page map full, a moved page is lost", self.id);
+                    log(
+                        Priority::Error,
+                        format_args!("{}: page map full, a moved page is lost", self.id),
+                    );
                     continue;
                 };
                 if let Entry::Leaving { slot, .. } = entry {
@@ -266,7 +274,10 @@ impl Space {
         let Some(child) = tenant.registry.add_space(tenant.id, Some(uffd.as_raw_fd())) else {
             // Closing it would let the child read zeroes: keep it for ever,
             // so that it waits.
-            eprintln!("stratad: too many address spaces: a forked child will wait for ever");
+            log(
+                Priority::Error,
+                format_args!("too many address spaces: a forked child will wait for ever"),
+            );
             std::mem::forget(uffd);
             return;
         };
@@ -288,7 +299,10 @@ impl Space {
                 tenant.adopt_space(space);
             }
             Err((reason, uffd)) => {
-                eprintln!("stratad: {}: a forked child will wait for ever: {reason}", self.id);
+                log(
+                    Priority::Error,
+                    format_args!("{}: a forked child will wait for ever: {reason}", self.id),
+                );
                 tenant.forget_leaves(child);
                 std::mem::forget(uffd);
             }

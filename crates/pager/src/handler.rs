@@ -17,8 +17,8 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use strata_store::{Fingerprint, GetError, Source};
-use strata_sys::{Fill, Poller, Range, set_thread_name, wake_in_time};
-use strata_units::{Handle, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageId, TenantId};
+use strata_sys::{Fill, Poller, Priority, Range, log, set_thread_name, wake_in_time};
+use strata_units::{Handle, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageId};
 
 use crate::counters::Counter;
 use crate::entry::Entry;
@@ -124,7 +124,9 @@ pub(crate) fn start(space: &Arc<Space>, tenant: &Arc<Tenant>) {
         .spawn(move || run(&own_space, &own_tenant));
     match started {
         Ok(thread) => *handler = Some(thread),
-        Err(error) => eprintln!("stratad: {}: no thread for its faults: {error}", space.id),
+        Err(error) => {
+            log(Priority::Warning, format_args!("{}: no thread for its faults: {error}", space.id))
+        }
     }
 }
 
@@ -562,9 +564,4 @@ impl Space {
             }
         }
     }
-}
-
-/// Names a tenant in a log line.
-pub(crate) fn log(tenant: TenantId, name: &str, text: &str) {
-    eprintln!("stratad: {name} ({tenant}): {text}");
 }

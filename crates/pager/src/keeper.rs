@@ -544,7 +544,7 @@ impl Keeper<'_> {
     fn train_dictionary(&mut self) {
         self.train(|tenant| {
             let outcome = tenant.store.train_dictionary();
-            tenant.log(&outcome.to_string());
+            tenant.inform(&outcome);
         });
     }
 

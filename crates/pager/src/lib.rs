@@ -27,6 +27,7 @@ mod handler;
 mod hold;
 mod keeper;
 mod node;
+mod notes;
 mod pace;
 mod page_map;
 mod page_set;

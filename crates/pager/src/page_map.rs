@@ -11,7 +11,7 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use strata_sys::{SharedMemory, adopt_fd};
+use strata_sys::{Priority, SharedMemory, adopt_fd, log};
 use strata_units::{LeafIndex, PAGES_PER_LEAF, PageId, SpaceId};
 
 use crate::entry::Entry;
@@ -182,7 +182,10 @@ impl PageMap {
         self.owner_word(leaf).store(0, Ordering::Release);
         if let Err(error) = self.clear(leaf) {
             // Not used again, then: its entries may not be zero.
-            eprintln!("stratad: a leaf of the page map cannot be given back: {error}");
+            log(
+                Priority::Warning,
+                format_args!("a leaf of the page map cannot be given back: {error}"),
+            );
             return;
         }
         self.free.lock().unwrap_or_else(PoisonError::into_inner).list.push(leaf);

@@ -22,6 +22,7 @@ use crate::advice::Advisor;
 use crate::counters::Counters;
 use crate::ending::Grave;
 use crate::node::NodeSpec;
+use crate::notes::Notes;
 use crate::page_map::PageMap;
 use crate::place::Placement;
 use crate::prepared::MapCopy;
@@ -158,8 +159,8 @@ pub struct Tenant {
     pub(crate) inbox: Mutex<Inbox>,
     pub(crate) inbox_filled: Condvar,
     pub(crate) keeper: Mutex<Option<JoinHandle<()>>>,
-    /// What the user should know, by cause.
-    pub(crate) notes: Mutex<BTreeMap<&'static str, String>>,
+    /// What the user should know.
+    pub(crate) notes: Mutex<Notes>,
     pub(crate) had_space: AtomicBool,
     /// Forked spaces whose leaving pages come with another space's batch, each
     /// with that other space.
@@ -398,30 +399,6 @@ impl Tenant {
             true => "io_uring",
             false => "threads",
         }
-    }
-
-    /// What the user should know now.
-    #[must_use]
-    pub fn notes(&self) -> Vec<String> {
-        lock(&self.notes).values().cloned().collect()
-    }
-
-    pub(crate) fn note(&self, cause: &'static str, text: Option<String>) {
-        let mut notes = lock(&self.notes);
-        match text {
-            Some(text) => {
-                if notes.insert(cause, text.clone()).is_none() {
-                    self.log(&text);
-                }
-            }
-            None => {
-                notes.remove(cause);
-            }
-        }
-    }
-
-    pub(crate) fn log(&self, text: &str) {
-        handler::log(self.id, &self.record.name, text);
     }
 
     /// Gives every page back and stops managing; the program runs on natively.

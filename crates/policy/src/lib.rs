@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 pub mod advice;
+mod allowance;
 pub mod budget;
 mod clock;
 pub mod curve;
@@ -21,6 +22,7 @@ pub mod sampler;
 mod table;
 pub mod warmth;
 
+pub use allowance::Allowance;
 pub use clock::Clock;
 pub use gap::Level;
 pub use replacement::{Census, Pages, Replacement};

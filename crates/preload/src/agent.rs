@@ -83,7 +83,7 @@ fn first_contact(caller: &mut Caller) -> Option<Result<(Fd, Fd), Failure>> {
                 return Some(Ok((socket, userfaultfd)));
             }
             Ok(Connection { userfaultfd: None, .. }) => return Some(Err(Failure::Protocol)),
-            Err(failure) if !forked || failure == Failure::Unmanaged => {
+            Err(failure) if !forked || failure.is_final() => {
                 return Some(Err(failure));
             }
             Err(_) => {

@@ -41,6 +41,15 @@ pub(crate) enum Failure {
     NoMemory = 5,
     /// No descriptor table of our own.
     NoDescriptorTable = 6,
+    /// It is to be managed, and its user may not.
+    NotAllowed = 7,
+}
+
+impl Failure {
+    /// Whether the daemon has decided: to ask again would change nothing.
+    pub(crate) fn is_final(self) -> bool {
+        matches!(self, Self::Unmanaged | Self::NotAllowed)
+    }
 }
 
 impl From<MessageError> for Failure {
@@ -110,6 +119,7 @@ pub(crate) fn shake(
     }
     let userfaultfd = match (verdict(welcome.verdict), kind, first, second) {
         (Some(Verdict::Unmanaged), _, None, None) => return Err(Failure::Unmanaged),
+        (Some(Verdict::NotAllowed), _, None, None) => return Err(Failure::NotAllowed),
         (
             Some(Verdict::Create),
             HelloKind::Start | HelloKind::Forked,
@@ -171,9 +181,9 @@ fn reach(block: &Block, deadline: Deadline) -> Result<Fd, MessageError> {
 }
 
 fn verdict(number: u32) -> Option<Verdict> {
-    [Verdict::Unmanaged, Verdict::Create, Verdict::Adopt, Verdict::Resume]
-        .into_iter()
-        .find(|verdict| *verdict as u32 == number)
+    const ALL: [Verdict; 5] =
+        [Verdict::Unmanaged, Verdict::Create, Verdict::Adopt, Verdict::Resume, Verdict::NotAllowed];
+    ALL.into_iter().find(|verdict| *verdict as u32 == number)
 }
 
 /// Maps the control memfd and puts it in use, records included, so that the

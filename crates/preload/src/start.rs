@@ -252,6 +252,7 @@ pub(crate) fn complain_of(outcome: u32) {
         Failure::NoUserfaultfd,
         Failure::NoMemory,
         Failure::NoDescriptorTable,
+        Failure::NotAllowed,
     ];
     for failure in failures {
         if OUTCOME_FAILED + failure as u32 == outcome {
@@ -276,6 +277,9 @@ fn complain(failure: Failure) {
         Failure::NoMemory => "strata: no memory or no thread for the agent; running unmanaged\n",
         Failure::NoDescriptorTable => {
             "strata: the agent may not have its own descriptors (seccomp?); running unmanaged\n"
+        }
+        Failure::NotAllowed => {
+            "strata: this user may not use userfaultfd through stratad (see uffd_users in its configuration); running unmanaged\n"
         }
     });
 }

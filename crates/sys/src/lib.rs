@@ -15,6 +15,7 @@ mod futex;
 mod kin;
 mod large_buffer;
 mod launch;
+mod log;
 mod mapped_file;
 mod numa;
 mod own_memory;
@@ -47,6 +48,7 @@ pub use futex::{futex_wait, futex_wake};
 pub use kin::{children_of, processes_with_thread};
 pub use large_buffer::{LARGE_BUFFER_BYTES, LargeBuffer};
 pub use launch::{Launch, Running};
+pub use log::{Priority, log};
 pub use mapped_file::{MappedFile, MappingKind};
 pub use numa::{
     MOST_NODES, MemoryNode, NodeRefusal, PagePlace, divide_huge_pages, find_pages, home_of,

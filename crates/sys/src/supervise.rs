@@ -17,6 +17,8 @@ pub enum Signal {
     Child,
     /// End in good order.
     Terminate,
+    /// Look at the configuration anew, by custom.
+    Hangup,
 }
 
 /// How a worker ended.
@@ -62,7 +64,8 @@ pub fn wait_for_signal() -> Signal {
         let signal = unsafe { libc::sigwaitinfo(&raw const set, std::ptr::null_mut()) };
         match signal {
             libc::SIGCHLD => return Signal::Child,
-            libc::SIGTERM | libc::SIGINT | libc::SIGHUP => return Signal::Terminate,
+            libc::SIGTERM | libc::SIGINT => return Signal::Terminate,
+            libc::SIGHUP => return Signal::Hangup,
             _ => {}
         }
     }

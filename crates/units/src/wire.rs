@@ -99,6 +99,9 @@ pub enum Verdict {
     Adopt = 3,
     /// Managed on, after [`HelloKind::Resumed`]. Descriptor: the control memfd.
     Resume = 4,
+    /// As [`Verdict::Unmanaged`], but somebody wanted it managed, and its user may not
+    /// have a userfaultfd: the program says so on its standard error.
+    NotAllowed = 5,
 }
 
 /// Daemon → agent, second message.

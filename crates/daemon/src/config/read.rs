@@ -40,6 +40,8 @@ pub(super) const KEYS: [&str; 18] = [
     "manage",
     "snapshot",
 ];
+/// What the kernel keeps of the name that a program is executed by (`comm`).
+const MOST_COMM_BYTES: usize = 15;
 /// All keys of a `[[manage]]` rule.
 const RULE_KEYS: [&str; 7] = ["name", "exe", "user", "cgroup", "dram", "tier_limit", "tier_order"];
 /// Longest path of a unix socket, without the zero byte at its end.
@@ -465,6 +467,12 @@ fn executable(value: &DeValue<'_>) -> Result<PathBuf, Refusal> {
     if !(bare || path.is_absolute()) || text.contains('\0') {
         return Err((format!("{text:?} is neither a path nor a name"), format!("write {WANTED}")));
     }
+    if bare && text.len() > MOST_COMM_BYTES {
+        let what = format!(
+            "{text:?} is longer than the {MOST_COMM_BYTES} bytes that the kernel keeps of a program's name"
+        );
+        return Err((what, "write its absolute path, or match by cgroup or user".into()));
+    }
     Ok(path.to_owned())
 }
 
@@ -474,6 +482,22 @@ fn control_group(value: &DeValue<'_>) -> Result<String, Refusal> {
     let inner = text.strip_prefix('/').unwrap_or_default().trim_end_matches('/');
     if inner.is_empty() || inner.split('/').any(|part| part.is_empty() || part == "..") {
         return Err((format!("{text:?} is not a control group"), format!("write {WANTED}")));
+    }
+    let refused = |what: &str, todo: &str| Err((format!("{text:?} {what}"), todo.to_owned()));
+    if inner.chars().any(|c| "*?[]{}".contains(c)) {
+        return refused(
+            "is a pattern, and is compared letter by letter",
+            "name the group itself, or one above it: all below it match",
+        );
+    }
+    if inner.split('/').any(|part| part == ".") || text.contains('\0') {
+        return refused("is not a control group", &format!("write {WANTED}"));
+    }
+    if Path::new(text).starts_with("/sys/fs/cgroup") || Path::new(text).starts_with("/proc") {
+        return refused(
+            "is where groups are mounted, and no group",
+            "leave that part out: /proc/PID/cgroup has the path",
+        );
     }
     Ok(format!("/{inner}"))
 }

@@ -208,6 +208,10 @@ fn each_slip_is_named_with_its_line_and_its_cure() {
         ("[[manage]]\nname = \"a\"\nuser = \"nobody-here\"", "t.toml:3: user: there is no user"),
         ("[[manage]]\nname = \"a\"\ncgroup = \"x\"", "is not a control group"),
         ("[[manage]]\nname = \"a\"\ncgroup = \"/a/../b\"", "is not a control group"),
+        ("[[manage]]\nname = \"a\"\ncgroup = \"/a/./b\"", "is not a control group"),
+        ("[[manage]]\nname = \"a\"\ncgroup = \"/system.slice/*.service\"", "is a pattern"),
+        ("[[manage]]\nname = \"a\"\ncgroup = \"/sys/fs/cgroup/a\"", "is where groups are mounted"),
+        ("[[manage]]\nname = \"a\"\nexe = \"a-name-of-16-byt\"", "longer than the 15 bytes"),
         (
             "[[manage]]\nname = \"a\"\nexe = \"a\"\ndram = \"9GiB\"",
             "t.toml:4: dram: 9.0 GiB is more",

@@ -114,7 +114,7 @@ impl Snapshots {
         let pids = tenant.pids();
         let held = tenant.hold_memory();
         tenant.kill();
-        let undo = standing.is_ended();
+        let undo = standing.end_killed();
         match wait_gone(tenant, &pids, || drop(held)) {
             Ok(()) => Ok(undo),
             Err(why) => {

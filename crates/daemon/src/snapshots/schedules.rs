@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use strata_api::SnapshotRef;
+use strata_sys::{Priority, log};
 
 use super::Snapshots;
 use super::take::now;
@@ -53,14 +54,21 @@ impl Snapshots {
             {
                 outcome = self.persist(ROOT, &info.id.clone().into(), &mut |_| {});
             }
-            if let Err(why) = outcome {
-                eprintln!("stratad: no scheduled snapshot of {}: {why}", schedule.name);
+            match &outcome {
+                Ok(info) => log(Priority::Notice, crate::logbook::taken(info)),
+                Err(why) => log(
+                    Priority::Warning,
+                    format_args!("no scheduled snapshot of {}: {why}", schedule.name),
+                ),
             }
         }
         for id in due.remove {
             let named = SnapshotRef::from(id);
             if let Err(why) = self.remove(ROOT, &named) {
-                eprintln!("stratad: scheduled snapshot {named} is not removed: {why}");
+                log(
+                    Priority::Warning,
+                    format_args!("scheduled snapshot {named} is not removed: {why}"),
+                );
             }
         }
     }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use strata_api::{Progress, SnapshotId, SnapshotInfo, SnapshotState, Unit};
 use strata_pager::{Captured, Freeze, SnapshotError, SnapshotRequest, Tenant};
 use strata_snapshot::{Criu, Dump, DumpOptions, FrozenProcess, is_ending, process_tree};
-use strata_sys::Pidfd;
+use strata_sys::{Pidfd, Priority, log};
 use strata_units::PAGE_SIZE;
 
 use super::disk::{Known, Process};
@@ -251,7 +251,7 @@ pub(super) struct Standing {
 
 impl Standing {
     /// Its processes were killed: returns when they are nobody's any more.
-    pub(super) fn is_ended(self) -> Known {
+    pub(super) fn end_killed(self) -> Known {
         if let Some(frozen) = self.frozen {
             frozen.end_killed();
         }
@@ -345,7 +345,10 @@ fn take_once(
                 }
             })?;
             if let Some(why) = process.late() {
-                eprintln!("stratad: {name}: its processes stopped at the second attempt: {why}");
+                log(
+                    Priority::Warning,
+                    format_args!("{name}: its processes stopped at the second attempt: {why}"),
+                );
             }
             let since = process.since();
             *lock(&held) = Some(process);

@@ -7,6 +7,7 @@
 //! The handler may run before other libraries' handlers have, an allocator's that
 //! holds its locks across the fork, say: it allocates nothing.
 
+use core::ffi::{c_int, c_void};
 use core::sync::atomic::Ordering;
 use core::time::Duration;
 
@@ -14,6 +15,7 @@ use strata_units::wire::{CONTROL_BYTES, HelloKind};
 
 use crate::block::{self, OUTCOME_TRYING};
 use crate::kernel;
+use crate::next::Next;
 use crate::records;
 use crate::start;
 
@@ -22,11 +24,29 @@ use crate::start;
 /// is served as its parent's. One that cannot be reached is not waited for.
 const FORK_TIME: Duration = Duration::from_millis(200);
 
+/// glibc's own name for it; other C libraries have none such.
+static REGISTER: Next = Next::new(c"__register_atfork");
+
+/// `__register_atfork`: handlers before, in the parent, in the child; the library
+/// that they are of.
+type Register = unsafe extern "C" fn(
+    Option<extern "C" fn()>,
+    Option<extern "C" fn()>,
+    Option<extern "C" fn()>,
+    *mut c_void,
+) -> c_int;
+
 /// Makes forks known; false: no memory for it.
 pub(crate) fn register() -> bool {
-    // SAFETY: the handler is a function of this library, which is never
-    // unloaded.
-    unsafe { libc::pthread_atfork(None, None, Some(start_in_child)) == 0 }
+    let address = REGISTER.address();
+    if address.is_null() {
+        return false;
+    }
+    // SAFETY: the C library's function of this name has this signature.
+    let register = unsafe { core::mem::transmute::<*mut c_void, Register>(address) };
+    // SAFETY: the handler is a function of this library, which is never unloaded:
+    // so it need not say which.
+    unsafe { register(None, None, Some(start_in_child), core::ptr::null_mut()) == 0 }
 }
 
 /// Runs in the child, on the thread that forked. The wiped block says that

@@ -43,6 +43,8 @@ mod reason;
 mod records;
 mod remap;
 mod reply;
+#[cfg(not(test))]
+mod runtime;
 mod snapshot;
 mod start;
 mod succession;

@@ -30,3 +30,9 @@ impl Next {
         found
     }
 }
+
+/// Any definition of `name`; null: there is none.
+pub(crate) fn any(name: &CStr) -> *mut c_void {
+    // SAFETY: a lookup by name.
+    unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) }
+}

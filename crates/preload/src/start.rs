@@ -1,7 +1,7 @@
 //! The constructor, and starting an agent: what runs on the program's threads
 //! before `main`, and again in a forked child (`fork`).
 
-use core::ffi::{CStr, c_char, c_int};
+use core::ffi::{CStr, c_char};
 use core::sync::atomic::{AtomicU32, Ordering};
 use core::time::Duration;
 
@@ -17,6 +17,7 @@ use crate::guards;
 use crate::handshake::{Failure, HANDSHAKE_TIME};
 use crate::identity;
 use crate::kernel::{self, Deadline};
+use crate::next;
 use crate::records;
 use crate::thread;
 
@@ -50,21 +51,30 @@ pub(crate) fn recording() -> Option<&'static Block> {
 #[cfg(not(test))]
 #[used]
 #[unsafe(link_section = ".init_array")]
-static CONSTRUCTOR: extern "C" fn(c_int, *const *const c_char, *const *const c_char) = constructor;
+static CONSTRUCTOR: extern "C" fn() = constructor;
 
-/// What the dynamic linker calls before `main`, with `main`'s arguments.
-extern "C" fn constructor(
-    _count: c_int,
-    _arguments: *const *const c_char,
-    environment: *const *const c_char,
-) {
-    identity::prepare();
-    guards::prepare();
-    // SAFETY: the dynamic linker passes the process's environment, a
-    // null-terminated array of C strings; nothing else runs that could write it.
-    let wishes = unsafe { Wishes::read(environment) };
+unsafe extern "C" {
+    /// The process's environment, a null-terminated array of C strings.
+    static environ: *const *const c_char;
+}
+
+/// What the dynamic linker calls before `main`. (Not every one passes arguments.)
+extern "C" fn constructor() {
+    // SAFETY: the C library has set it before it calls constructors; nothing else
+    // runs that could write it, or what it points to.
+    let wishes = unsafe { Wishes::read(environ) };
     let managed = match wishes {
-        Some(wishes) => start_program(&wishes),
+        Some(wishes) => match stranger(&wishes) {
+            Some(line) => {
+                say(line);
+                false
+            }
+            None => {
+                identity::prepare();
+                guards::prepare();
+                start_program(&wishes)
+            }
+        },
         None => false,
     };
     if !managed {
@@ -72,11 +82,31 @@ extern "C" fn constructor(
     }
 }
 
+/// Why this program cannot be managed, whatever the daemon says: one line.
+fn stranger(wishes: &Wishes) -> Option<&'static str> {
+    if wishes.is_under_valgrind {
+        Some(
+            "strata: Valgrind runs no thread that it does not know; running unmanaged (without Valgrind it is managed)\n",
+        )
+    } else if next::any(c"gnu_get_libc_version").is_null() {
+        Some(
+            "strata: this program's C library is not glibc, which libstrata.so is made for; running unmanaged\n",
+        )
+    } else {
+        None
+    }
+}
+
 /// What the environment says.
 struct Wishes<'environment> {
     socket: &'environment CStr,
     token: u64,
+    /// Valgrind preloads libraries of its own.
+    is_under_valgrind: bool,
 }
+
+/// What the names of those begin with.
+const VALGRIND_LIBRARY: &[u8] = b"/vgpreload_";
 
 impl Wishes<'_> {
     /// None: this program is not to be managed.
@@ -87,6 +117,7 @@ impl Wishes<'_> {
     unsafe fn read(environment: *const *const c_char) -> Option<Self> {
         let mut socket = None;
         let mut token = 0;
+        let mut is_under_valgrind = false;
         let mut entry = environment;
         // SAFETY: the array is null-terminated, says the caller.
         while !entry.is_null() && unsafe { !(*entry).is_null() } {
@@ -96,6 +127,9 @@ impl Wishes<'_> {
                 socket = Some(value);
             } else if let Some(value) = value_of(variable, ENV_TOKEN) {
                 token = parse_token(value.to_bytes());
+            } else if let Some(value) = value_of(variable, "LD_PRELOAD") {
+                let mut parts = value.to_bytes().windows(VALGRIND_LIBRARY.len());
+                is_under_valgrind = parts.any(|part| part == VALGRIND_LIBRARY);
             }
             // SAFETY: not yet the end.
             entry = unsafe { entry.add(1) };
@@ -105,7 +139,7 @@ impl Wishes<'_> {
             None if kernel::exists(DEFAULT_SOCKET) => DEFAULT_SOCKET,
             None => return None,
         };
-        Some(Self { socket, token })
+        Some(Self { socket, token, is_under_valgrind })
     }
 }
 
@@ -329,6 +363,11 @@ mod tests {
         // SAFETY: a null-terminated array of C strings.
         let wishes = unsafe { Wishes::read(environment.as_ptr()) }.expect("a socket is named");
         assert_eq!(wishes.socket, c"/run/x");
-        assert_eq!(wishes.token, 16);
+        assert_eq!((wishes.token, wishes.is_under_valgrind), (16, false));
+        let valgrind = c"LD_PRELOAD=/usr/libexec/valgrind/vgpreload_core-amd64-linux.so:/l.so";
+        let environment = [environment[2], valgrind.as_ptr(), core::ptr::null()];
+        // SAFETY: as above.
+        let wishes = unsafe { Wishes::read(environment.as_ptr()) }.expect("a socket is named");
+        assert!(wishes.is_under_valgrind);
     }
 }

@@ -6,6 +6,7 @@ use std::process::Command;
 
 use strata_units::wire::Verdict;
 
+use crate::cannot_run;
 use crate::daemon::Daemon;
 use crate::program::{Program, TOKEN, library, thread_names};
 
@@ -53,6 +54,45 @@ fn only_what_is_documented_is_exported() {
             "unshare",
         ]
     );
+}
+
+/// A program with another C library than glibc could not start otherwise, and a
+/// sanitizer's functions would be called on a thread that it does not know.
+#[test]
+fn nothing_is_needed_but_the_c_library() {
+    let read = |program: &str, arguments: &[&str]| {
+        let output = Command::new(program).args(arguments).arg(library()).output().ok()?;
+        String::from_utf8(output.stdout).ok()
+    };
+    let Some(dynamic) = read("readelf", &["-dW"]) else {
+        eprintln!("skipped: no readelf");
+        return;
+    };
+    let needed: Vec<&str> = dynamic.lines().filter(|line| line.contains("(NEEDED)")).collect();
+    assert_eq!(needed.len(), 1, "{needed:?}");
+    assert!(needed[0].contains("libc.so.6"), "{needed:?}");
+    let undefined = read("nm", &["-D", "--undefined-only"]).expect("as readelf");
+    let copies = |line: &&str| ["memcpy", "memset", "_Unwind"].iter().any(|n| line.contains(n));
+    let copying: Vec<&str> = undefined.lines().filter(copies).collect();
+    assert_eq!(copying, [""; 0], "other libraries' functions");
+}
+
+#[test]
+fn an_instrument_that_knows_every_thread_is_left_alone() {
+    if cannot_run() {
+        return;
+    }
+    let daemon = Daemon::new();
+    // What Valgrind has in the environment of what it runs. (There is no such file:
+    // the dynamic linker says so, and goes on.)
+    let preload = format!("{}:/nonexistent/vgpreload_core.so", library().display());
+    let mut program = Program::start_at(&daemon, &preload);
+    assert_eq!(program.ask("verify"), "0");
+    assert!(!daemon.is_called(0));
+    assert_eq!(thread_names(program.pid()).len(), 1);
+    let (status, complaint) = program.end();
+    assert_eq!(status.code(), Some(5));
+    assert!(complaint.contains("Valgrind"), "{complaint}");
 }
 
 #[test]

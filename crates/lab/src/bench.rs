@@ -17,6 +17,7 @@ mod report;
 mod rows;
 mod snapshots;
 mod tiers;
+mod unseen;
 
 use self::budget::Budget;
 use crate::{host_memory, interrupt, janitor::Janitor, machine::Provenance, trial};
@@ -35,6 +36,8 @@ pub(crate) enum Part {
     Alloc,
     /// What `strata run` adds until `main`
     Start,
+    /// Programs far below their budget, against the same without Strata
+    Unseen,
     /// Fault latency, and Strata's own memory per page and object
     Fault,
     /// What the daemon takes for a program that sleeps
@@ -142,6 +145,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             Part::Tight => matrix::tight(&bench, &options.narrowing, &mut found),
             Part::Alloc => parts::alloc(&bench, &mut found),
             Part::Start => parts::start(&bench, &mut found),
+            Part::Unseen => unseen::unseen(&bench, &mut found),
             Part::Fault => parts::fault(&bench, &mut found),
             Part::Rest => parts::rest(&bench, &mut found),
             Part::Mariadb => programs::mariadb(&bench, &mut found),
@@ -209,6 +213,7 @@ impl Part {
             }
             Self::Alloc => "Fresh memory: MiB/s",
             Self::Start => "From start to main",
+            Self::Unseen => "Far below the budget: what a program notices",
             Self::Fault => "Faults and Strata's own memory",
             Self::Rest => "Programs that sleep: what the daemon takes",
             Self::Mariadb => "MariaDB (InnoDB, sysbench): Strata against zram, the same total DRAM",

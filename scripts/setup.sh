@@ -76,6 +76,8 @@ need_test() {
     need default-jdk-headless javac
     need golang-go go
     need gdb gdb
+    need musl-tools musl-gcc
+    need valgrind valgrind
     need g++ c++
     need_file python3-numpy /usr/lib/python3/dist-packages/numpy
     need_file libjemalloc2 '/usr/lib/*/libjemalloc.so.2'

@@ -22,6 +22,7 @@ const LIBRARY: &str = "libstrata.so";
 const LD_PRELOAD: &str = "LD_PRELOAD";
 /// The same, for a program whose parent must not have it.
 const SUPERVISED_PRELOAD: &str = "STRATA_SUPERVISED_PRELOAD";
+const ASAN_OPTIONS: &str = "ASAN_OPTIONS";
 /// Bytes of the command line that are sent for display: whoever passes a
 /// megabyte of arguments does not want to read them in a table.
 const MAX_SHOWN_BYTES: usize = 4096;
@@ -59,7 +60,8 @@ pub(crate) fn run(arguments: &RunArguments) -> Result<Infallible> {
     }
     lead_a_session_if_none_is_seen();
     let library = place::installed(LIBRARY);
-    let environment = environment(tenant.environment, library, std::env::var_os(LD_PRELOAD))?;
+    let mut environment = environment(tenant.environment, library, std::env::var_os(LD_PRELOAD))?;
+    environment.push((ASAN_OPTIONS.into(), with_other_libraries(std::env::var_os(ASAN_OPTIONS))));
     if arguments.supervise {
         return Err(become_parent(&program, command, environment, &tenant.socket, &tenant.name));
     }
@@ -206,6 +208,22 @@ fn environment(
     Ok(environment)
 }
 
+/// AddressSanitizer's options, with one more: where its runtime is a library, it ends
+/// a program in which another one comes first, for fear of what that may define. Ours
+/// defines nothing that the runtime does too and does not call on.
+fn with_other_libraries(own: Option<OsString>) -> OsString {
+    const OPTION: &str = "verify_asan_link_order";
+    let mut options = own.unwrap_or_default();
+    let set = options.to_string_lossy().contains(OPTION);
+    if !set {
+        if !options.is_empty() {
+            options.push(":");
+        }
+        options.push(format!("{OPTION}=0"));
+    }
+    options
+}
+
 /// Where the session is led from outside of this pid namespace (`nsenter`, or
 /// what a container's manager runs in it), no snapshot can hold it, and without
 /// a terminal nothing is lost by leaving it.
@@ -272,6 +290,15 @@ fn become_program(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_sanitizer_is_told_once() {
+        let options = |own: Option<&str>| with_other_libraries(own.map(Into::into));
+        assert_eq!(options(None), "verify_asan_link_order=0");
+        assert_eq!(options(Some("")), "verify_asan_link_order=0");
+        assert_eq!(options(Some("a=1")), "a=1:verify_asan_link_order=0");
+        assert_eq!(options(Some("verify_asan_link_order=1")), "verify_asan_link_order=1");
+    }
 
     #[test]
     fn the_library_comes_before_what_is_preloaded_already() {

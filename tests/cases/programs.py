@@ -16,6 +16,16 @@ def register(name, program, *arguments, budget="40MiB", seconds=60, directory=Fa
 # is compressed (to a little less than a fifth).
 for which in ("same", "again", "raw-clone", "raw-clone-wiped", "daemon", "vfork", "spawn"):
     register(f"fork-{which}", "fork", which, budget="48MiB")
+
+
+@case("fork-raw-clone-in-namespace", native=False)
+def raw_clone_in_namespace(run):
+    """Where a message's thread has another number than here."""
+    program = run.start(run.tool("unshare"), "--pid", "--fork", "--mount-proc",
+                        run.built("fork"), "raw-clone-wiped", budget="48MiB")
+    program.finish()
+
+
 for which in ("copy-on-write", "generations", "wide", "advice", "after-churn"):
     register(f"fork-{which}", "fork", which, budget="72MiB")
 register("exec-itself", "exec", "3", budget="32MiB")

@@ -220,8 +220,8 @@ static void raw_clone_wiped(void)
     size_t part = BYTES / 4;
     T_SYS(madvise(memory, part, MADV_WIPEONFORK));
     T_SYS(madvise(memory + part, part, MADV_DONTFORK));
-    t_wait_absent(memory, part, MANY);
-    t_wait_absent(memory + 2 * part, 2 * part, MANY);
+    t_wait_absent(memory, part, 5);
+    t_wait_absent(memory + 2 * part, 2 * part, 5);
     for (unsigned round = 0; round < 3; round++) {
         int child = (int)T_SYS(syscall(SYS_clone, SIGCHLD, NULL, NULL, NULL, NULL));
         if (child == 0) {

@@ -9,7 +9,9 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use strata_sys::{MappingFlags, children_of, processes_with_thread, read_mapping_flags};
+use strata_sys::{
+    MappingFlags, all_processes, children_of, processes_with_thread, read_mapping_flags,
+};
 
 use strata_units::SpaceId;
 
@@ -81,16 +83,20 @@ impl Space {
         address: u64,
     ) -> Option<(u32, Vec<MappingFlags>)> {
         let attended: Vec<u32> = tenant.space_list().iter().filter_map(|s| s.pid()).collect();
-        let candidates = if tid == 0 {
-            // The kind of userfaultfd that CRIU makes names no thread.
-            children_of(parent?)
-        } else {
-            processes_with_thread(tid)
-        };
-        candidates.into_iter().filter(|pid| !attended.contains(pid)).find_map(|pid| {
+        let is_it = |pid: u32| {
+            if attended.contains(&pid) {
+                return None;
+            }
             let flags = read_mapping_flags(pid).ok()?;
             let here = |mapping: &MappingFlags| mapping.range.contains(address);
             flags.iter().any(|mapping| here(mapping) && mapping.registered).then_some((pid, flags))
-        })
+        };
+        if tid == 0 {
+            // The kind of userfaultfd that CRIU makes names no thread; and who has lost
+            // its parent is nobody's child here.
+            let children = parent.map(children_of).unwrap_or_default();
+            return children.into_iter().chain(all_processes()).find_map(is_it);
+        }
+        processes_with_thread(tid).find_map(is_it)
     }
 }

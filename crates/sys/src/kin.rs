@@ -5,16 +5,13 @@ use std::fs;
 /// The processes that may have a thread of which that is the number: in its own PID
 /// namespace, which need not be this one.
 ///
-/// The obvious one alone, if it is in this namespace; else all that have such a thread.
-#[must_use]
-pub fn processes_with_thread(tid: u32) -> Vec<u32> {
-    let own = numbers(&format!("/proc/{tid}/status"));
-    if let Some((process, names)) = own
-        && names == [tid]
-    {
-        return vec![process];
-    }
-    all_processes().into_iter().filter(|&process| has_thread(process, tid)).collect()
+/// The obvious one first, which is right in this namespace; the others are looked for
+/// only when that was not taken.
+pub fn processes_with_thread(tid: u32) -> impl Iterator<Item = u32> {
+    let obvious = numbers(&format!("/proc/{tid}/status")).map(|(process, _)| process);
+    let others = std::iter::once_with(all_processes).flatten();
+    let others = others.filter(move |&process| has_thread(process, tid));
+    obvious.into_iter().chain(others.filter(move |&process| Some(process) != obvious))
 }
 
 /// The processes whose parent is `parent`.
@@ -28,18 +25,20 @@ pub fn children_of(parent: u32) -> Vec<u32> {
     threads.flat_map(of_thread).collect()
 }
 
-fn all_processes() -> Vec<u32> {
+/// All processes that are shown to this one.
+#[must_use]
+pub fn all_processes() -> Vec<u32> {
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
 
 fn has_thread(process: u32, tid: u32) -> bool {
-    let threads = fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten();
+    let mut threads = fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten();
     let is_it = |thread: fs::DirEntry| {
         let path = thread.path().join("status");
         path.to_str().and_then(numbers).is_some_and(|(_, names)| names.last() == Some(&tid))
     };
-    threads.into_iter().any(is_it)
+    threads.any(is_it)
 }
 
 /// The process of a thread, and the thread's number in each PID namespace from this
@@ -59,11 +58,11 @@ mod tests {
     #[test]
     fn a_thread_names_its_process() {
         let own = std::process::id();
-        assert_eq!(processes_with_thread(own), [own]);
+        assert_eq!(processes_with_thread(own).next(), Some(own));
         let tid = std::thread::spawn(|| {
             // SAFETY: no arguments, cannot fail.
             let tid = unsafe { libc::gettid() } as u32;
-            assert_eq!(processes_with_thread(tid), [std::process::id()]);
+            assert_eq!(processes_with_thread(tid).next(), Some(std::process::id()));
             tid
         });
         let tid = tid.join().expect("the thread ends well");

@@ -45,7 +45,7 @@ pub use damon::{
 pub use event::EventFd;
 pub use file::{OPEN_NO_LINK, file_system_bytes, try_lock};
 pub use futex::{futex_wait, futex_wake};
-pub use kin::{children_of, processes_with_thread};
+pub use kin::{all_processes, children_of, processes_with_thread};
 pub use large_buffer::{LARGE_BUFFER_BYTES, LargeBuffer};
 pub use launch::{Launch, Running};
 pub use log::{Priority, log};

@@ -15,9 +15,9 @@ use crate::space::{Space, add_run, ids_in, lock};
 /// How often page tables are looked through for guards; never more than a part of the
 /// time.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
-const PART: u32 = 50;
+const PART: u32 = 100;
 /// Looked at again under one hold of the gate.
-const AT_ONCE_BYTES: u64 = (PAGES_PER_LEAF * PAGE_SIZE) as u64;
+const PIECE_BYTES: u64 = (PAGES_PER_LEAF * PAGE_SIZE) as u64;
 
 /// When they are looked for.
 #[derive(Debug)]
@@ -40,17 +40,22 @@ impl Keeper<'_> {
         }
         for space in spaces {
             let Some(pid) = space.pid() else { continue };
-            let registered = lock(&space.gate).registered.clone();
-            let mut found = Vec::new();
-            for range in registered {
-                // The process is gone, then.
-                let _ = guard_ranges(pid, range, |guards| add_run(&mut found, guards));
-            }
-            for guards in found {
-                for start in (guards.start..guards.end).step_by(AT_ONCE_BYTES as usize) {
-                    let end = guards.end.min(start + AT_ONCE_BYTES);
-                    self.forget_below_guards(space, pid, Range { start, end });
-                }
+            let span = {
+                let gate = lock(&space.gate);
+                let (first, last) = (gate.registered.first(), gate.registered.last());
+                first.zip(last).map(|(first, last)| Range { start: first.start, end: last.end })
+            };
+            let Some(span) = span else { continue };
+            // In order, and so are the pieces in which they are.
+            let mut pieces: Vec<u64> = Vec::new();
+            // An error: the process is gone.
+            let _ = guard_ranges(pid, span, |guards| {
+                let first = (guards.start / PIECE_BYTES).max(pieces.last().map_or(0, |p| p + 1));
+                pieces.extend(first..guards.end.div_ceil(PIECE_BYTES));
+            });
+            for piece in pieces {
+                let start = piece * PIECE_BYTES;
+                self.forget_below_guards(space, pid, Range { start, end: start + PIECE_BYTES });
             }
         }
         let now = Instant::now();
@@ -78,7 +83,7 @@ impl Keeper<'_> {
                 }
             }
         };
-        if guard_ranges(pid, part, note).is_err() || !gate.is_registered(part) {
+        if guard_ranges(pid, part, note).is_err() {
             return;
         }
         for range in dead {

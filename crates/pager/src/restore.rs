@@ -208,7 +208,7 @@ impl Tenant {
         let Some(agent) = space.agent() else { return Ok(()) };
         let stacks = stacks_of(agent.control.control());
         let maps = read_maps(agent.pid)?;
-        let let_go: Vec<Range> = standings(&maps, &agent, &stacks)
+        let let_go: Vec<Range> = standings(&maps, agent.ranges, &stacks)
             .into_iter()
             .filter(|(mapping, why)| mapping.private && mapping.fileless && why.is_err())
             .map(|(mapping, _)| mapping.range)

@@ -85,7 +85,7 @@ pub(crate) fn register_sample(space: &Arc<Space>, tenant: &Arc<Tenant>, pieces: 
     let Ok(pages) = ProcessPages::open(agent.pid) else { return true };
     let mut present_bytes = 0;
     let mut numbers = Vec::new();
-    let large = |mapping: &&Mapping| is_large_data(mapping, &agent, &stacks).is_ok();
+    let large = |mapping: &&Mapping| is_large_data(mapping, agent.ranges, &stacks).is_ok();
     for mapping in maps.iter().filter(large) {
         let whole = mapping.range.start.div_ceil(pieces.bytes)..mapping.range.end / pieces.bytes;
         let found = |present: Range| {

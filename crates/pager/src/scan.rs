@@ -151,7 +151,9 @@ pub(crate) fn register_whole(space: &Arc<Space>, tenant: &Arc<Tenant>, range: Ra
             return true;
         }
         maps.iter()
-            .filter(|mapping| is_data(mapping, &agent).is_ok() && overlaps(mapping.range, range))
+            .filter(|mapping| {
+                is_data(mapping, agent.ranges).is_ok() && overlaps(mapping.range, range)
+            })
             .map(|mapping| mapping.range)
             .filter(|&part| !gate.is_registered(part))
             .collect()
@@ -191,7 +193,7 @@ fn register_some(space: &Arc<Space>, tenant: &Arc<Tenant>, wanted: impl Fn(Range
     if space.uffd.register(agent.ranges.transfer) == Registration::Gone {
         return false;
     }
-    let mut new = managed(&maps, &agent, &stacks);
+    let mut new = managed(&maps, agent.ranges, &stacks);
     {
         let gate = lock(&space.gate);
         new.retain(|&range| wanted(range) && !gate.is_registered(range));
@@ -313,7 +315,7 @@ pub(crate) fn adjust_child(space: &Space, tenant: &Tenant, agent: &Agent) -> io:
     let stacks = stacks_of(agent.control.control());
     // The child of a process that was just restored inherits registrations of
     // memory that is not to be managed: it is served, and never evicted.
-    let is_managed = managed(&read_maps(agent.pid)?, agent, &stacks);
+    let is_managed = managed(&read_maps(agent.pid)?, agent.ranges, &stacks);
     let mut gate = lock(&space.gate);
     gate.registered.clear();
     for mapping in flags.iter().filter(|mapping| mapping.registered) {

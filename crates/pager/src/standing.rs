@@ -4,7 +4,7 @@ use std::sync::OnceLock;
 
 use strata_sys::{Mapping, Range};
 
-use crate::space::Agent;
+use crate::space::AgentRanges;
 
 /// Smaller mappings are left alone as long as a process has few of them: glibc's own
 /// threshold for giving an allocation a mapping of its own.
@@ -47,7 +47,7 @@ fn overlaps(a: Range, b: Range) -> bool {
 }
 
 /// Whether a mapping is data of the program's that can be moved at all.
-pub(crate) fn is_data(mapping: &Mapping, agent: &Agent) -> Result<(), Unmanaged> {
+pub(crate) fn is_data(mapping: &Mapping, agent: AgentRanges) -> Result<(), Unmanaged> {
     if !mapping.private {
         Err(Unmanaged::Shared)
     } else if mapping.dev_zero {
@@ -56,9 +56,7 @@ pub(crate) fn is_data(mapping: &Mapping, agent: &Agent) -> Result<(), Unmanaged>
         Err(if mapping.backed { Unmanaged::File } else { Unmanaged::Kernel })
     } else if mapping.executable {
         Err(Unmanaged::Executable)
-    } else if overlaps(mapping.range, agent.ranges.transfer)
-        || overlaps(mapping.range, agent.ranges.own)
-    {
+    } else if overlaps(mapping.range, agent.transfer) || overlaps(mapping.range, agent.own) {
         Err(Unmanaged::Agent)
     } else {
         Ok(())
@@ -68,7 +66,7 @@ pub(crate) fn is_data(mapping: &Mapping, agent: &Agent) -> Result<(), Unmanaged>
 /// The same, and that it is not small and no stack: what is managed in every process.
 pub(crate) fn is_large_data(
     mapping: &Mapping,
-    agent: &Agent,
+    agent: AgentRanges,
     stacks: &[u64],
 ) -> Result<(), Unmanaged> {
     is_data(mapping, agent)?;
@@ -86,7 +84,7 @@ fn is_stack(mapping: &Mapping, stacks: &[u64]) -> bool {
 /// Each mapping of a process, in order, and why it is not managed, if it is not.
 pub(crate) fn standings<'maps>(
     maps: &'maps [Mapping],
-    agent: &Agent,
+    agent: AgentRanges,
     stacks: &[u64],
 ) -> Vec<(&'maps Mapping, Result<(), Unmanaged>)> {
     let mut standings: Vec<_> =
@@ -120,7 +118,7 @@ pub(crate) fn standings<'maps>(
 }
 
 /// The ranges of what is managed of a process.
-pub(crate) fn managed(maps: &[Mapping], agent: &Agent, stacks: &[u64]) -> Vec<Range> {
+pub(crate) fn managed(maps: &[Mapping], agent: AgentRanges, stacks: &[u64]) -> Vec<Range> {
     let standings = standings(maps, agent, stacks).into_iter();
     standings.filter(|(_, why)| why.is_ok()).map(|(mapping, _)| mapping.range).collect()
 }
@@ -132,4 +130,105 @@ fn most_mappings() -> usize {
         let text = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap_or_default();
         text.trim().parse().unwrap_or(DEFAULT_MOST_MAPPINGS)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const AGENT: AgentRanges = AgentRanges {
+        transfer: Range { start: 1 << 40, end: (1 << 40) + (2 << 20) },
+        own: Range { start: 2 << 40, end: (2 << 40) + (1 << 20) },
+    };
+
+    fn at(start: u64, bytes: u64) -> Mapping {
+        Mapping {
+            range: Range { start, end: start + bytes },
+            readable: true,
+            writable: true,
+            executable: false,
+            private: true,
+            anonymous: true,
+            backed: false,
+            dev_zero: false,
+            fileless: true,
+            aio_ring: false,
+        }
+    }
+
+    fn file(start: u64, bytes: u64) -> Mapping {
+        Mapping { anonymous: false, backed: true, fileless: false, ..at(start, bytes) }
+    }
+
+    /// So many mappings of 64 KiB, a page between any two.
+    fn blocks(count: u64) -> Vec<Mapping> {
+        (0..count).map(|index| at((8 << 30) + index * (68 << 10), 64 << 10)).collect()
+    }
+
+    fn reasons(maps: &[Mapping], stacks: &[u64]) -> Vec<Option<Unmanaged>> {
+        standings(maps, AGENT, stacks).into_iter().map(|(_, why)| why.err()).collect()
+    }
+
+    #[test]
+    fn every_kind_has_its_reason() {
+        let large = 1 << 20;
+        let stack = 9 << 30;
+        let maps = [
+            at(1 << 30, large),
+            Mapping { private: false, ..at(2 << 30, large) },
+            file(3 << 30, large),
+            Mapping { dev_zero: true, ..file(4 << 30, large) },
+            Mapping { executable: true, ..at(5 << 30, large) },
+            Mapping { anonymous: false, fileless: false, ..at(6 << 30, large) },
+            at(7 << 30, SMALLEST_BYTES - 4096),
+            at(stack, large),
+            at(AGENT.transfer.start, large),
+            at(AGENT.own.start - large, 2 * large),
+        ];
+        let expected = [
+            None,
+            Some(Unmanaged::Shared),
+            Some(Unmanaged::File),
+            Some(Unmanaged::DevZero),
+            Some(Unmanaged::Executable),
+            Some(Unmanaged::Kernel),
+            Some(Unmanaged::Small),
+            Some(Unmanaged::Stack),
+            Some(Unmanaged::Agent),
+            Some(Unmanaged::Agent),
+        ];
+        assert_eq!(reasons(&maps, &[stack + 4096]), expected);
+        assert_eq!(managed(&maps, AGENT, &[stack]), [maps[0].range]);
+    }
+
+    #[test]
+    fn small_mappings_are_managed_where_there_are_many_of_them() {
+        let few = blocks(SMALL_TOGETHER_BYTES / (64 << 10) - 1);
+        assert!(reasons(&few, &[]).iter().all(|why| *why == Some(Unmanaged::Small)));
+        let enough = blocks(SMALL_TOGETHER_BYTES / (64 << 10));
+        assert!(reasons(&enough, &[]).iter().all(Option::is_none));
+        assert!(!reasons(&enough, &[enough[3].range.start]).iter().all(Option::is_none));
+    }
+
+    #[test]
+    fn guards_and_variables_of_libraries_are_left_alone_among_them() {
+        let mut maps = vec![
+            file(1 << 30, 4096),
+            // Begins where a file's mapping ends: a library's.
+            at((1 << 30) + 4096, 8192),
+            Mapping { writable: false, ..at(2 << 30, 4096) },
+            at((2 << 30) + 4096, 4096),
+        ];
+        maps.extend(blocks(2 * SMALL_TOGETHER_BYTES / (64 << 10)));
+        let reasons = reasons(&maps, &[]);
+        let small = Some(Unmanaged::Small);
+        assert_eq!(reasons[..4], [Some(Unmanaged::File), small, small, None]);
+        assert!(reasons[4..].iter().all(Option::is_none));
+    }
+
+    #[test]
+    fn a_process_near_its_limit_of_mappings_keeps_its_small_ones() {
+        let many = blocks(most_mappings() as u64 / 2);
+        assert!(reasons(&many, &[]).iter().all(|why| *why == Some(Unmanaged::Small)));
+    }
 }

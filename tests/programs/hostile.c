@@ -25,7 +25,7 @@
 #include <unistd.h>
 
 #define BYTES (96 * MIB)
-#define MAGIC 0x5354524154410004ull
+#define MAGIC 0x5354524154410005ull
 #define BATCH 256
 #define TRANSFER (2 * BATCH * PAGE)
 #define NEW_USERFAULTFD _IO(0xAA, 0x00)
@@ -42,6 +42,7 @@ struct hello {
 struct welcome {
     uint64_t magic;
     uint32_t verdict, space;
+    uint64_t back;
 };
 struct entry {
     _Atomic uint64_t address;
@@ -66,7 +67,7 @@ struct control {
         _Atomic uint64_t turn, start, end_kind;
     } hints[1024];
 };
-_Static_assert(sizeof(struct hello) == 64 && sizeof(struct welcome) == 16, "as in wire.rs");
+_Static_assert(sizeof(struct hello) == 64 && sizeof(struct welcome) == 24, "as in wire.rs");
 _Static_assert(sizeof(struct entry) == 16 && sizeof(struct slot) == 24, "as in wire.rs");
 
 static uint64_t token;

@@ -5,7 +5,7 @@ use strata_units::wire::Command;
 use crate::daemon::{Daemon, Space};
 use crate::managed::{PAGES, all_registered, some};
 use crate::program::{Program, agent_descriptors, status};
-use crate::{cannot_run, raw, wait_until};
+use crate::{cannot_run, wait_until};
 
 /// Everything about a thread that a change of user changes.
 fn identity(pid: i32, thread: u32) -> Vec<String> {
@@ -183,7 +183,7 @@ fn who_has_no_daemon_yet_is_followed_too() {
     }
     let child = caller.create();
     assert_ne!(child.pid, space.pid);
+    wait_until("the other one has let it begin", || thread_count(child.pid) == 2);
     assert_eq!(program.ask("verify"), "0");
     assert_eq!(program.ask("leave"), "7");
-    raw::signal(space.pid, 0);
 }

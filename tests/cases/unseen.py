@@ -87,6 +87,71 @@ def unseen_rights(run):
         raise Failure(f"a fork as somebody else: {out!r}, {err!r}")
 
 
+JAIL = f"""
+import os, sys
+data = [b"%d" % number * 1000 for number in range(11000)]
+os.chroot(sys.argv[1])
+os.chdir("/")
+os.setgroups([])
+os.setresgid({NOBODY}, {NOBODY}, {NOBODY})
+os.setresuid({NOBODY}, {NOBODY}, {NOBODY})
+child = os.fork()
+if child == 0:
+    right = all(line == b"%d" % number * 1000 for number, line in enumerate(data))
+    print(os.getpid() if right else "wrong", flush=True)
+    os.read(0, 1)
+    os._exit(7)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 7)
+"""
+
+
+def agents(pid):
+    """What the agents of a process hold, one list of kinds each."""
+    found = []
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        where = f"/proc/{pid}/task/{thread}"
+        with open(f"{where}/comm", encoding="ascii") as name:
+            if name.read().strip() != "strata-agent":
+                continue
+        kinds = [os.readlink(f"{where}/fd/{fd}").strip("[]").split(":")[0]
+                 for fd in os.listdir(f"{where}/fd")]
+        found.append(sorted(kinds))
+    return found
+
+
+@case("unseen-child-elsewhere", native=False)
+def unseen_child_elsewhere(run):
+    """The child of a program that has left the daemon's root directory and is
+    nobody now has an agent that the daemon knows."""
+    empty = os.path.join(run.directory, "empty")
+    os.mkdir(empty)
+    program = subprocess.Popen(
+        [run.binaries.strata, "run", "--name", "jail", "--dram", "40MiB", "--", sys.executable,
+         "-c", JAIL, empty],
+        env=run.daemon.environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )
+    try:
+        said_pid = program.stdout.readline().strip()
+        if not said_pid.isdigit():
+            raise Failure(f"its child said {said_pid!r}: {program.stderr.read()}")
+        pid = int(said_pid)
+        run.daemon.wait_until(lambda: agents(pid) == [["anon_inode", "socket"]],
+                              "the child's agent has been answered", 10)
+        for process in (pid, program.pid):
+            users = {open(f"/proc/{process}/task/{thread}/status", encoding="ascii").read()
+                     .split("Uid:")[1].split("\n")[0].strip()
+                     for thread in os.listdir(f"/proc/{process}/task")}
+            if users != {"\t".join([str(NOBODY)] * 4)}:
+                raise Failure(f"threads of {process} are the users {users}")
+        if not run.daemon.stats("jail")["evictions_total"]:
+            raise Failure("nothing was evicted: it tested nothing")
+    finally:
+        _, errors = program.communicate("\n", timeout=30)
+    if program.returncode != 0 or errors:
+        raise Failure(f"it ended with {program.returncode}: {errors}")
+
+
 @case("unseen-other-library", native=False)
 def unseen_other_library(run):
     """A child with another C library runs, and says that it is not managed."""

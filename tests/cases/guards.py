@@ -42,7 +42,8 @@ def guards_snapshot(run):
     they are guards again in what is brought back."""
     program = run.start("guards", "forever", budget="32MiB")
     tenant = Snapshots(run, program)
-    path = {name: os.path.join(run.directory, name) for name in ("rounds", "remove", "removed")}
+    names = ("rounds", "remove", "removed", "clone", "cloned")
+    path = {name: os.path.join(run.directory, name) for name in names}
 
     def goes_on():
         before = machine.read(path["rounds"])
@@ -64,18 +65,31 @@ def guards_snapshot(run):
         os.unlink(path["remove"])
         os.unlink(path["removed"])
 
+    def clone():
+        open(path["clone"], "w").close()
+        run.daemon.wait_until(lambda: os.path.exists(path["cloned"]) or ended(),
+                              "a child without an agent is right")
+        goes_on()
+        os.unlink(path["cloned"])
+
+    def ended():
+        return machine.read(program.log_path).strip()
+
     run.daemon.wait_until(lambda: os.path.exists(path["rounds"]), "it is ready")
     goes_on()
+    clone()
     snapshot = tenant.take()
     goes_on()
     remove()
     tenant.rollback(snapshot)
     goes_on()
+    clone()
     remove()
     tenant.kill()
     tenant.restore(snapshot)
     goes_on()
     remove()
+    clone()
     stats = run.daemon.stats(tenant.name)
     if stats["lost_pages_total"]:
         raise Failure(f"{stats['lost_pages_total']} pages lost")

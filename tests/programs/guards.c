@@ -24,6 +24,7 @@
 #define BYTES (64 * MIB)
 #define PAGES (BYTES / PAGE)
 #define RUN (500 * PAGE)
+#define WIPED (2 * MIB)
 
 static char *memory;
 static sigjmp_buf back;
@@ -211,6 +212,21 @@ static void *sleeper(void *unused)
     return unused;
 }
 
+/* A child without an agent: it finds the memory empty that is to be, and all else as
+ * it was. */
+static void child_of_forever(const char *wiped)
+{
+    int pid = (int)T_SYS(syscall(SYS_clone, SIGCHLD, NULL, NULL, NULL, NULL));
+    if (pid == 0) {
+        t_check_zero(wiped, WIPED);
+        for (size_t i = 0; i < 1000; i++)
+            t_check_page(memory + i * PAGE, 1, i);
+        syscall(SYS_exit_group, 0);
+    }
+    t_wait_child(pid);
+    t_check(wiped, WIPED, 2);
+}
+
 static void forever(void)
 {
     enum { THREADS = 4, STACK = 1 * MIB };
@@ -229,6 +245,9 @@ static void forever(void)
     }
     char *run = memory + 1000 * PAGE;
     T_SYS(madvise(run, RUN, MADV_GUARD_INSTALL));
+    char *wiped = t_map(WIPED);
+    t_fill(wiped, WIPED, 2);
+    T_SYS(madvise(wiped, WIPED, MADV_WIPEONFORK));
     bool removed = false;
     int rounds = T_SYS(open("rounds", O_CREAT | O_RDWR, 0666));
     for (unsigned long round = 0;; round++) {
@@ -243,6 +262,11 @@ static void forever(void)
             t_check_zero(run, RUN);
             removed = true;
             close(T_SYS(open("removed", O_CREAT, 0666)));
+        }
+        if (t_absent(wiped, WIPED) > WIPED / PAGE / 2 && access("clone", F_OK) == 0) {
+            T_SYS(unlink("clone"));
+            child_of_forever(wiped);
+            close(T_SYS(open("cloned", O_CREAT, 0666)));
         }
         for (size_t i = round % 16; i < PAGES; i += 16)
             if (i < 1000 || i >= 1000 + RUN / PAGE)

@@ -11,6 +11,7 @@ use strata_units::PAGE_SIZE;
 
 use crate::kernel::{self, word};
 use crate::next::Next;
+use crate::start;
 use crate::syscall::call;
 
 const MADV_GUARD_INSTALL: c_int = 102;
@@ -101,8 +102,10 @@ fn is_self(process: c_int) -> bool {
 unsafe fn install(start: u64, length: usize) -> i32 {
     // SAFETY: the caller vouches for the range.
     let result = unsafe { kernel::advise(start, length, MADV_GUARD_INSTALL) };
-    let length = (length as u64).next_multiple_of(PAGE);
-    if !start.is_multiple_of(PAGE) || length == 0 || start.checked_add(length).is_none() {
+    let length = (length as u64).checked_next_multiple_of(PAGE).unwrap_or(0);
+    let is_range = start.is_multiple_of(PAGE) && length > 0 && start.checked_add(length).is_some();
+    // Nobody holds anything of an unmanaged program.
+    if !is_range || start::is_off() {
         return result;
     }
     if result == 0 || is_whole_but_for_holes(result, start, length) {

@@ -48,6 +48,11 @@ pub(crate) fn recording() -> Option<&'static Block> {
     block
 }
 
+/// Whether nothing of this process is managed, and nothing will be.
+pub(crate) fn is_off() -> bool {
+    MODE.load(Ordering::Relaxed) == MODE_OFF
+}
+
 #[cfg(not(test))]
 #[used]
 #[unsafe(link_section = ".init_array")]

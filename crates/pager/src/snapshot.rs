@@ -324,11 +324,10 @@ fn take(
     let pending_pages = taken.spaces.iter().filter_map(|(s, _)| s.capture_state()).map(|s| s.0);
     let pending_pages = pending_pages.sum();
     let unknown: u64 = taken.spaces.iter().map(|(space, _)| space.unknown_pages()).sum();
-    if outcome.is_ok() && unknown > 0 && unknown <= request.most_frozen_pages {
-        outcome = taken.capture_unknown(buffer);
-    }
     if outcome.is_ok() && request.stay {
-        outcome = taken.capture_all(buffer);
+        outcome = taken.capture_all(pending_pages, buffer);
+    } else if outcome.is_ok() && unknown > 0 && unknown <= request.most_frozen_pages {
+        outcome = taken.capture_unknown(buffer);
     }
     let stay = request.stay && outcome.is_ok();
     let thawed = (request.thaw)();
@@ -435,13 +434,14 @@ impl Taken<'_> {
         Ok(())
     }
 
-    /// Captures the rest as well, which the snapshot before has: nobody waits for the
-    /// processes.
-    fn capture_all(&self, buffer: &mut [u8]) -> Result<(), SnapshotError> {
+    /// Captures all that is pending, raw where there is room: it may soon be forgotten.
+    fn capture_all(&self, pending: u64, buffer: &mut [u8]) -> Result<(), SnapshotError> {
+        let room = self.tenant.headroom_pages() > pending as i64;
+        let how = if room { Put::Staged } else { Put::Fast };
         for (space, _) in &self.spaces {
             let mut since = Instant::now();
             while space.capture_state().is_some_and(|(pending, _)| pending > 0) {
-                if space.capture_some(self.tenant, Put::Fast, buffer) > 0 {
+                if space.capture_some(self.tenant, how, buffer) > 0 {
                     since = Instant::now();
                 } else if since.elapsed() > PATIENCE {
                     return Err(failed("its memory cannot be captured"));

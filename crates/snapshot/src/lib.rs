@@ -24,6 +24,7 @@ mod log;
 mod message;
 mod preflight;
 mod processes;
+mod rehearsal;
 mod restore;
 mod stopping;
 mod terminals;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::time::{Duration, Instant};
 
-use strata_sys::{SIGKILL, parent_of, stat_field};
+use strata_sys::{Pidfd, SIGKILL, SIGSTOP, parent_of, stat_field};
 
 /// Longest wait for a tracer's end to show.
 const DETACHED_WITHIN: Duration = Duration::from_secs(2);
@@ -113,6 +113,46 @@ pub(crate) fn lives_elsewhere(pid: u32) -> bool {
 /// own pid namespace.
 pub(crate) fn find_by_inner_number(ancestor: u32, number: u32) -> Option<u32> {
     process_tree(ancestor).into_iter().find(|pid| inner_number(*pid) == Some(number))
+}
+
+/// Ends all that descends from a process, but not itself. They are stopped
+/// first, so that none starts another between the look and the kill: that one
+/// would be nobody's child then, and not be found again.
+pub(crate) fn kill_below(ancestor: u32) {
+    let mut found: Vec<(u32, Pidfd)> = Vec::new();
+    loop {
+        let known = found.len();
+        for pid in process_tree(ancestor) {
+            if pid == ancestor || found.iter().any(|(other, _)| *other == pid) {
+                continue;
+            }
+            let Ok(pidfd) = Pidfd::open(pid) else { continue };
+            // Still below it, so the number was not another's in between.
+            if process_tree(ancestor).contains(&pid) {
+                pidfd.signal(SIGSTOP);
+                found.push((pid, pidfd));
+            }
+        }
+        if found.len() == known {
+            break;
+        }
+    }
+    for (_, pidfd) in &found {
+        pidfd.signal(SIGKILL);
+    }
+}
+
+/// Ends what a CRIU that was killed left behind: it waits for that CRIU for ever,
+/// and nobody knows of it yet. `numbers` were free when it started. Its parent is
+/// whoever collects orphans: us, or we cannot tell it from others.
+pub(crate) fn kill_orphans(numbers: &[u32]) {
+    let is_ours = |number: u32| parent_of(number) == Some(std::process::id());
+    for &number in numbers.iter().filter(|&&number| is_ours(number)) {
+        // Still ours, so the number was not another's in between.
+        if let Some(pidfd) = Pidfd::open(number).ok().filter(|_| is_ours(number)) {
+            pidfd.signal(SIGKILL);
+        }
+    }
 }
 
 #[cfg(test)]

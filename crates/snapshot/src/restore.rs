@@ -20,15 +20,10 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::thread::Builder;
 use std::time::{Duration, Instant};
 use std::{fs, io};
 
-use strata_sys::{
-    Event, Launch, Pidfd, Range, Running, SIGKILL, SIGSTOP, SharedMemory, Userfaultfd, parent_of,
-    peer, poll_readable, receive_with_fds,
-};
-use strata_units::PAGE_SIZE;
+use strata_sys::{Launch, Pidfd, Running, SIGKILL, peer, poll_readable, receive_with_fds};
 
 use crate::breakpoints::Breakpoints;
 use crate::clone::Run;
@@ -37,7 +32,9 @@ use crate::criu::{Criu, IGNORE_CGROUPS};
 use crate::gate;
 use crate::images;
 use crate::log::Complaint;
-use crate::processes::{find_by_inner_number, is_ending, is_in_state, process_tree};
+use crate::processes::{
+    find_by_inner_number, is_ending, is_in_state, kill_below, kill_orphans, process_tree,
+};
 use crate::terminals::Terminals;
 use crate::view;
 
@@ -48,9 +45,7 @@ const FREE_WITHIN: Duration = Duration::from_secs(15);
 const SOCKET: &str = "lazy-pages.socket";
 /// What it sends at the end (`LAZY_PAGES_RESTORE_FINISHED`, "RSTF").
 const FINISHED: i32 = 0x5253_5446;
-/// Faults of a rehearsal that are read at a time, and how often it is looked whether
-/// its process is there still.
-const MESSAGES: usize = 64;
+/// How often it is looked whether what was restored is there still.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// How long a restored tree may take to be gone after it was killed.
 const GONE_WITHIN: Duration = Duration::from_secs(5);
@@ -174,38 +169,6 @@ pub struct Arrival {
     /// Gets its missing pages; the only copy. Opened with fork, remap, unmap and
     /// remove events, non-blocking.
     pub userfaultfd: OwnedFd,
-}
-
-impl Arrival {
-    /// Answers whatever it touches with empty pages, for a rehearsal. Nobody may ever
-    /// let it run.
-    ///
-    /// # Errors
-    /// There is no thread to be had.
-    pub fn fill_with_nothing(self) -> io::Result<()> {
-        let ring = SharedMemory::create("rehearsed", Userfaultfd::ring_bytes(MESSAGES) as u64)?;
-        let fill = move || {
-            let memory = Userfaultfd::adopt(self.userfaultfd);
-            // Hung up with its last process.
-            while let Ok([polled]) = poll_readable([memory.as_fd()], Some(LOOK_EVERY)) {
-                if polled.hangup || !memory.is_alive() {
-                    return;
-                }
-                let Ok(count) = memory.read_messages(&ring, 0, MESSAGES) else { return };
-                for index in 0..count {
-                    // All other events are answered by having been read.
-                    if let Some(Event::Fault { address, .. }) =
-                        Userfaultfd::message(&ring, 0, index)
-                    {
-                        let end = address + PAGE_SIZE as u64;
-                        memory.zero(Range { start: address, end });
-                    }
-                }
-            }
-        };
-        Builder::new().name("rehearse".into()).stack_size(64 << 10).spawn(fill)?;
-        Ok(())
-    }
 }
 
 /// A tree that was restored and runs.
@@ -598,46 +561,6 @@ impl Restore {
         match pids.as_slice() {
             [one] => *one,
             _ => pids.iter().find(has_all).or(pids.first()).copied().unwrap_or(0),
-        }
-    }
-}
-
-/// Ends all that descends from a process, but not itself. They are stopped
-/// first, so that none starts another between the look and the kill: that one
-/// would be nobody's child then, and not be found again.
-fn kill_below(ancestor: u32) {
-    let mut found: Vec<(u32, Pidfd)> = Vec::new();
-    loop {
-        let known = found.len();
-        for pid in process_tree(ancestor) {
-            if pid == ancestor || found.iter().any(|(other, _)| *other == pid) {
-                continue;
-            }
-            let Ok(pidfd) = Pidfd::open(pid) else { continue };
-            // Still below it, so the number was not another's in between.
-            if process_tree(ancestor).contains(&pid) {
-                pidfd.signal(SIGSTOP);
-                found.push((pid, pidfd));
-            }
-        }
-        if found.len() == known {
-            break;
-        }
-    }
-    for (_, pidfd) in &found {
-        pidfd.signal(SIGKILL);
-    }
-}
-
-/// Ends what a CRIU that was killed left behind: it waits for that CRIU for ever,
-/// and nobody knows of it yet. `numbers` were free when it started. Its parent is
-/// whoever collects orphans: us, or we cannot tell it from others.
-fn kill_orphans(numbers: &[u32]) {
-    let is_ours = |number: u32| parent_of(number) == Some(std::process::id());
-    for &number in numbers.iter().filter(|&&number| is_ours(number)) {
-        // Still ours, so the number was not another's in between.
-        if let Some(pidfd) = Pidfd::open(number).ok().filter(|_| is_ours(number)) {
-            pidfd.signal(SIGKILL);
         }
     }
 }

@@ -13,12 +13,14 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::thread::Builder;
 use std::time::{Duration, Instant};
 
 use strata_api::SnapshotRef;
 use strata_pager::Tenant;
 use strata_snapshot::{Restore, RestoreOptions, Shown, Terminals};
 use strata_sys::collect_child;
+use strata_units::SpaceId;
 
 use super::disk::Known;
 use super::preparing::Preparing;
@@ -47,8 +49,8 @@ impl Snapshots {
             return Err(format!("{} was taken of another tenant than {name}", known.info.id));
         }
         let unharmed = |why: String| format!("{why}; {name} runs on, nothing was ended");
-        self.rehearse(tenant, &known).map_err(unharmed)?;
         let mut preparing = Preparing::begin(tenant, &origin, &known).map_err(unharmed)?;
+        self.rehearse(tenant, &known).map_err(unharmed)?;
         preparing.wait().map_err(unharmed)?;
         let pids = tenant.pids();
         let own = Terminals::of(&pids);
@@ -63,10 +65,28 @@ impl Snapshots {
         match self.revive(tenant, &known, preparing, how) {
             Ok(life) => {
                 self.descends(tenant, &known.info.id);
-                let _ = self.forget(&undo);
+                self.forget_later(tenant, &undo);
                 Ok(life)
             }
             Err(why) => Err(self.undo(tenant, &known, undo, again, why)),
+        }
+    }
+
+    /// Forgets what is not needed any more; nobody waits until its pages are released.
+    fn forget_later(&self, tenant: &Arc<Tenant>, undo: &Known) {
+        if self.disk.remove(&undo.info.id).is_err() {
+            // Its number of memory must be nobody else's while its files are there.
+            return;
+        }
+        let memories: Vec<_> =
+            undo.processes.iter().filter_map(|process| process.memory.map(SpaceId)).collect();
+        let forget = |tenant: &Tenant, memories: Vec<SpaceId>| {
+            memories.into_iter().for_each(|memory| tenant.remove_snapshot_memory(memory));
+        };
+        let (held, all) = (Arc::clone(tenant), memories.clone());
+        let thread = Builder::new().name("forget".into()).spawn(move || forget(&held, all));
+        if thread.is_err() {
+            forget(tenant, memories);
         }
     }
 

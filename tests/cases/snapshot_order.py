@@ -9,8 +9,8 @@ import random
 import shutil
 
 import machine
-from moment import CRIU, ROOT, Moment, need_criu
-from strata import Failure, configured
+from moment import CRIU, ROOT, Moment, Snapshots, need_criu
+from strata import Failure, Skip, configured
 from suite import case
 
 # A rollback restores once to rehearse and once in earnest; if that fails, once more
@@ -142,6 +142,70 @@ def refused(run):
         run.note(f"{len(rows)} steps")
         double.plan()
         program.roll(snapshot)
+
+
+# Has a file mapped that a JVM's neighbours would remove (/tmp/hsperfdata_*).
+MAPS = """
+import mmap, os, time
+os.mkdir("shown")
+if os.environ.get("STRATA_TEST_MOUNT"):
+    os.system("mount -t tmpfs none shown")
+    # What it had from outside is opened behind other mounts.
+    for number in range(3):
+        os.dup2(os.open("/dev/null", os.O_RDWR), number)
+with open("shown/mapped", "w+b") as file:
+    file.truncate(4096)
+    memory = mmap.mmap(file.fileno(), 4096)
+count = 0
+while True:
+    count += 1
+    with open("count", "w") as file:
+        file.write(str(count))
+    time.sleep(0.01)
+"""
+
+
+def lacking(run, command, env=None):
+    """A program of which something is missing when it is to come back: rolled back, it
+    runs on, and is told why."""
+    need_criu()
+    program = run.start(*command, "-c", MAPS, budget="64MiB", env=env)
+    tenant = Snapshots(run, program)
+    count = lambda: int(machine.read(os.path.join(run.directory, "count")) or 0)  # noqa: E731
+    run.daemon.wait_until(lambda: count() > 5, "it runs")
+    pids = tenant.note_pids()
+    snapshot = tenant.take()
+    mapped = os.path.join(run.directory, "shown", "mapped")
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(mapped, mapped + ".away")
+    said = told(tenant.rollback(snapshot, check=False))
+    if "shown/mapped: No such file" not in said or "runs on" not in said:
+        raise Failure(f"it does not say what is missing: {said}")
+    if tenant.pids() != pids:
+        raise Failure(f"its processes are {tenant.pids()}, were {pids}")
+    before = count()
+    run.daemon.wait_until(lambda: count() > before + 5, "it runs on")
+    return tenant, snapshot, mapped
+
+
+@case("rollback-file-missing", native=False, own_daemon=True)
+def file_missing(run):
+    """Put back what is missing, and it works."""
+    tenant, snapshot, mapped = lacking(run, [run.tool("python3")])
+    os.rename(mapped + ".away", mapped)
+    tenant.rollback(snapshot)
+    tenant.kill()
+
+
+@case("rollback-other-mounts", native=False, own_daemon=True)
+def other_mounts(run):
+    """What a container has mounted is not there for who restores it."""
+    unshare = run.tool("unshare")
+    if os.geteuid() != 0:
+        raise Skip("only root has a mount namespace of its own")
+    tenant, _, _ = lacking(run, [unshare, "--mount", run.tool("python3")],
+                           env={"STRATA_TEST_MOUNT": "1"})
+    tenant.kill()
 
 
 @case("rollback-undone", native=False, own_daemon=True)

@@ -243,3 +243,59 @@ pub(crate) fn given(mut entry: Message, fd: &OwnedFd) -> Message {
     }
     entry
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use super::*;
+
+    fn entry(id: u64, device: u64, index: Option<u64>) -> Message {
+        let mut entry = Message(
+            [(ID, id), (SESSION, 9), (GROUP, 9), (DEVICE, device), (FILESYSTEM, 0x16), (OWNER, 0)]
+                .map(|(field, value)| (field, Value::Number(value)))
+                .into(),
+        );
+        if let Some(index) = index {
+            let pty = Message(vec![(PTY_INDEX, Value::Number(index))]);
+            entry.set(PTY, Value::Bytes(pty.bytes()));
+        }
+        entry
+    }
+
+    #[test]
+    fn a_terminal_whose_other_end_is_inside_is_not_an_outsiders() {
+        let multiplexer = u64::from(MULTIPLEXER);
+        let entries = [
+            entry(1, multiplexer, Some(4)),
+            entry(2, 0x8804, Some(4)),
+            entry(3, 0x8807, Some(7)),
+            entry(4, 0x0500, None),
+        ];
+        let found = outer(&entries);
+        let names: Vec<String> = found.iter().map(Outer::name).collect();
+        assert_eq!(names, ["tty[8807:16]", "tty[500:16]"]);
+    }
+
+    #[test]
+    fn what_is_given_is_nobodys_session() {
+        let pair = || Some((File::open("/dev/ptmx").ok()?, ()));
+        let Some((master, ())) = pair() else { return println!("skipped: no /dev/ptmx here") };
+        let fd = OwnedFd::from(master);
+        let given = given(entry(3, 0x8807, Some(7)), &fd);
+        assert_eq!((given.number(SESSION), given.number(GROUP)), (Some(0), Some(0)));
+        assert_eq!((given.number(OWNER), given.number(ID)), (None, Some(3)));
+        let modes = given.message(MODES).expect("the modes of now");
+        assert_eq!(modes.numbers(CONTROL_CHARACTERS).len(), MOST_CHARACTERS);
+        assert!(given.message(WINDOW).is_some());
+    }
+
+    #[test]
+    fn files_that_are_no_terminals_are_not_given() {
+        let _null = File::open("/dev/null").expect("null");
+        let own = Terminals::of(&[std::process::id()]);
+        assert!(own.found.iter().all(|&(device, _)| is_terminal(device) && device != 0x0103));
+        assert!(is_terminal(0x8807) && is_terminal(0x0500) && !is_terminal(0x0103));
+        assert_eq!(Terminals::default().again().found.len(), 0);
+    }
+}

@@ -176,3 +176,55 @@ pub(crate) fn make(
     let inherited = given.into_iter().map(|(one, fd)| (one.name(), fd)).collect();
     Ok(Some(View { inherited, lacks_terminal: !lacking.is_empty() }))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn numbers(fields: &[(u64, u64)]) -> Message {
+        Message(fields.iter().map(|&(name, value)| (name, Value::Number(value))).collect())
+    }
+
+    fn file(kind: u64, field: u64, inner: &Message) -> Message {
+        let mut file = numbers(&[(FILE_KIND, kind), (2, inner.number(1).unwrap_or(0))]);
+        file.set(field, Value::Bytes(inner.bytes()));
+        file
+    }
+
+    fn terminal(id: u64, entry: u64) -> Message {
+        let mut terminal =
+            numbers(&[(TERMINAL_ID, id), (TERMINAL_ENTRY, entry), (TERMINAL_FLAGS, 2)]);
+        terminal.set(TERMINAL_OWNER, Value::Bytes(numbers(&[(1, 7)]).bytes()));
+        file(TERMINAL, FILE_TERMINAL, &terminal)
+    }
+
+    #[test]
+    fn only_files_of_terminals_that_lack_become_nothing() {
+        let mut files = [terminal(23, 5), terminal(24, 6)];
+        let changed = without_terminals(&mut files, &BTreeSet::from([5]));
+        assert_eq!(changed, BTreeSet::from([23]));
+        assert_eq!(files[1], terminal(24, 6));
+        assert_eq!(files[0].number(FILE_KIND), Some(REGULAR));
+        assert_eq!(files[0].message(FILE_TERMINAL), None);
+        let regular = files[0].message(FILE_REGULAR).expect("a file");
+        assert_eq!(regular.bytes_of(REGULAR_NAME), Some(&b"/dev/null"[..]));
+        assert_eq!((regular.number(1), regular.number(2)), (Some(23), Some(2)));
+        assert_eq!(regular.message(REGULAR_OWNER).and_then(|owner| owner.number(1)), Some(7));
+    }
+
+    #[test]
+    fn sockets_lose_their_paths_and_nothing_else() {
+        let socket = |name: &[u8]| {
+            let mut socket = numbers(&[(1, 3), (UNIX_INODE, 99), (UNIX_DELETED, 0)]);
+            socket.set(UNIX_NAME, Value::Bytes(name.to_vec()));
+            file(5, FILE_UNIX, &socket)
+        };
+        let mut files = [socket(b"/run/db.sock\0"), socket(b"\0abstract"), socket(b"")];
+        let before = files.clone();
+        without_paths(&mut files);
+        assert_eq!(files[1..], before[1..]);
+        let named = files[0].message(FILE_UNIX).expect("a socket");
+        assert_eq!(named.bytes_of(UNIX_NAME), Some(&b"\0rehearsed-99"[..]));
+        assert_eq!((named.number(UNIX_INODE), named.number(UNIX_DELETED)), (Some(99), None));
+    }
+}

@@ -10,21 +10,21 @@ import subprocess
 import time
 
 import machine
-from moment import Moment, Snapshots, need_criu
+from moment import Snapshots, need_criu
 from program import Program
 from strata import Failure
 from suite import case
 
 # Says a line for each that it reads, and the round it is in.
 ECHO = """
-import os, sys
-round, lost = 0, open("lost", "a")
+import os, sys, time
+round = 0
 while True:
     line = sys.stdin.readline()
     if not line:
         open("ended", "w").close()
         while True:
-            __import__("time").sleep(60)
+            time.sleep(60)
     round += 1
     print(f"round {round}: {line.strip()} tty {os.isatty(1)}", flush=True)
 """

@@ -26,7 +26,7 @@ pub use snapshot::{
     Net, PortForward, Progress, RevivedTenant, SnapshotId, SnapshotInfo, SnapshotRef,
     SnapshotState, Tcp, Unit, Which, clone_name, label_problem,
 };
-pub use stats::{Latency, Stats, TenantState, TierStats};
+pub use stats::{Latency, Pressure, Stall, Stats, TenantState, TierStats, Unattended, UnmanagedBy};
 
 use serde::{Deserialize, Serialize};
 

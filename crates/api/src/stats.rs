@@ -59,6 +59,61 @@ pub struct TierStats {
     pub pages_out_total: u64,
 }
 
+/// Anonymous memory in DRAM that is not managed, by cause: bytes, as of a moment ago.
+/// What is left of [`Stats::unmanaged_bytes`] is the library's own or was counted at
+/// another moment.
+#[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct UnmanagedBy {
+    /// May be managed, and is not registered: the tenant is far below its budget, or
+    /// the memory is new.
+    pub untouched_bytes: u64,
+    /// In mappings that are too small.
+    pub small_bytes: u64,
+    /// Stacks.
+    pub stacks_bytes: u64,
+    /// In executable mappings: code that was made at run time.
+    pub executable_bytes: u64,
+    /// In private mappings of files: programs' data, `/dev/zero`, memory files.
+    pub files_bytes: u64,
+    /// In processes that no agent is in: see [`Stats::unattended`].
+    pub unattended_bytes: u64,
+}
+
+/// A process of a tenant that no agent is in.
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct Unattended {
+    /// Its number.
+    pub pid: u32,
+    /// What it executes.
+    pub name: String,
+    /// Its anonymous memory in DRAM, shared pages in proportion.
+    pub bytes: u64,
+    /// Why no agent is in it, for people.
+    pub reason: String,
+}
+
+/// Shares of time in hundredths, and a sum, as in `/proc/pressure`.
+#[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct Pressure {
+    /// Average over 10 s.
+    pub avg10: f64,
+    /// Average over 60 s.
+    pub avg60: f64,
+    /// Average over 300 s.
+    pub avg300: f64,
+    /// All of it since the tenant's start, microseconds.
+    pub total_us: u64,
+}
+
+/// How long a tenant has waited for pages that Strata brings.
+#[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct Stall {
+    /// Some thread waited.
+    pub some: Pressure,
+    /// Some thread waited, and none of the tenant's ran.
+    pub full: Pressure,
+}
+
 /// Everything there is to know about one tenant. Sizes in bytes, counters since
 /// the tenant's start.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
@@ -85,6 +140,19 @@ pub struct Stats {
     pub pinned_bytes: u64,
     /// Anonymous memory in DRAM that Strata may not or does not yet manage.
     pub unmanaged_bytes: u64,
+    /// The same by cause.
+    #[serde(default)]
+    pub unmanaged_by: UnmanagedBy,
+    /// Processes that no agent is in.
+    #[serde(default)]
+    pub unattended_processes: u64,
+    /// Some of them.
+    #[serde(default)]
+    pub unattended: Vec<Unattended>,
+    /// Shared memory and memory files in DRAM that its processes made. Never managed; it
+    /// counts against the budget.
+    #[serde(default)]
+    pub shared_bytes: u64,
     /// Original size of what is stored.
     pub stored_bytes: u64,
     /// Original size of resident pages whose stored copies are kept: evicting
@@ -138,6 +206,9 @@ pub struct Stats {
     /// Processor time that moving pages to the node and back took, microseconds.
     #[serde(default)]
     pub node_move_us_total: u64,
+    /// How long it has waited for pages.
+    #[serde(default)]
+    pub stall: Stall,
     /// Faults, first touches apart.
     pub fault_latency_us: Latency,
     /// Where its pages are, fastest first.
@@ -158,8 +229,13 @@ impl Stats {
     /// What the tenant costs in DRAM: what its budget bounds.
     #[must_use]
     pub fn dram_bytes(&self) -> u64 {
-        [self.resident_bytes, self.unmanaged_bytes, self.compressed_bytes, self.metadata_bytes]
-            .iter()
-            .fold(0, |sum, part| sum.saturating_add(*part))
+        let parts = [
+            self.resident_bytes,
+            self.unmanaged_bytes,
+            self.shared_bytes,
+            self.compressed_bytes,
+            self.metadata_bytes,
+        ];
+        parts.iter().fold(0, |sum, part| sum.saturating_add(*part))
     }
 }

@@ -58,7 +58,7 @@ fn execute(command: Command) -> Result<ExitCode> {
                 eprintln!("strata: no stratad is running; strata run starts a private one");
                 Vec::new()
             });
-            print(&if json { show::json(&tenants)? } else { show::table(&tenants) })?;
+            print(&if json { show::json(&tenants)? } else { show::listing(&tenants) })?;
         }
         Command::Top { once, interval } => top::top(once, interval)?,
         Command::Stats { name, json } => {

@@ -94,8 +94,19 @@ pub(crate) fn columns(rows: &[Vec<String>], left: usize) -> String {
 
 /// One line a tenant, for `ps`.
 pub(crate) fn table(tenants: &[Stats]) -> String {
-    let head =
-        ["NAME", "STATE", "PROCS", "BUDGET", "DRAM", "STORED", "FAULTS", "EVICTED", "COMMAND"];
+    let head = [
+        "NAME",
+        "STATE",
+        "PROCS",
+        "BUDGET",
+        "DRAM",
+        "UNMANAGED",
+        "STORED",
+        "FAULTS",
+        "EVICTED",
+        "STALL",
+        "COMMAND",
+    ];
     let mut rows = vec![head.map(str::to_owned).to_vec()];
     for stats in tenants {
         rows.push(vec![
@@ -104,9 +115,11 @@ pub(crate) fn table(tenants: &[Stats]) -> String {
             stats.pids.len().to_string(),
             ByteSize(stats.budget_bytes).to_string(),
             ByteSize(stats.dram_bytes()).to_string(),
+            ByteSize(unmanaged_bytes(stats)).to_string(),
             ByteSize(stats.stored_bytes).to_string(),
             stats.faults_total.to_string(),
             stats.evictions_total.to_string(),
+            short_percent(stats.stall.some.avg10),
             command(stats),
         ]);
     }
@@ -120,6 +133,59 @@ pub(crate) fn table(tenants: &[Stats]) -> String {
         rows.iter_mut().zip(cells).for_each(|(row, cell)| row.insert(5, cell));
     }
     columns(&rows, 2)
+}
+
+/// The table, and below it what there is to say of each tenant: for `ps`.
+pub(crate) fn listing(tenants: &[Stats]) -> String {
+    let mut text = table(tenants);
+    for stats in tenants {
+        for note in &stats.notes {
+            // Writing to a string does not fail.
+            let _ = writeln!(text, "{}: {}", printable(&stats.name), long_printable(note));
+        }
+    }
+    text
+}
+
+/// Longest note that is shown whole.
+const MAX_NOTE_CHARS: usize = 1000;
+
+fn long_printable(text: &str) -> String {
+    let clean = |c: char| if c.is_control() { '?' } else { c };
+    text.chars().take(MAX_NOTE_CHARS).map(clean).collect()
+}
+
+/// What of a tenant's DRAM Strata does not manage, shared memory included.
+pub(crate) fn unmanaged_bytes(stats: &Stats) -> u64 {
+    stats.unmanaged_bytes.saturating_add(stats.shared_bytes)
+}
+
+/// A share of time, in hundredths, in at most four characters.
+pub(crate) fn short_percent(percent: f64) -> String {
+    if percent > 0.0 && percent < 9.95 {
+        format!("{percent:.1}%")
+    } else {
+        format!("{percent:.0}%")
+    }
+}
+
+/// What is not managed by cause, the largest first: `12M stacks, 8.0M small`.
+pub(crate) fn causes(stats: &Stats) -> String {
+    let by = &stats.unmanaged_by;
+    let mut causes = [
+        (by.untouched_bytes, "not registered yet"),
+        (by.small_bytes, "in small mappings"),
+        (by.stacks_bytes, "stacks"),
+        (by.executable_bytes, "executable"),
+        (by.files_bytes, "of files"),
+        (by.unattended_bytes, "in processes without an agent"),
+        (stats.shared_bytes, "shared"),
+    ];
+    causes.sort_by_key(|(bytes, _)| std::cmp::Reverse(*bytes));
+    let some = causes.iter().filter(|(bytes, _)| *bytes > 0);
+    some.map(|(bytes, cause)| format!("{} {cause}", short_size(*bytes)))
+        .collect::<Vec<_>>()
+        .join(", ")
 }
 
 /// Whether a tenant has a node tier.
@@ -153,26 +219,33 @@ pub(crate) fn fields(stats: &Stats) -> Result<String> {
     });
     let mut rows = Vec::new();
     for name in names {
-        match &value[name] {
-            Value::Object(inner) => {
-                for (part, value) in inner {
-                    rows.push(vec![format!("{name}.{part}"), plain(name, value)]);
-                }
+        add_rows(&mut rows, name, name, &value[name]);
+    }
+    Ok(columns(&rows, 1))
+}
+
+/// The rows of a field called `path`, whose last part is `name`.
+fn add_rows(rows: &mut Vec<Vec<String>>, path: &str, name: &str, value: &Value) {
+    match value {
+        Value::Object(inner) => {
+            for (part, value) in inner {
+                add_rows(rows, &format!("{path}.{part}"), part, value);
             }
-            Value::Array(values) if values.iter().any(Value::is_object) => {
-                for inner in values {
-                    let of = inner["tier"].as_str().unwrap_or_default();
-                    for (part, value) in inner.as_object().into_iter().flatten() {
-                        if part != "tier" {
-                            rows.push(vec![format!("{name}.{of}.{part}"), plain(part, value)]);
-                        }
+        }
+        Value::Array(values) if values.iter().any(Value::is_object) => {
+            for inner in values {
+                // What tells it from the others.
+                let key = if inner["tier"].is_string() { "tier" } else { "pid" };
+                let of = plain("", &inner[key]);
+                for (part, value) in inner.as_object().into_iter().flatten() {
+                    if part != key {
+                        add_rows(rows, &format!("{path}.{of}.{part}"), part, value);
                     }
                 }
             }
-            value => rows.push(vec![name.to_owned(), plain(name, value)]),
         }
+        value => rows.push(vec![path.to_owned(), plain(name, value)]),
     }
-    Ok(columns(&rows, 1))
 }
 
 /// A value for people; sizes also in units.
@@ -244,13 +317,28 @@ mod tests {
     }
 
     #[test]
+    fn what_is_not_managed_is_shown_with_its_causes() {
+        let mut db = stats("db");
+        db.shared_bytes = 400 << 20;
+        db.stall.some.avg10 = 70.25;
+        let text = table(std::slice::from_ref(&db));
+        assert!(text.lines().nth(1).is_some_and(|line| line.contains("420.0 MiB")), "{text}");
+        assert!(text.contains("  70%  "), "{text}");
+        assert_eq!(causes(&db), "400M shared, 12M stacks, 8.0M in small mappings");
+        db.notes.push("over its budget\n".into());
+        let listed = listing(&[db]);
+        assert!(listed.ends_with("\ndb: a note\ndb: over its budget?\n"), "{listed}");
+        assert_eq!([0.0, 0.04, 9.9, 99.96].map(short_percent), ["0%", "0.0%", "9.9%", "100%"]);
+    }
+
+    #[test]
     fn the_node_has_a_column_where_there_is_one() {
         let mut with = stats("db");
         with.tiers[1].tier = "node".into();
         with.node_bytes = 3 << 20;
         let text = table(&[with, stats("cache")]);
         let lines: Vec<&str> = text.lines().collect();
-        assert!(lines[0].contains("DRAM     NODE     STORED"), "{text}");
+        assert!(lines[0].contains("  NODE  "), "{text}");
         assert!(lines[1].contains("  3.0 MiB  ") && lines[2].contains("  -  "), "{text}");
         assert!(!table(&[stats("cache")]).contains("NODE"));
     }
@@ -272,5 +360,8 @@ mod tests {
         let budget = text.lines().find(|line| line.starts_with("budget_bytes")).expect("a line");
         assert!(budget.ends_with("1073741824 (1.0 GiB)"), "{budget}");
         assert!(text.contains("fault_latency_us.p99 "), "{text}");
+        assert!(text.contains("stall.some.avg10 "), "{text}");
+        let stacks = text.lines().find(|line| line.starts_with("unmanaged_by.stacks_bytes"));
+        assert!(stacks.expect("a line").ends_with("(12.0 MiB)"), "{text}");
     }
 }

@@ -54,6 +54,14 @@ pub(crate) fn stats(name: &str) -> strata_api::Stats {
         staged_bytes: 10 << 20,
         pinned_bytes: 0,
         unmanaged_bytes: 20 << 20,
+        unmanaged_by: strata_api::UnmanagedBy {
+            stacks_bytes: 12 << 20,
+            small_bytes: 8 << 20,
+            ..Default::default()
+        },
+        unattended_processes: 0,
+        unattended: vec![],
+        shared_bytes: 0,
         stored_bytes: 900 << 20,
         kept_bytes: 0,
         compressed_bytes: 300 << 20,
@@ -76,6 +84,10 @@ pub(crate) fn stats(name: &str) -> strata_api::Stats {
         opposed_moves_total: 0,
         damon_promotions_total: 0,
         node_move_us_total: 0,
+        stall: strata_api::Stall {
+            some: strata_api::Pressure { avg10: 70.25, ..Default::default() },
+            ..Default::default()
+        },
         fault_latency_us: strata_api::Latency { p50: 8.5, p99: 41.0, p999: 160.0 },
         tiers: vec![tier("dram", ""), tier("compressed", ""), tier("file", "io_uring")],
         worker_restarts_total: 0,

@@ -19,6 +19,7 @@ mod schedule;
 mod snapshots;
 mod statistics;
 mod supervisor;
+mod surveyor;
 mod tenants;
 mod tier;
 mod watcher;

@@ -8,7 +8,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use strata_api::{AdviceState, NEEDED_FOR, Stats, TierStats};
+use strata_api::{AdviceState, NEEDED_FOR, Pressure, Stats, TierStats, UnmanagedBy};
 
 /// Longest request head that is read. Prometheus sends some 300 bytes.
 const MAX_REQUEST_BYTES: usize = 8 << 10;
@@ -31,12 +31,14 @@ macro_rules! metrics {
 
 /// Every number in [`Stats`] but the user id, which is a label, and the
 /// latencies, which have a quantile. Names that end in `_total` are counters.
-const METRICS: [Metric; 29] = metrics! {
+const METRICS: [Metric; 31] = metrics! {
     budget_bytes: "DRAM budget of the tenant.",
     resident_bytes: "Managed pages in DRAM, staged ones included.",
     staged_bytes: "Part of resident_bytes that is out of the address space, kept raw.",
     pinned_bytes: "Memory that its programs have pinned, resident or not.",
     unmanaged_bytes: "Anonymous memory in DRAM that Strata may not or does not yet manage.",
+    unattended_processes: "Processes that no agent is in.",
+    shared_bytes: "Shared memory and memory files in DRAM that its processes made.",
     stored_bytes: "Original size of the stored pages.",
     kept_bytes: "Original size of resident pages whose stored copies are kept.",
     compressed_bytes: "DRAM that the stored pages cost.",
@@ -99,6 +101,8 @@ fn write_metrics(out: &mut String, tenants: &[Stats]) -> std::fmt::Result {
             )?;
         }
     }
+    write_unmanaged(out, tenants, head)?;
+    write_stall(out, tenants, head)?;
     write_tiers(out, tenants)?;
     write_advice(out, tenants, head)?;
     head(out, "processes", "gauge", "Processes of the tenant.")?;
@@ -118,6 +122,70 @@ fn write_metrics(out: &mut String, tenants: &[Stats]) -> std::fmt::Result {
         )?;
     }
     Ok(())
+}
+
+/// One cause of [`UnmanagedBy`].
+type Cause = (&'static str, fn(&UnmanagedBy) -> u64);
+
+const CAUSES: [Cause; 6] = [
+    ("untouched", |by| by.untouched_bytes),
+    ("small", |by| by.small_bytes),
+    ("stacks", |by| by.stacks_bytes),
+    ("executable", |by| by.executable_bytes),
+    ("files", |by| by.files_bytes),
+    ("unattended", |by| by.unattended_bytes),
+];
+
+fn write_unmanaged(
+    out: &mut String,
+    tenants: &[Stats],
+    head: impl Fn(&mut String, &str, &str, &str) -> std::fmt::Result,
+) -> std::fmt::Result {
+    head(out, "unmanaged_by_bytes", "gauge", "Anonymous memory that is not managed, by cause.")?;
+    for stats in tenants {
+        for (cause, bytes) in CAUSES {
+            let (tenant, bytes) = (label(&stats.name), bytes(&stats.unmanaged_by));
+            writeln!(
+                out,
+                "strata_unmanaged_by_bytes{{tenant=\"{tenant}\",cause=\"{cause}\"}} {bytes}"
+            )?;
+        }
+    }
+    Ok(())
+}
+
+fn write_stall(
+    out: &mut String,
+    tenants: &[Stats],
+    head: impl Fn(&mut String, &str, &str, &str) -> std::fmt::Result,
+) -> std::fmt::Result {
+    let help =
+        "Hundredths of the last 10, 60 and 300 s in which some thread, and all, waited for a page.";
+    head(out, "stall_percent", "gauge", help)?;
+    for stats in tenants {
+        let tenant = label(&stats.name);
+        for (kind, Pressure { avg10, avg60, avg300, .. }) in kinds(stats) {
+            for (over, value) in [("10s", avg10), ("60s", avg60), ("300s", avg300)] {
+                writeln!(
+                    out,
+                    "strata_stall_percent{{tenant=\"{tenant}\",kind=\"{kind}\",over=\"{over}\"}} {value}"
+                )?;
+            }
+        }
+    }
+    head(out, "stall_us_total", "counter", "Microseconds in which some thread, and all, waited.")?;
+    for stats in tenants {
+        let tenant = label(&stats.name);
+        for (kind, pressure) in kinds(stats) {
+            let total = pressure.total_us;
+            writeln!(out, "strata_stall_us_total{{tenant=\"{tenant}\",kind=\"{kind}\"}} {total}")?;
+        }
+    }
+    Ok(())
+}
+
+fn kinds(stats: &Stats) -> [(&'static str, Pressure); 2] {
+    [("some", stats.stall.some), ("full", stats.stall.full)]
 }
 
 /// One number of [`TierStats`] as a metric.
@@ -311,6 +379,10 @@ mod tests {
             staged_bytes: 13,
             pinned_bytes: 42,
             unmanaged_bytes: 14,
+            unmanaged_by: strata_api::UnmanagedBy::default(),
+            unattended_processes: 0,
+            unattended: vec![],
+            shared_bytes: 0,
             stored_bytes: 15,
             kept_bytes: 41,
             compressed_bytes: 16,
@@ -333,6 +405,7 @@ mod tests {
             opposed_moves_total: 62,
             damon_promotions_total: 64,
             node_move_us_total: 63,
+            stall: strata_api::Stall::default(),
             fault_latency_us: Latency { p50: 30.5, p99: 31.5, p999: 32.5 },
             tiers: vec![TierStats {
                 tier: "file".into(),

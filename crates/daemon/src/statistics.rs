@@ -2,8 +2,10 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use strata_api::{Latency, Stats, TenantState, TierStats};
-use strata_pager::{Counter, Latencies, StoreStats, Tenant};
+use strata_api::{
+    Latency, Pressure, Stall, Stats, TenantState, TierStats, Unattended, UnmanagedBy,
+};
+use strata_pager::{Counter, Latencies, Stalled, StoreStats, Survey, Tenant, Unmanaged};
 use strata_policy::order::Lower;
 use strata_units::PAGE_SIZE;
 
@@ -17,6 +19,7 @@ pub(crate) fn all(tenants: &Tenants) -> Vec<Stats> {
 /// One tenant.
 pub(crate) fn of(tenant: &Tenant) -> Stats {
     let record = tenant.record();
+    let survey = tenant.surveyed();
     let usage = tenant.usage();
     let store = tenant.store_stats();
     let (resident_pages, managed_pages) = tenant.pages();
@@ -35,6 +38,10 @@ pub(crate) fn of(tenant: &Tenant) -> Stats {
         staged_bytes: store.staged_bytes,
         pinned_bytes: tenant.pinned_bytes(),
         unmanaged_bytes: usage.anonymous_bytes - in_space_bytes,
+        unmanaged_by: unmanaged_by(&survey),
+        unattended_processes: survey.unattended_processes as u64,
+        unattended: survey.unattended.into_iter().map(unattended).collect(),
+        shared_bytes: usage.shared_bytes,
         stored_bytes: store.stored_bytes.saturating_sub(tenant.kept_pages() * PAGE_SIZE as u64),
         kept_bytes: tenant.kept_pages() * PAGE_SIZE as u64,
         compressed_bytes: store.dram_bytes.saturating_sub(store.staged_bytes),
@@ -57,6 +64,7 @@ pub(crate) fn of(tenant: &Tenant) -> Stats {
         opposed_moves_total: count(Counter::OpposedMoves),
         damon_promotions_total: count(Counter::DamonPromotions),
         node_move_us_total: count(Counter::NodeMoveNanoseconds) / 1000,
+        stall: stall(tenant),
         fault_latency_us: Latency { p50, p99, p999 },
         tiers: tiers(tenant, &store),
         worker_restarts_total: count(Counter::WorkerRestarts),
@@ -64,6 +72,40 @@ pub(crate) fn of(tenant: &Tenant) -> Stats {
         advice: crate::advice::brief(tenant),
         notes: tenant.notes(),
     }
+}
+
+fn stall(tenant: &Tenant) -> Stall {
+    let Stalled { some_ns, full_ns, some, full } = tenant.stalled();
+    let pressure = |total_ns: u64, parts: [f64; 3]| {
+        // Two digits behind the point, as the kernel has them.
+        let [avg10, avg60, avg300] = parts.map(|part| (part * 10_000.0).round() / 100.0);
+        Pressure { avg10, avg60, avg300, total_us: total_ns / 1000 }
+    };
+    Stall { some: pressure(some_ns, some), full: pressure(full_ns, full) }
+}
+
+fn unmanaged_by(survey: &Survey) -> UnmanagedBy {
+    let Unmanaged {
+        untouched_bytes,
+        small_bytes,
+        stacks_bytes,
+        executable_bytes,
+        files_bytes,
+        unattended_bytes,
+    } = survey.unmanaged;
+    UnmanagedBy {
+        untouched_bytes,
+        small_bytes,
+        stacks_bytes,
+        executable_bytes,
+        files_bytes,
+        unattended_bytes,
+    }
+}
+
+fn unattended(one: strata_pager::Unattended) -> Unattended {
+    let strata_pager::Unattended { pid, name, bytes, why } = one;
+    Unattended { pid, name, bytes, reason: why.to_owned() }
 }
 
 fn tiers(tenant: &Tenant, store: &StoreStats) -> Vec<TierStats> {
@@ -135,7 +177,7 @@ fn state(tenant: &Tenant) -> TenantState {
         TenantState::Ended
     } else if tenant.is_released() {
         TenantState::Released
-    } else if tenant.is_exhausted() {
+    } else if tenant.is_exhausted() || tenant.usage().shared_bytes > tenant.budget_bytes() {
         TenantState::Exhausted
     } else if tenant.is_managed() {
         TenantState::Managed

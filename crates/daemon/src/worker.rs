@@ -18,7 +18,7 @@ use crate::snapshots::{Snapshots, ready, schedules};
 use crate::supervisor::Inheritance;
 use crate::tenants::Tenants;
 use crate::watcher::Watcher;
-use crate::{agents, metrics, statistics};
+use crate::{agents, metrics, statistics, surveyor};
 
 /// Exit status: nothing is left to do.
 pub(crate) const DONE: i32 = 0;
@@ -73,6 +73,7 @@ fn start(inheritance: &Inheritance) -> anyhow::Result<()> {
             log(Priority::Warning, format_args!("no metrics at {address}: {error}"));
         }
     }
+    surveyor::start(&tenants)?;
     let watcher = watcher(inheritance, &tenants).map(Arc::new);
     let tidied = Arc::clone(&tenants);
     let private = inheritance.private;

@@ -60,6 +60,10 @@ pub enum Counter {
     OpposedMoves,
     /// Pages moved from the node to DRAM because DAMON saw them used.
     DamonPromotions,
+    /// Nanoseconds in which some thread waited for a page...
+    StallNanoseconds,
+    /// ...and, of them, in which none ran.
+    FullStallNanoseconds,
 }
 
 /// A wait counts as no longer than this in what a miss takes on average: a few

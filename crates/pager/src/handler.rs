@@ -143,6 +143,8 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
     let mut reads = Reads::new(space, tenant);
     let mut served = false;
     let mut changes_after: Option<Duration> = None;
+    // Since when some thread here waits for a page.
+    let mut stalled_since: Option<Instant> = None;
     let mut follow = Follow::new();
     let Some(poller) = poller(space, tenant) else { return };
     while !space.is_gone() {
@@ -197,6 +199,10 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
                 claims.push((fault, claim));
             }
         }
+        if stalled_since.is_none() && !claims.is_empty() {
+            stalled_since = Some(began);
+            tenant.wait_begins(began);
+        }
         served = false;
         let mut changing = false;
         for (fault, claim) in claims.drain(..) {
@@ -238,8 +244,18 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
         // Before anything is brought ahead: who waits for a device waits longest.
         reads.begin(tenant);
         served |= reads.land(space, tenant, &mut page, &mut deferred);
+        if let Some(since) = stalled_since
+            && deferred.is_empty()
+            && !reads.is_waited_for()
+        {
+            tenant.wait_ends(since);
+            stalled_since = None;
+        }
         ahead.bring(space, tenant, &mut reads, &mut page);
         reads.begin(tenant);
+    }
+    if let Some(since) = stalled_since {
+        tenant.wait_ends(since);
     }
     reads.end(tenant);
 }

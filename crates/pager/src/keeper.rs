@@ -7,6 +7,7 @@ mod advising;
 mod contents;
 mod evicting;
 mod exchange;
+mod exhausted;
 mod guards;
 mod lookout;
 mod node;
@@ -15,6 +16,7 @@ mod rest;
 mod sensed;
 mod spread;
 mod taking;
+mod thrashing;
 mod time;
 
 use std::collections::BTreeMap;
@@ -28,7 +30,7 @@ use strata_policy::replacement::Standing;
 use strata_policy::{Census, Pages, Replacement, gap};
 use strata_sys::thread_time;
 use strata_units::wire::BATCH_PAGES;
-use strata_units::{ByteSize, LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
+use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
 
 use advising::Advising;
 use contents::contents;
@@ -45,7 +47,7 @@ use crate::scan::{Excluded, register_new, settle_shared};
 use crate::snapshot::{Capturing, SnapshotError, Torn};
 use crate::space::{Space, lock};
 use crate::tenant::{Order, Tenant};
-use crate::usage::{Usage, measure};
+use crate::usage::measure;
 
 /// A handler that takes the last but so many pages of headroom wakes the keeper.
 pub(crate) const WAKE_AT_PAGES: i64 = 512;
@@ -175,6 +177,8 @@ struct Keeper<'a> {
     snapshot_begun: Instant,
     /// As long as somebody wants advice.
     advising: Option<Advising>,
+    /// It does little but wait for pages.
+    thrashes: bool,
 }
 
 /// How it goes with a tenant that is over its budget.
@@ -225,6 +229,7 @@ impl<'a> Keeper<'a> {
             stands_down: false,
             snapshot_begun: now,
             advising: None,
+            thrashes: false,
         }
     }
 }
@@ -284,6 +289,7 @@ impl Keeper<'_> {
         let usage = measure(tenant, own as u64);
         *lock(&tenant.usage) = usage;
         self.tell_time(&spaces);
+        self.say_thrashing(&spaces, usage);
         if tenant.is_released() {
             tenant.may_exceed.store(true, Ordering::Relaxed);
             return NextLook::after(if forgets { Duration::ZERO } else { RESCAN_EVERY });
@@ -329,6 +335,7 @@ impl Keeper<'_> {
         self.sweep();
         // Before the first scan nothing is known to be evictable.
         let exhausted = was_managed && self.is_stuck(&progress);
+        tenant.may_exceed.store(exhausted, Ordering::Relaxed);
         self.say_exhausted(exhausted, &actions, usage, budget);
         if progress.more || forgets {
             return NextLook::after(Duration::ZERO);
@@ -612,19 +619,5 @@ impl Keeper<'_> {
                 }
             }
         }
-    }
-
-    fn say_exhausted(&self, exhausted: bool, actions: &Actions, usage: Usage, budget: u64) {
-        let tenant = self.tenant;
-        tenant.may_exceed.store(exhausted, Ordering::Relaxed);
-        let text = exhausted.then(|| {
-            format!(
-                "over its budget: costs {}, may cost {}, and nothing more can leave DRAM ({} short); raise the budget, or give it a file tier",
-                ByteSize(usage.total_bytes()),
-                ByteSize(budget),
-                ByteSize(actions.cannot_by_bytes.max(usage.total_bytes().saturating_sub(budget))),
-            )
-        });
-        tenant.note("exhausted", text);
     }
 }

@@ -81,6 +81,15 @@ impl Tenant {
         }
     }
 
+    /// The same for what is logged elsewhere.
+    pub(crate) fn hold_note(&self, cause: &'static str, text: Option<String>) {
+        let mut notes = lock(&self.notes);
+        match text {
+            Some(text) => notes.hold.insert(cause, text),
+            None => notes.hold.remove(cause),
+        };
+    }
+
     /// Logs what is not as it should be.
     pub(crate) fn log(&self, text: &str) {
         let mut notes = lock(&self.notes);

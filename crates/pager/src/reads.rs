@@ -201,6 +201,14 @@ impl Reads {
         self.tally.claimed as i64
     }
 
+    /// Whether a thread waits for something that is read.
+    pub(crate) fn is_waited_for(&self) -> bool {
+        let begun = self.clusters.iter().flat_map(|cluster| &cluster.wants);
+        let failed = self.failed.iter().map(|(_, want)| want);
+        let mut wants = self.waiting.iter().chain(begun).chain(failed);
+        wants.any(|want| matches!(want.why, Why::Fault { .. }))
+    }
+
     /// Whether something is at hand that nobody has asked for.
     fn has_spares(&self) -> bool {
         self.clusters.iter().any(Cluster::is_spare)

@@ -111,7 +111,7 @@ impl Excluded {
     }
 }
 
-fn overlaps(a: Range, b: Range) -> bool {
+pub(crate) fn overlaps(a: Range, b: Range) -> bool {
     a.start < b.end && b.start < a.end
 }
 

@@ -30,6 +30,9 @@ use crate::registry::{Registry, SpaceField, TenantRecord};
 use crate::share::Share;
 use crate::snapshot::{Memory, SnapshotOrder};
 use crate::space::{Agent, AgentRanges, Space, lock};
+use crate::stall::Waiting;
+use crate::survey::Surveyed;
+use crate::usage::Shared;
 pub use crate::usage::Usage;
 use crate::watching::Watching;
 use crate::{handler, keeper, release};
@@ -155,6 +158,11 @@ pub struct Tenant {
     /// Those of them whose stored copies were kept, for the keeper.
     pub(crate) kept_arrivals: Mutex<Vec<(PageId, Fingerprint)>>,
     pub(crate) usage: Mutex<Usage>,
+    pub(crate) shared: Mutex<Shared>,
+    /// What processes without an agent cost.
+    pub(crate) unattended_bytes: AtomicU64,
+    pub(crate) survey: Surveyed,
+    pub(crate) waiting: Waiting,
     pub(crate) advisor: Advisor,
     pub(crate) inbox: Mutex<Inbox>,
     pub(crate) inbox_filled: Condvar,
@@ -263,6 +271,10 @@ impl Tenant {
             arrivals: Mutex::default(),
             kept_arrivals: Mutex::default(),
             usage: Mutex::default(),
+            shared: Mutex::default(),
+            unattended_bytes: AtomicU64::new(0),
+            survey: Surveyed::default(),
+            waiting: Waiting::default(),
             advisor: Advisor::default(),
             inbox: Mutex::default(),
             inbox_filled: Condvar::new(),

@@ -3,11 +3,17 @@
 use std::fs;
 use std::path::Path;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use strata_sys::anonymous_rss;
 use strata_units::PAGE_SIZE;
 
+use crate::space::lock;
 use crate::tenant::Tenant;
+
+/// How often a cgroup is asked for shared memory, which is of no use to the eviction
+/// that it calls for.
+const SHARED_EVERY: Duration = Duration::from_millis(100);
 
 /// A tenant's DRAM, in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -16,6 +22,11 @@ pub struct Usage {
     pub anonymous_bytes: u64,
     /// The same on the node: no DRAM.
     pub node_bytes: u64,
+    /// Shared memory and memory files that its processes made: never managed.
+    pub shared_bytes: u64,
+    /// Part of it that the budget is compared with. What cannot leave DRAM must not
+    /// drive out everything else: that keeps an eighth.
+    pub counted_shared_bytes: u64,
     /// What stored pages cost in DRAM (staged ones included).
     pub stored_bytes: u64,
     /// Part of it that is kept raw.
@@ -28,7 +39,13 @@ impl Usage {
     /// All of it but what is on the node: what the budget is compared with.
     #[must_use]
     pub const fn total_bytes(&self) -> u64 {
-        self.anonymous_bytes + self.stored_bytes + self.metadata_bytes
+        self.anonymous_bytes + self.counted_shared_bytes + self.stored_bytes + self.metadata_bytes
+    }
+
+    /// All of it, shared memory in full.
+    #[must_use]
+    pub const fn real_bytes(&self) -> u64 {
+        self.total_bytes() + self.shared_bytes - self.counted_shared_bytes
     }
 }
 
@@ -39,15 +56,59 @@ fn field(text: &str, key: &str) -> Option<u64> {
     })
 }
 
-/// Anonymous memory charged to a cgroup and those below it.
-fn cgroup_anonymous(directory: &str) -> Option<u64> {
+/// Anonymous memory charged to a cgroup and those below it, and shared memory: each
+/// page once, at whoever touched it first.
+fn cgroup_memory(directory: &str) -> Option<(u64, u64)> {
     let text = fs::read_to_string(Path::new(directory).join("memory.stat")).ok()?;
     // v1 says total_rss, v2 says anon.
-    field(&text, "total_rss ").or_else(|| field(&text, "anon "))
+    let anonymous = field(&text, "total_rss ").or_else(|| field(&text, "anon "))?;
+    let shared = field(&text, "total_shmem ").or_else(|| field(&text, "shmem ")).unwrap_or(0);
+    Some((anonymous, shared))
+}
+
+/// What part of a budget shared memory may take from the rest: all but this.
+const PRIVATE_PART: u64 = 8;
+
+/// See [`Usage::counted_shared_bytes`].
+fn counted(shared_bytes: u64, budget_bytes: u64) -> u64 {
+    shared_bytes.min(budget_bytes - budget_bytes / PRIVATE_PART)
+}
+
+/// Shared memory as it was when somebody looked last.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Shared {
+    pub(crate) bytes: u64,
+    pub(crate) looked: Option<Instant>,
+}
+
+/// Shared memory of a tenant. One that has a cgroup is asked there, now and then; of
+/// others the survey has summed up what their processes map.
+fn shared_memory(tenant: &Tenant) -> u64 {
+    let mut shared = lock(&tenant.shared);
+    if let Some(directory) = &tenant.record.cgroup
+        && shared.looked.is_none_or(|when| when.elapsed() >= SHARED_EVERY)
+    {
+        shared.looked = Some(Instant::now());
+        if let Some((_, bytes)) = cgroup_memory(directory) {
+            shared.bytes = bytes;
+        }
+    }
+    shared.bytes
+}
+
+/// Shared memory of one process in proportion, where it has any to speak of.
+pub(crate) fn proportional_shared(pid: u32) -> u64 {
+    const LEAST_KIB: u64 = 1024;
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    if field(&status, "RssShmem").unwrap_or(0) < LEAST_KIB {
+        return 0;
+    }
+    let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap_or_default();
+    field(&text, "Pss_Shmem").unwrap_or(0) << 10
 }
 
 /// Anonymous memory of one process, shared pages in proportion.
-fn proportional_anonymous(pid: u32) -> Option<u64> {
+pub(crate) fn proportional_anonymous(pid: u32) -> Option<u64> {
     let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
     field(&text, "Pss_Anon").map(|kib| kib << 10)
 }
@@ -63,24 +124,32 @@ pub(crate) fn has_huge_pages(pid: u32) -> bool {
 pub(crate) fn measure(tenant: &Tenant, policy_bytes: u64) -> Usage {
     let spaces = tenant.space_list();
     let pids: Vec<u32> = spaces.iter().filter_map(|space| space.pid()).collect();
+    // Processes that no agent is in cost DRAM, too.
+    let unattended_bytes = tenant.unattended_bytes.load(Ordering::Relaxed);
     let anonymous_bytes = match (pids.as_slice(), &tenant.record.cgroup) {
         ([], _) => 0,
-        ([pid], _) if spaces.len() == 1 => anonymous_rss(*pid).unwrap_or(0),
+        ([pid], _) if spaces.len() == 1 => anonymous_rss(*pid).unwrap_or(0) + unattended_bytes,
         // What is being taken down is charged there, too.
         (_, Some(directory))
             if tenant.memory_held.load(Ordering::Relaxed) == 0
-                && let Some(bytes) = cgroup_anonymous(directory) =>
+                && let Some((bytes, _)) = cgroup_memory(directory) =>
         {
             bytes
         }
-        (pids, _) => pids.iter().filter_map(|&pid| proportional_anonymous(pid)).sum(),
+        (pids, _) => {
+            let all = pids.iter().filter_map(|&pid| proportional_anonymous(pid));
+            all.sum::<u64>() + unattended_bytes
+        }
     };
+    let shared_bytes = if spaces.is_empty() { 0 } else { shared_memory(tenant) };
     let node_bytes = (tenant.node_pages() * PAGE_SIZE as u64).min(anonymous_bytes);
     let store = tenant.store_stats();
     let copied_bytes: u64 = spaces.iter().map(|space| space.copied_bytes()).sum();
     Usage {
         anonymous_bytes: anonymous_bytes - node_bytes,
         node_bytes,
+        shared_bytes,
+        counted_shared_bytes: counted(shared_bytes, tenant.budget_bytes()),
         stored_bytes: store.dram_bytes + copied_bytes,
         staged_bytes: store.staged_bytes + copied_bytes,
         metadata_bytes: tenant.leaf_count() * crate::page_map::LEAF_BYTES
@@ -92,6 +161,19 @@ pub(crate) fn measure(tenant: &Tenant, policy_bytes: u64) -> Usage {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn shared_memory_leaves_an_eighth_to_the_rest() {
+        assert_eq!(counted(100, 800), 100);
+        assert_eq!(counted(900, 800), 700);
+        let usage = Usage {
+            anonymous_bytes: 50,
+            shared_bytes: 900,
+            counted_shared_bytes: counted(900, 800),
+            ..Usage::default()
+        };
+        assert_eq!((usage.total_bytes(), usage.real_bytes()), (750, 950));
+    }
 
     #[test]
     fn fields_are_found_in_both_styles() {

@@ -30,6 +30,7 @@ mod read_queue;
 mod relay;
 mod sched;
 mod shared_memory;
+mod smaps;
 mod socket;
 mod spawn;
 mod supervise;
@@ -72,6 +73,7 @@ pub use sched::{
     thread_time, wake_in_time, yield_to_others,
 };
 pub use shared_memory::{SharedMemory, punch_hole};
+pub use smaps::{MappingUse, read_mapping_uses};
 pub use socket::{SeqPacket, SeqPacketListener, receive_with_fds};
 pub use spawn::{
     Ended, Own, bind_mount, enter_namespaces_of, enter_network_of, own_session, prepare_child,

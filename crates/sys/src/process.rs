@@ -41,7 +41,7 @@ pub struct Mapping {
     pub aio_ring: bool,
 }
 
-fn parse_mapping(line: &str) -> Option<Mapping> {
+pub(crate) fn parse_mapping(line: &str) -> Option<Mapping> {
     let mut fields = line.split_ascii_whitespace();
     let (start, end) = fields.next()?.split_once('-')?;
     let range = Range {

@@ -131,7 +131,10 @@ fn draw_detail(frame: &mut Frame<'_>, area: Rect, model: &Model) {
     let text = match (model.problem(), model.selected()) {
         (Some(problem), _) => Line::from(problem.to_owned()).red(),
         (None, None) => Line::from("no tenants; strata run -- COMMAND starts one").dim(),
-        (None, Some(row)) if row.notes.is_empty() => Line::default(),
+        (None, Some(row)) if row.notes.is_empty() && row.unmanaged.is_empty() => Line::default(),
+        (None, Some(row)) if row.notes.is_empty() => {
+            Line::from(format!("{}: not managed: {}", row.name, row.unmanaged)).dim()
+        }
         (None, Some(row)) => {
             let notes = crate::failure::printable(&row.notes.join("; "));
             Line::from(format!("{}: {notes}", row.name)).yellow()
@@ -176,7 +179,7 @@ mod tests {
             assert!(lines[1].contains(column.title()), "{column:?}: {:?}", lines[1]);
         }
         let db = lines.iter().find(|line| line.starts_with("db ")).expect("a row");
-        for text in ["M", "███▋", "91%", "1.0G", "620M", "300M", "900M", "8.5", "41.0"] {
+        for text in ["M", "███▋", "91%", "1.0G", "620M", "300M", "900M", "70%", "41.0"] {
             assert!(db.contains(text), "{text}: {db:?}");
         }
         assert!(lines[21].contains("a note"), "{:?}", lines[21]);

@@ -6,7 +6,10 @@ use std::time::Instant;
 
 use strata_api::{AdviceState, Stats, TenantState};
 
-use crate::show::{columns, has_node, short_count, short_latency, short_size, state_name};
+use crate::show::{
+    causes, columns, has_node, short_count, short_latency, short_percent, short_size, state_name,
+    unmanaged_bytes,
+};
 
 /// One look at all tenants.
 pub(crate) struct Sample {
@@ -31,7 +34,7 @@ pub(crate) enum Column {
     Evictions,
     Loss,
     Need,
-    P50,
+    Stall,
     P99,
 }
 
@@ -49,7 +52,7 @@ impl Column {
         Self::Evictions,
         Self::Loss,
         Self::Need,
-        Self::P50,
+        Self::Stall,
         Self::P99,
     ];
 
@@ -67,7 +70,7 @@ impl Column {
             Self::Evictions => "EVI/s",
             Self::Loss => "LOSS",
             Self::Need => "NEED5",
-            Self::P50 => "P50us",
+            Self::Stall => "STALL",
             Self::P99 => "P99us",
         }
     }
@@ -94,8 +97,11 @@ pub(crate) struct Row {
     pub(crate) loss: Option<f64>,
     /// The budget that would cost it 5 %.
     pub(crate) need_bytes: Option<u64>,
-    pub(crate) p50_us: f64,
+    /// Hundredths of the last ten seconds in which some thread waited for a page.
+    pub(crate) stall: f64,
     pub(crate) p99_us: f64,
+    /// What is not managed, by cause.
+    pub(crate) unmanaged: String,
     pub(crate) notes: Vec<String>,
 }
 
@@ -114,7 +120,7 @@ impl Row {
             state: now.state,
             budget_use: now.dram_bytes() as f64 / now.budget_bytes.max(1) as f64,
             budget_bytes: now.budget_bytes,
-            resident_bytes: now.resident_bytes.saturating_add(now.unmanaged_bytes),
+            resident_bytes: now.resident_bytes.saturating_add(unmanaged_bytes(now)),
             node_bytes: has_node(now).then_some(now.node_bytes),
             compressed_bytes: now.compressed_bytes,
             stored_bytes: now.stored_bytes,
@@ -122,8 +128,9 @@ impl Row {
             evictions_per_s: rate(|stats| stats.evictions_total),
             loss: steady.and_then(|advice| advice.loss),
             need_bytes: steady.and_then(|advice| advice.budget_bytes[1]),
-            p50_us: now.fault_latency_us.p50,
+            stall: now.stall.some.avg10,
             p99_us: now.fault_latency_us.p99,
+            unmanaged: causes(now),
             notes: now.notes.clone(),
         }
     }
@@ -143,7 +150,7 @@ impl Row {
             Column::Evictions => rate(self.evictions_per_s),
             Column::Loss => self.loss.map_or("-".into(), |loss| format!("{:.1}%", loss * 100.0)),
             Column::Need => self.need_bytes.map_or("-".into(), short_size),
-            Column::P50 => short_latency(self.p50_us),
+            Column::Stall => short_percent(self.stall),
             Column::P99 => short_latency(self.p99_us),
         }
     }
@@ -161,7 +168,7 @@ impl Row {
             Column::Evictions => row.evictions_per_s.unwrap_or(-1.0),
             Column::Loss => row.loss.unwrap_or(-1.0),
             Column::Need => row.need_bytes.map_or(-1.0, |bytes| bytes as f64),
-            Column::P50 => row.p50_us,
+            Column::Stall => row.stall,
             Column::P99 => row.p99_us,
         };
         // Numbers from the largest down, names from A on.
@@ -416,8 +423,8 @@ mod tests {
         assert_eq!((at("NAME"), at("STATE"), at("USE")), ("a", "managed", "91%"));
         assert_eq!((at("RES"), at("COMPR"), at("STORED")), ("620M", "300M", "900M"));
         assert_eq!(
-            (at("FLT/s"), at("EVI/s"), at("P50us"), at("P99us")),
-            ("150", "25", "8.5", "41.0")
+            (at("FLT/s"), at("EVI/s"), at("STALL"), at("P99us")),
+            ("150", "25", "70%", "41.0")
         );
     }
 }

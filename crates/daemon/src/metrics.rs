@@ -379,7 +379,7 @@ mod tests {
             staged_bytes: 13,
             pinned_bytes: 42,
             unmanaged_bytes: 14,
-            unmanaged_by: strata_api::UnmanagedBy::default(),
+            unmanaged_by: UnmanagedBy::default(),
             unattended_processes: 0,
             unattended: vec![],
             shared_bytes: 0,

@@ -4,6 +4,7 @@ use std::sync::OnceLock;
 
 use strata_sys::{Mapping, Range};
 
+use crate::scan::overlaps;
 use crate::space::AgentRanges;
 
 /// Smaller mappings are left alone as long as a process has few of them: glibc's own
@@ -20,7 +21,7 @@ const DEFAULT_MOST_MAPPINGS: usize = 65530;
 
 /// Why a mapping is not managed.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(crate) enum Unmanaged {
+pub(crate) enum Why {
     /// Shared with other processes, or with a file.
     Shared,
     /// A private mapping of a file (a memfd, too), and the program's changes to it:
@@ -42,22 +43,18 @@ pub(crate) enum Unmanaged {
     Small,
 }
 
-fn overlaps(a: Range, b: Range) -> bool {
-    a.start < b.end && b.start < a.end
-}
-
 /// Whether a mapping is data of the program's that can be moved at all.
-pub(crate) fn is_data(mapping: &Mapping, agent: AgentRanges) -> Result<(), Unmanaged> {
+pub(crate) fn is_data(mapping: &Mapping, agent: AgentRanges) -> Result<(), Why> {
     if !mapping.private {
-        Err(Unmanaged::Shared)
+        Err(Why::Shared)
     } else if mapping.dev_zero {
-        Err(Unmanaged::DevZero)
+        Err(Why::DevZero)
     } else if !mapping.anonymous {
-        Err(if mapping.backed { Unmanaged::File } else { Unmanaged::Kernel })
+        Err(if mapping.backed { Why::File } else { Why::Kernel })
     } else if mapping.executable {
-        Err(Unmanaged::Executable)
+        Err(Why::Executable)
     } else if overlaps(mapping.range, agent.transfer) || overlaps(mapping.range, agent.own) {
-        Err(Unmanaged::Agent)
+        Err(Why::Agent)
     } else {
         Ok(())
     }
@@ -68,12 +65,12 @@ pub(crate) fn is_large_data(
     mapping: &Mapping,
     agent: AgentRanges,
     stacks: &[u64],
-) -> Result<(), Unmanaged> {
+) -> Result<(), Why> {
     is_data(mapping, agent)?;
     if mapping.range.len() < SMALLEST_BYTES {
-        return Err(Unmanaged::Small);
+        return Err(Why::Small);
     }
-    if is_stack(mapping, stacks) { Err(Unmanaged::Stack) } else { Ok(()) }
+    if is_stack(mapping, stacks) { Err(Why::Stack) } else { Ok(()) }
 }
 
 fn is_stack(mapping: &Mapping, stacks: &[u64]) -> bool {
@@ -86,7 +83,7 @@ pub(crate) fn standings<'maps>(
     maps: &'maps [Mapping],
     agent: AgentRanges,
     stacks: &[u64],
-) -> Vec<(&'maps Mapping, Result<(), Unmanaged>)> {
+) -> Vec<(&'maps Mapping, Result<(), Why>)> {
     let mut standings: Vec<_> =
         maps.iter().map(|mapping| (mapping, is_large_data(mapping, agent, stacks))).collect();
     if maps.len() >= most_mappings() / 2 {
@@ -102,7 +99,7 @@ pub(crate) fn standings<'maps>(
         let follows_file = index.checked_sub(1).is_some_and(|before| {
             maps[before].backed && maps[before].range.end == mapping.range.start
         });
-        if standing == Err(Unmanaged::Small)
+        if standing == Err(Why::Small)
             && mapping.writable
             && !follows_file
             && !is_stack(mapping, stacks)
@@ -165,7 +162,7 @@ mod tests {
         (0..count).map(|index| at((8 << 30) + index * (68 << 10), 64 << 10)).collect()
     }
 
-    fn reasons(maps: &[Mapping], stacks: &[u64]) -> Vec<Option<Unmanaged>> {
+    fn reasons(maps: &[Mapping], stacks: &[u64]) -> Vec<Option<Why>> {
         standings(maps, AGENT, stacks).into_iter().map(|(_, why)| why.err()).collect()
     }
 
@@ -187,15 +184,15 @@ mod tests {
         ];
         let expected = [
             None,
-            Some(Unmanaged::Shared),
-            Some(Unmanaged::File),
-            Some(Unmanaged::DevZero),
-            Some(Unmanaged::Executable),
-            Some(Unmanaged::Kernel),
-            Some(Unmanaged::Small),
-            Some(Unmanaged::Stack),
-            Some(Unmanaged::Agent),
-            Some(Unmanaged::Agent),
+            Some(Why::Shared),
+            Some(Why::File),
+            Some(Why::DevZero),
+            Some(Why::Executable),
+            Some(Why::Kernel),
+            Some(Why::Small),
+            Some(Why::Stack),
+            Some(Why::Agent),
+            Some(Why::Agent),
         ];
         assert_eq!(reasons(&maps, &[stack + 4096]), expected);
         assert_eq!(managed(&maps, AGENT, &[stack]), [maps[0].range]);
@@ -204,7 +201,7 @@ mod tests {
     #[test]
     fn small_mappings_are_managed_where_there_are_many_of_them() {
         let few = blocks(SMALL_TOGETHER_BYTES / (64 << 10) - 1);
-        assert!(reasons(&few, &[]).iter().all(|why| *why == Some(Unmanaged::Small)));
+        assert!(reasons(&few, &[]).iter().all(|why| *why == Some(Why::Small)));
         let enough = blocks(SMALL_TOGETHER_BYTES / (64 << 10));
         assert!(reasons(&enough, &[]).iter().all(Option::is_none));
         assert!(!reasons(&enough, &[enough[3].range.start]).iter().all(Option::is_none));
@@ -221,14 +218,14 @@ mod tests {
         ];
         maps.extend(blocks(2 * SMALL_TOGETHER_BYTES / (64 << 10)));
         let reasons = reasons(&maps, &[]);
-        let small = Some(Unmanaged::Small);
-        assert_eq!(reasons[..4], [Some(Unmanaged::File), small, small, None]);
+        let small = Some(Why::Small);
+        assert_eq!(reasons[..4], [Some(Why::File), small, small, None]);
         assert!(reasons[4..].iter().all(Option::is_none));
     }
 
     #[test]
     fn a_process_near_its_limit_of_mappings_keeps_its_small_ones() {
         let many = blocks(most_mappings() as u64 / 2);
-        assert!(reasons(&many, &[]).iter().all(|why| *why == Some(Unmanaged::Small)));
+        assert!(reasons(&many, &[]).iter().all(|why| *why == Some(Why::Small)));
     }
 }

@@ -15,12 +15,13 @@ use std::sync::atomic::Ordering;
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use strata_sys::{MappingUse, Priority, is_zombie, log, read_mapping_uses, stat_field};
+use strata_sys::{MappingUse, Priority, is_zombie, log, read_mapping_uses, read_maps, stat_field};
 use strata_units::wire::ENV_TOKEN;
 use strata_units::{ByteSize, PAGE_SIZE};
 
-use crate::scan::{eligible, overlaps, stacks_of};
-use crate::space::{Agent, lock};
+use crate::scan::stacks_of;
+use crate::space::lock;
+use crate::standing::{Why, standings};
 use crate::tenant::Tenant;
 use crate::usage::{proportional_anonymous, proportional_shared};
 
@@ -163,13 +164,17 @@ impl Tenant {
             for space in self.space_list() {
                 let Some(agent) = space.agent() else { continue };
                 let Ok(uses) = read_mapping_uses(agent.pid) else { continue };
+                let Ok(maps) = read_maps(agent.pid) else { continue };
                 let stacks = stacks_of(agent.control.control());
-                for one in uses {
+                let standings = standings(&maps, agent.ranges, &stacks);
+                for MappingUse { mapping, anonymous_bytes } in uses {
                     let gate = lock(&space.gate);
-                    let registered = gate.is_registered(one.mapping.range);
+                    let registered = gate.is_registered(mapping.range);
                     drop(gate);
-                    if !registered {
-                        count(&mut survey.unmanaged, &one, &agent, &stacks);
+                    // One that is new since then is counted in the next survey.
+                    let at = standings.partition_point(|(m, _)| m.range.end <= mapping.range.start);
+                    if !registered && let Some(&(_, standing)) = standings.get(at) {
+                        count(&mut survey.unmanaged, standing, anonymous_bytes);
                     }
                 }
             }
@@ -306,28 +311,17 @@ fn children_of(pid: u32) -> Vec<u32> {
         .collect()
 }
 
-/// Adds a mapping that is not registered to the cause for which it is not.
-fn count(unmanaged: &mut Unmanaged, one: &MappingUse, agent: &Agent, stacks: &[u64]) {
-    let mapping = &one.mapping;
-    let own =
-        overlaps(mapping.range, agent.ranges.own) || overlaps(mapping.range, agent.ranges.transfer);
-    let cause = if own || !mapping.private {
-        return;
-    } else if eligible(mapping, agent, stacks) {
-        &mut unmanaged.untouched_bytes
-    } else if mapping.executable {
-        &mut unmanaged.executable_bytes
-    } else if !mapping.anonymous {
-        match mapping.fileless {
-            true => &mut unmanaged.stacks_bytes,
-            false => &mut unmanaged.files_bytes,
-        }
-    } else if stacks.iter().any(|&stack| mapping.range.contains(stack)) {
-        &mut unmanaged.stacks_bytes
-    } else {
-        &mut unmanaged.small_bytes
+/// Adds memory that is not registered to the cause for which it is not.
+fn count(unmanaged: &mut Unmanaged, standing: Result<(), Why>, bytes: u64) {
+    let cause = match standing {
+        Ok(()) => &mut unmanaged.untouched_bytes,
+        Err(Why::Shared | Why::Agent) => return,
+        Err(Why::Executable) => &mut unmanaged.executable_bytes,
+        Err(Why::File | Why::DevZero) => &mut unmanaged.files_bytes,
+        Err(Why::Kernel | Why::Stack) => &mut unmanaged.stacks_bytes,
+        Err(Why::Small) => &mut unmanaged.small_bytes,
     };
-    *cause += one.anonymous_bytes;
+    *cause += bytes;
 }
 
 /// Why no agent is in a process, as far as can be seen from outside.

@@ -179,4 +179,5 @@ def daemon_ends_whole(run):
     run.daemon_is_dead = True
     os.kill(run.daemon.pid, signal.SIGTERM)
     run.daemon.wait_until(lambda: run.daemon.process.poll() is not None, "the daemon ends")
-    run.daemon.wait_until(lambda: not machine.alive(second), "its holder ends")
+    if os.path.exists(f"/proc/{second}"):
+        raise Failure("its holder is still there, or nobody has collected it")

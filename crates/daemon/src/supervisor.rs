@@ -33,6 +33,8 @@ pub(crate) const AGENT_SOCKET_NAME: &str = "agent.sock";
 const SHORT_LIFE: Duration = Duration::from_secs(1);
 /// That pause: a worker that cannot start must not take a CPU for itself.
 const PAUSE: Duration = Duration::from_millis(500);
+/// How often to look whether the holder that was killed has ended.
+const HOLDER_ENDS: Duration = Duration::from_millis(1);
 /// Short lives in a row before the pause is made.
 const SHORT_LIVES: u32 = 20;
 
@@ -100,6 +102,10 @@ pub(crate) fn run(config: Config, private: bool) -> anyhow::Result<ExitCode> {
     let mut holder = holder::start(&inheritance, &own).context("cannot make a holder")?;
     let code = watch(&inheritance, &own, &mut holder);
     kill_process(holder, 9);
+    // Collected: who adopts this process's children may not expect one.
+    while wait_worker(holder) == WorkerExit::Running {
+        std::thread::sleep(HOLDER_ENDS);
+    }
     let code = code?;
     // Until here: it says that the directory is in use.
     drop(tier_mark);

@@ -5,7 +5,7 @@
 //! rehearsal also whatever would reach out of its namespaces while the original runs
 //! beside it: a unix socket that is bound to a path would take that path away from
 //! the original, locks on files are the original's, and so is what is in named
-//! pipes.
+//! pipes. Shared memory is empty there.
 
 use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
@@ -20,6 +20,9 @@ use crate::terminals::{self, Outer, Terminals};
 const FILES: &str = "files.img";
 /// Which process has which file under which number, before its number.
 const TABLE: &str = "fdinfo-";
+/// Where the content of shared memory is, before its number: behind a first entry that
+/// only says in which file.
+const SHARED: &str = "pagemap-shmem-";
 /// Not for a rehearsal: locks on files, and what is in named pipes.
 const OF_THE_ORIGINAL: [&str; 2] = ["filelocks.img", "fifo-data.img"];
 
@@ -128,7 +131,7 @@ pub(crate) fn make(
         return Ok(None);
     }
     let from = images.canonicalize()?;
-    let mut tables = Vec::new();
+    let (mut tables, mut shared) = (Vec::new(), Vec::new());
     for entry in fs::read_dir(&from)? {
         let name = entry?.file_name();
         let Some(text) = name.to_str().filter(|name| name.ends_with(".img")) else { continue };
@@ -138,6 +141,8 @@ pub(crate) fn make(
         symlink(from.join(&name), view.join(&name))?;
         if text.starts_with(TABLE) {
             tables.push(text.to_owned());
+        } else if text.starts_with(SHARED) {
+            shared.push(text.to_owned());
         }
     }
     let given: Vec<(Outer, OwnedFd)> =
@@ -172,6 +177,10 @@ pub(crate) fn make(
                 }
             }
         })?;
+    }
+    for memory in shared.iter().filter(|_| is_rehearsal) {
+        // Nobody reads it, and there may be no room for all of it twice.
+        change(images, view, memory, |entries| entries.truncate(1))?;
     }
     let inherited = given.into_iter().map(|(one, fd)| (one.name(), fd)).collect();
     Ok(Some(View { inherited, lacks_terminal: !lacking.is_empty() }))

@@ -274,25 +274,29 @@ mod tests {
     #[test]
     fn how_a_collected_child_ended_is_known_afterwards() {
         for (script, status) in [("exit 7", 7 << 8), ("kill -9 $$", 9)] {
-            let child = std::process::Command::new("sh").args(["-c", script]).spawn().expect("sh");
+            let mut child =
+                std::process::Command::new("sh").args(["-c", script]).spawn().expect("sh");
             let pid = child.id();
             while status_of_collected(pid).is_none() {
                 collect_child(pid);
                 std::thread::yield_now();
             }
             assert_eq!(status_of_collected(pid), Some(status), "{script}");
+            assert!(child.wait().is_err(), "it was collected");
         }
         assert_eq!(status_of_collected(0), None);
     }
 
     #[test]
     fn it_is_known_too_of_one_that_its_pidfd_collected() {
-        let child = std::process::Command::new("sh").args(["-c", "exit 8"]).spawn().expect("sh");
+        let mut child =
+            std::process::Command::new("sh").args(["-c", "exit 8"]).spawn().expect("sh");
         let pidfd = crate::Pidfd::open(child.id()).expect("a pidfd");
         while status_of_collected(child.id()).is_none() {
             pidfd.collect();
             std::thread::yield_now();
         }
         assert_eq!(status_of_collected(child.id()), Some(8 << 8));
+        assert!(child.wait().is_err(), "it was collected");
     }
 }

@@ -98,7 +98,7 @@ pub(crate) fn shake(
     probe: &Probe,
 ) -> Result<Connection, Failure> {
     let deadline = Deadline::after(HANDSHAKE_TIME);
-    let socket = reach(block, deadline)?;
+    let socket = reach(block, kind, deadline)?;
     let hello = Hello {
         magic: MAGIC,
         kind: kind as u32,
@@ -158,23 +158,27 @@ pub(crate) fn shake(
 }
 
 /// A connection to the daemon: by its socket's path or, where that leads nowhere
-/// from here, by the other socket's name.
-fn reach(block: &Block, deadline: Deadline) -> Result<Fd, MessageError> {
+/// from here or to somebody else, by the other socket's name.
+fn reach(block: &Block, kind: HelloKind, deadline: Deadline) -> Result<Fd, MessageError> {
     let restart = &block.restart;
     let direct = message::connect(&block.socket(), libc::SOCK_SEQPACKET, deadline);
-    if let Ok(socket) = &direct {
-        // Whoever may bind that path is the daemon.
-        if let Some((_, uid)) = message::peer(socket) {
-            restart.daemon_uid.store(uid, Ordering::Relaxed);
-        }
+    if let Ok(socket) = &direct
+        && matches!(kind, HelloKind::Start | HelloKind::Restored)
+        && let Some((_, uid)) = message::peer(socket)
+    {
+        // Whoever may bind that path now is the daemon; later it may be the path of
+        // another file, in a root directory of the program's.
+        restart.daemon_uid.store(uid, Ordering::Relaxed);
     }
+    let uid = restart.daemon_uid.load(Ordering::Relaxed);
+    let daemons = |socket: Fd| {
+        let is_daemon = message::peer(&socket).is_some_and(|(_, peer)| peer == uid);
+        if is_daemon { Ok(socket) } else { Err(MessageError::Gone) }
+    };
     let back = restart.back.load(Ordering::Relaxed);
-    match direct {
+    match direct.and_then(daemons) {
         Err(MessageError::Gone) if back != 0 => {
-            let socket = message::connect_abstract(&back_name(back), deadline)?;
-            let uid = restart.daemon_uid.load(Ordering::Relaxed);
-            let is_daemon = message::peer(&socket).is_some_and(|(_, peer)| peer == uid);
-            if is_daemon { Ok(socket) } else { Err(MessageError::Gone) }
+            message::connect_abstract(&back_name(back), deadline).and_then(daemons)
         }
         direct => direct,
     }

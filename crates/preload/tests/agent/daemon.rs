@@ -37,6 +37,7 @@ impl Daemon {
         std::fs::create_dir(&directory).expect("a directory");
         let path = directory.join("agent.sock");
         let listener = raw::listen(&path, PATIENCE);
+        open_to_all(&path);
         Self { path, listener, key: 0 }
     }
 
@@ -81,6 +82,13 @@ impl Daemon {
         assert_eq!(caller.hello.kind, HelloKind::Start as u32);
         caller.create()
     }
+}
+
+/// Programs may become another user, and their agents have no privileges.
+pub(crate) fn open_to_all(path: &Path) {
+    use std::os::unix::fs::PermissionsExt;
+    let open = std::fs::Permissions::from_mode(0o777);
+    std::fs::set_permissions(path, open).expect("its own file");
 }
 
 impl Drop for Daemon {

@@ -66,7 +66,11 @@ pub(crate) fn listen(path: &Path, timeout: Duration) -> OwnedFd {
 
 /// Listens at an abstract name, as `user`.
 pub(crate) fn listen_abstract(name: &[u8], user: u32, timeout: Duration) -> OwnedFd {
-    let name = name.to_vec();
+    listen_as([&[0], name].concat(), user, timeout)
+}
+
+/// Listens at what is to stand in the address, as `user`.
+pub(crate) fn listen_as(name: Vec<u8>, user: u32, timeout: Duration) -> OwnedFd {
     // In a thread of its own, whose user alone changes by the bare system call.
     let listening = std::thread::spawn(move || {
         // SAFETY: plain system calls; the address outlives the call.
@@ -77,10 +81,10 @@ pub(crate) fn listen_abstract(name: &[u8], user: u32, timeout: Duration) -> Owne
             let socket = owned(check(raw.into(), "socket"));
             let mut address: libc::sockaddr_un = std::mem::zeroed();
             address.sun_family = libc::AF_UNIX as libc::sa_family_t;
-            for (to, from) in address.sun_path[1..].iter_mut().zip(&name) {
+            for (to, from) in address.sun_path.iter_mut().zip(&name) {
                 *to = *from as libc::c_char;
             }
-            let length = std::mem::offset_of!(libc::sockaddr_un, sun_path) + 1 + name.len();
+            let length = std::mem::offset_of!(libc::sockaddr_un, sun_path) + name.len();
             check(libc::bind(raw, (&raw const address).cast(), length as u32).into(), "bind");
             check(libc::listen(raw, 16).into(), "listen");
             socket

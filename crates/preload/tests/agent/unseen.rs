@@ -1,6 +1,6 @@
 //! What a program could notice of its agent, and does not.
 
-use crate::daemon::Daemon;
+use crate::daemon::{Daemon, open_to_all};
 use crate::managed::{PAGES, all_registered, some};
 use crate::program::{Program, agent_descriptors, status};
 use crate::{cannot_run, raw};
@@ -100,6 +100,26 @@ fn a_child_reaches_the_daemon_from_another_root() {
     let _space = daemon.accept_at(&back).resume(stored);
     assert_eq!(program.ask("verify"), "0");
     std::fs::remove_dir(&empty).expect("still empty");
+}
+
+#[test]
+fn who_takes_the_daemons_path_is_not_believed() {
+    if cannot_run() {
+        return;
+    }
+    use std::os::unix::ffi::OsStrExt;
+    let (daemon, mut program, space, memory) = all_registered(PAGES);
+    space.evict(&some(memory, 2), 0);
+    daemon.hide();
+    open_to_all(daemon.path().parent().expect("made with one"));
+    let path = daemon.path().as_os_str().as_bytes().to_vec();
+    let impostor = raw::listen_as(path, 12345, crate::PATIENCE);
+    open_to_all(daemon.path());
+    program.say("forkstay");
+    let (socket, _) = raw::accept(&impostor, crate::PATIENCE);
+    assert!(raw::receive::<strata_units::wire::Hello>(&socket).is_none(), "told a stranger");
+    assert_eq!(program.hear(), "here");
+    assert_eq!(program.ask("leave"), "7");
 }
 
 #[test]

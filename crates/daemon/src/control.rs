@@ -390,9 +390,13 @@ fn is_timeout(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut)
 }
 
+/// For what has arrived when the time is over.
+const LAST_LOOK: Duration = Duration::from_millis(1);
+
 /// Reads up to a line feed or the client's end of sending. What follows the
 /// line feed is not looked at. Memory grows with what has arrived, not with what
-/// is allowed.
+/// is allowed. What has arrived at the deadline is read all the same: it was not the
+/// client that kept this thread from running.
 fn read_line(
     stream: &mut UnixStream,
     limit_bytes: usize,
@@ -401,8 +405,8 @@ fn read_line(
     let mut line = Vec::new();
     let mut chunk = [0u8; 16 << 10];
     loop {
-        let left = remaining(deadline).ok_or(Unread::TimedOut)?;
-        stream.set_read_timeout(Some(left)).map_err(Unread::Io)?;
+        let left = remaining(deadline);
+        stream.set_read_timeout(Some(left.unwrap_or(LAST_LOOK))).map_err(Unread::Io)?;
         let count = match stream.read(&mut chunk) {
             Ok(0) if line.is_empty() => return Err(Unread::Nothing),
             Ok(0) => return Ok(line),
@@ -422,6 +426,9 @@ fn read_line(
         }
         if end.is_some() {
             return Ok(line);
+        }
+        if left.is_none() && count < chunk.len() {
+            return Err(Unread::TimedOut);
         }
     }
 }

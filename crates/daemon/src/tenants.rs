@@ -398,10 +398,14 @@ impl Entry {
         }
         let starter_gone = self.starter.as_ref().is_none_or(Pidfd::has_exited);
         let arriving = self.arriving.load(Ordering::Acquire) > 0;
-        if arriving || !starter_gone || self.waits_for_first() || self.tenant.has_living_process() {
+        if !starter_gone || self.waits_for_first() || self.tenant.has_living_process() {
             Taken::Living
-        } else if self.tenant.attachment().1 || self.tenant.snapshot_memories().is_empty() {
-            // The latter: taken down, all but for somebody noticing.
+        } else if arriving
+            || self.tenant.attachment().1
+            || self.tenant.snapshot_memories().is_empty()
+        {
+            // Who arrives may have ended in the middle of it. The last: taken down, all but
+            // for somebody noticing.
             Taken::Ending
         } else {
             Taken::HasSnapshots

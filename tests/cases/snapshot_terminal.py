@@ -204,8 +204,12 @@ def restless(run):
     program = run.start("/bin/sh", "-c", loop, budget="64MiB")
     shell = Snapshots(run, program)
 
+    last = [0]
+
     def starts():
-        return int(machine.read(count) or 0)
+        # Empty while it is being written.
+        last[0] = int(machine.read(count) or last[0])
+        return last[0]
     run.daemon.wait_until(lambda: starts() > 20, "the loop runs")
     before, began = starts(), time.monotonic()
     taken = [shell.take() for _ in range(3 if not run.soak else 20)]

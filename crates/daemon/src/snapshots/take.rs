@@ -208,7 +208,10 @@ impl Snapshots {
             match take_once(tenant, &pids, with, &images, until, tell) {
                 Err(SnapshotError::Restless(_)) if Instant::now() < end => was_restless = true,
                 // Of one that comes and goes CRIU has more to say than can be told apart.
-                Err(SnapshotError::Failed(_)) if was_restless && failures < MOST_FAILURES => {
+                Err(SnapshotError::Failed(_))
+                    if failures < MOST_FAILURES
+                        && (was_restless || process_tree(pids[0]) != pids) =>
+                {
                     failures += 1;
                 }
                 outcome => return outcome,

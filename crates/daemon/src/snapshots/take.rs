@@ -216,6 +216,10 @@ impl Snapshots {
                 }
                 outcome => return outcome,
             }
+            if let Until::Ended(held) = until {
+                // What stood still for this attempt runs on.
+                drop(lock(held).take());
+            }
             std::thread::sleep(LOOK_EVERY);
         }
     }

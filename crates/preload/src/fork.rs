@@ -13,7 +13,8 @@ use core::time::Duration;
 
 use strata_units::wire::{CONTROL_BYTES, HelloKind};
 
-use crate::block::{self, OUTCOME_TRYING};
+use crate::block::{self, OUTCOME_FAILED, OUTCOME_TRYING};
+use crate::handshake::Failure;
 use crate::kernel;
 use crate::next::Next;
 use crate::records;
@@ -74,7 +75,9 @@ extern "C" fn start_in_child() {
         start::say(
             "strata: a forked process cannot reach the daemon (has it ended, or was a network namespace left?); it runs on, and goes on trying\n",
         );
-    } else {
+    } else if outcome != OUTCOME_FAILED + Failure::NotAllowed as u32 {
+        // Of a user that may not be managed the daemon tells: a program that serves each
+        // client by a child would say so for each.
         start::complain_of(outcome);
     }
 }

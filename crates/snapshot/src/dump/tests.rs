@@ -1,9 +1,8 @@
 use super::*;
 use crate::testing::Fake;
 
-fn quick() -> DumpOptions {
-    DumpOptions { limit: Duration::from_millis(400), ..DumpOptions::default() }
-}
+/// In which a shell is ready, and which is waited for to be over.
+const SHORT: Duration = Duration::from_secs(3);
 
 struct Victim(std::process::Child);
 
@@ -28,10 +27,17 @@ const READY: &str = "eval \"printf '\\0' >&$status_fd\"; eval \"exec $status_fd>
 const WAIT: &str = "cat <&$ps_socket >/dev/null";
 const IMAGE: &str = "printf '\\031\\103\\126\\124\\070\\061\\060\\126' >$images_dir/files.img";
 
-fn begin(fake: &Fake, lines: &str) -> (Result<FrozenProcess, DumpError>, Victim, PathBuf) {
+type Begun = (Result<FrozenProcess, DumpError>, Victim, PathBuf);
+
+fn begin(fake: &Fake, lines: &str) -> Begun {
+    begin_within(fake, lines, DumpOptions::default().limit)
+}
+
+fn begin_within(fake: &Fake, lines: &str, limit: Duration) -> Begun {
     let victim = Victim::new();
     let images = fake.directory().join("images");
-    let result = Dump::begin(&fake.criu(lines), victim.0.id(), &images, &quick());
+    let options = DumpOptions { limit, ..DumpOptions::default() };
+    let result = Dump::begin(&fake.criu(lines), victim.0.id(), &images, &options);
     (result, victim, images)
 }
 
@@ -51,7 +57,8 @@ fn a_dump_that_fails_says_why_and_leaves_nothing() {
     let text = "echo '(00.1) Error (criu/a.c:1): no such luck' >$images_dir/dump.log; exit 1";
     let (result, _victim, images) = begin(&fake, text);
     let error = result.expect_err("it failed");
-    assert!(matches!(&error, DumpError::Failed { reason, .. } if reason.words == "no such luck"));
+    let DumpError::Failed { reason, .. } = &error else { panic!("{error:?}") };
+    assert_eq!(reason.words, "no such luck", "{error}");
     assert!(!error.to_string().contains("luck"), "CRIU's own words: {error}");
     assert!(!images.exists());
     // Ready, and then it fails: the same.
@@ -69,11 +76,12 @@ fn a_dump_that_fails_says_why_and_leaves_nothing() {
 #[test]
 fn what_takes_too_long_is_ended() {
     let fake = Fake::new("dump-long");
-    let (result, _victim, images) = begin(&fake, &WAIT.replace("cat", "exec cat"));
+    let (result, _victim, images) =
+        begin_within(&fake, &WAIT.replace("cat", "exec cat"), SHORT / 10);
     let error = result.expect_err("never ready");
     assert!(matches!(error, DumpError::TooLong { running: true, .. }), "{error:?}");
     assert!(!images.exists());
-    let (result, _victim, images) = begin(&fake, &format!("{READY}; exec sleep 100"));
+    let (result, _victim, images) = begin_within(&fake, &format!("{READY}; exec sleep 100"), SHORT);
     let error = result.expect("ready").thaw().expect_err("never ends");
     assert!(error.to_string().contains("did not thaw process"), "{error}");
     assert!(!images.exists());

@@ -8,7 +8,7 @@ BENCH_FLAGS ?=
 SOAK_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test lint bench soak mutants guest
+.PHONY: help build demo test lint bench soak steady mutants guest
 
 help: ## This list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -43,6 +43,10 @@ soak: ## The program tests for longer, with hundreds of worker deaths
 	@scripts/setup.sh test
 	cargo build --release --workspace --locked
 	tests/run.sh --soak $(SOAK_FLAGS)
+
+steady: ## The tests five times, twice with one core busy: none may be flaky
+	@scripts/setup.sh test
+	@scripts/steady.sh
 
 mutants: ## Break ten lines, one after the other: do the tests notice?
 	@scripts/setup.sh test

@@ -119,7 +119,7 @@ def oom_order(run):
     if not effective >> CAP_SYS_RESOURCE & 1:
         not_here("without CAP_SYS_RESOURCE no oom_score_adj can be lowered",
                  "guest-new-kernel")
-    program = run.start("hold", "96", "load", budget="40MiB")
+    program = run.start("hold", "24", "load", budget="12MiB")
     program.gate("running")
     scores = {}
     for who, pid in (("supervisor", run.daemon.pid), ("worker", run.daemon.worker()),

@@ -304,7 +304,7 @@ fn complain(failure: Failure) {
     say(match failure {
         Failure::Unmanaged => return,
         Failure::Unreachable => {
-            "strata: no daemon listens on the agent socket (is stratad running?); running unmanaged\n"
+            "strata: no daemon can be reached (is stratad running, and may this user reach its socket?); running unmanaged\n"
         }
         Failure::Silent => "strata: the daemon does not answer; running unmanaged\n",
         Failure::Protocol => {

@@ -22,45 +22,69 @@ struct Place {
     text: [AtomicU8; REASON_BYTES],
 }
 
-static REASONS: [Place; PLACES] = [const {
-    Place { thread: AtomicU32::new(0), text: [const { AtomicU8::new(0) }; REASON_BYTES] }
-}; PLACES];
-/// Counts the places taken.
-static TAKEN: AtomicU32 = AtomicU32::new(0);
+/// The places, and how many have been taken so far.
+struct Reasons {
+    places: [Place; PLACES],
+    taken: AtomicU32,
+}
 
-fn own_place() -> Option<&'static Place> {
-    let thread = kernel::thread_id();
-    REASONS.iter().find(|place| place.thread.load(Ordering::Acquire) == thread)
+static REASONS: Reasons = Reasons::new();
+
+impl Reasons {
+    const fn new() -> Self {
+        let places = [const {
+            Place { thread: AtomicU32::new(0), text: [const { AtomicU8::new(0) }; REASON_BYTES] }
+        }; PLACES];
+        Self { places, taken: AtomicU32::new(0) }
+    }
+
+    fn own_place(&self) -> Option<&Place> {
+        let thread = kernel::thread_id();
+        self.places.iter().find(|place| place.thread.load(Ordering::Acquire) == thread)
+    }
+
+    fn clear(&self) {
+        if let Some(place) = self.own_place() {
+            place.text[0].store(0, Ordering::Relaxed);
+        }
+    }
+
+    fn keep(&self, text: &[u8]) {
+        let place = self.own_place().unwrap_or_else(|| {
+            let number = self.taken.fetch_add(1, Ordering::Relaxed) as usize;
+            let place = &self.places[number % PLACES];
+            place.thread.store(kernel::thread_id(), Ordering::Release);
+            place
+        });
+        let text = text.iter().copied().chain(core::iter::repeat(0));
+        for (to, from) in place.text[..REASON_BYTES - 1].iter().zip(text) {
+            to.store(from, Ordering::Relaxed);
+        }
+    }
+
+    fn last(&self) -> *const c_char {
+        match self.own_place() {
+            Some(place) => place.text.as_ptr().cast(),
+            None => c"".as_ptr(),
+        }
+    }
 }
 
 /// Forgets what the calling thread's last failure was.
 pub(crate) fn clear() {
-    if let Some(place) = own_place() {
-        place.text[0].store(0, Ordering::Relaxed);
-    }
+    REASONS.clear();
 }
 
 /// Remembers why the calling thread's call failed: as many bytes as there is
 /// room for, up to a zero.
 pub(crate) fn keep(text: &[u8]) {
-    let place = own_place().unwrap_or_else(|| {
-        let place = &REASONS[TAKEN.fetch_add(1, Ordering::Relaxed) as usize % PLACES];
-        place.thread.store(kernel::thread_id(), Ordering::Release);
-        place
-    });
-    let text = text.iter().copied().chain(core::iter::repeat(0));
-    for (to, from) in place.text[..REASON_BYTES - 1].iter().zip(text) {
-        to.store(from, Ordering::Relaxed);
-    }
+    REASONS.keep(text);
 }
 
 /// Why the calling thread's last call failed; `include/strata.h` says the rest.
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub(crate) extern "C" fn strata_error() -> *const c_char {
-    match own_place() {
-        Some(place) => place.text.as_ptr().cast(),
-        None => c"".as_ptr(),
-    }
+    REASONS.last()
 }
 
 #[cfg(test)]
@@ -68,12 +92,18 @@ mod tests {
     use super::*;
     use core::ffi::CStr;
 
+    /// Its own: other tests fail calls, too.
+    static REASONS: Reasons = Reasons::new();
+
     fn reason() -> String {
         // SAFETY: always ended by a zero, and never freed.
-        unsafe { CStr::from_ptr(strata_error()) }.to_str().expect("text").to_owned()
+        unsafe { CStr::from_ptr(REASONS.last()) }.to_str().expect("text").to_owned()
     }
 
-    /// One test: the places are the process's.
+    fn keep(text: &[u8]) {
+        REASONS.keep(text);
+    }
+
     #[test]
     fn each_thread_has_its_own_and_the_oldest_gives_way() {
         assert_eq!(reason(), "");
@@ -88,7 +118,7 @@ mod tests {
             std::thread::spawn(other).join().expect("as asserted");
         }
         assert_eq!(reason(), "own");
-        clear();
+        REASONS.clear();
         assert_eq!(reason(), "");
         keep(&[b'x'; 2 * REASON_BYTES]);
         assert_eq!(reason(), "x".repeat(REASON_BYTES - 1));

@@ -41,7 +41,7 @@ bench: ## Interleaved comparisons with confidence intervals, into bench/results 
 
 soak: ## The program tests for longer, with hundreds of worker deaths
 	@scripts/setup.sh test
-	cargo build --release --workspace --locked
+	cargo build --release --workspace --lib --bins --examples --locked
 	tests/run.sh --soak $(SOAK_FLAGS)
 
 steady: ## The tests five times, twice with one core busy: none may be flaky

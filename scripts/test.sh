@@ -32,7 +32,7 @@ step() {
 }
 
 build() {
-    cargo build --profile "$profile" --workspace --locked &&
+    cargo build --profile "$profile" --workspace --lib --bins --examples --locked &&
         cargo test --profile "$profile" --workspace --locked --no-run \
             --lib --bins --tests --message-format=json >"$units"
 }

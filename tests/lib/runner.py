@@ -192,8 +192,9 @@ class Runner:
 
     def first_run(self, registered, slot):
         outcome = self.run(registered, slot)
-        if outcome.verdict != "FAIL":
+        if outcome.verdict != "FAIL" or self.options.first:
             self.count(registered, outcome)
+            self.stopped = self.stopped or outcome.verdict == "FAIL"
             return
         # What it left is of the first run; the second has a directory of its own.
         kept = os.path.join(self.logs, registered.name)

@@ -100,6 +100,7 @@ def arguments():
     parser.add_argument("--soak", action="store_true", help="many times longer")
     parser.add_argument("--patience", metavar="N", type=int, default=1,
                         help="wait N times as long for what hangs: for slow machines")
+    parser.add_argument("--first", action="store_true", help="end with the first failure")
     parser.add_argument("--units", metavar="FILE",
                         help="also the unit tests that cargo named in FILE (scripts/test.sh)")
     parser.add_argument("--list", action="store_true", help="print the names and end")

@@ -86,6 +86,8 @@ enum Command {
     Walk(walk::Walk),
     /// Replacement policies on page-level models and on recorded traces
     Simulate(simulate::SimulateArgs),
+    /// DRAM shared out among unlike tenants once a second: production, rivals, the optimum
+    Shares(simulate::SharesArgs),
     /// Record which pages a program touches, for `simulate --trace`
     Trace(simulate::TraceArgs),
     /// Count how often the kernel says that it did not move a page which it moved
@@ -119,6 +121,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
             Ok(())
         }
         Command::Simulate(options) => simulate::run(options),
+        Command::Shares(options) => simulate::shares(options),
         Command::Trace(options) => simulate::record(options),
         Command::Alloc(options) => alloc::churn(options),
         Command::Touch(options) => alloc::touch(options),

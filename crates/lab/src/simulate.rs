@@ -18,6 +18,7 @@ mod model;
 mod record;
 mod report;
 mod rivals;
+mod shares;
 mod trace;
 
 use foretell::Foretold;
@@ -25,6 +26,7 @@ use model::{KeyStream, Model, Workload};
 pub(crate) use record::{TraceArgs, run as record};
 use report::{Phase, Report, Row, WINDOWS};
 use rivals::{Clock, Lru, Opt, Replay, S3Fifo, Told};
+pub(crate) use shares::{SharesArgs, run as shares};
 
 /// Pages that the model touches for one GET.
 const TOUCHES_PER_GET: f64 = 3.0;

@@ -249,7 +249,7 @@ fn expected(point: Point) -> f64 {
     f64::midpoint(point.loss, point.loss_at_most.max(point.loss))
 }
 
-fn lower_hull(points: &[Point]) -> Vec<Point> {
+pub(crate) fn lower_hull(points: &[Point]) -> Vec<Point> {
     let mut hull: Vec<Point> = Vec::new();
     for &point in points {
         while let [.., a, b] = hull[..] {

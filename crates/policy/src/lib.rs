@@ -19,6 +19,7 @@ pub mod order;
 pub mod replacement;
 pub mod replay;
 pub mod sampler;
+pub mod shares;
 pub mod stall;
 mod table;
 pub mod warmth;

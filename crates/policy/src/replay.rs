@@ -157,6 +157,18 @@ impl Tenant {
         self.map.cells[page as usize] = gap::NEW;
     }
 
+    /// From now on there is room for so many pages; what has no room leaves.
+    pub fn resize(&mut self, capacity_pages: usize) {
+        let least = self.shape.staged_pages + self.shape.batch_pages + 65;
+        self.shape.capacity_pages = capacity_pages.max(least);
+        while self.resident + self.staged_live > self.shape.capacity_pages {
+            self.make_room();
+            if self.victims.is_empty() {
+                return;
+            }
+        }
+    }
+
     /// Forgets the queues and makes them anew from the page map, as a new worker
     /// does.
     pub fn restart_worker(&mut self) {

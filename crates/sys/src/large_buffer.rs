@@ -43,6 +43,8 @@ impl LargeBuffer {
             libc::munmap(base.add(BYTES).cast(), BYTES - skip);
             // Small pages do as well.
             libc::madvise(base.cast(), BYTES, libc::MADV_HUGEPAGE);
+            // Raw pages of tenants do not belong into a core dump.
+            libc::madvise(base.cast(), BYTES, libc::MADV_DONTDUMP);
             Ok(Self(NonNull::new(base).expect("mmap does not return null")))
         }
     }

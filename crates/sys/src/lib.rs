@@ -9,6 +9,7 @@
 mod answer;
 mod control_block;
 mod damon;
+mod directory;
 mod event;
 mod file;
 mod futex;
@@ -29,6 +30,7 @@ mod process;
 mod read_queue;
 mod relay;
 mod sched;
+mod secrets;
 mod shared_memory;
 mod smaps;
 mod socket;
@@ -43,6 +45,7 @@ pub use control_block::ControlBlock;
 pub use damon::{
     DAMON_PERIOD, DAMON_RANGES, DAMON_SAMPLES, Damon, DamonOwner, DamonRange, DamonRefusal,
 };
+pub use directory::{Access, Directory, open_plain_file, who_may_replace};
 pub use event::EventFd;
 pub use file::{OPEN_NO_LINK, file_system_bytes, try_lock};
 pub use futex::{futex_wait, futex_wake};
@@ -72,6 +75,7 @@ pub use sched::{
     Cpus, current_cpu, idle_time, pin_current_thread, process_time, set_thread_name, thread_id,
     thread_time, wake_in_time, yield_to_others,
 };
+pub use secrets::{forbid_core_dumps, give_core_filter};
 pub use shared_memory::{SharedMemory, punch_hole};
 pub use smaps::{MappingUse, read_mapping_uses};
 pub use socket::{SeqPacket, SeqPacketListener, receive_with_fds};

@@ -80,6 +80,9 @@ impl MappedFile {
         if base == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
+        // Tenants' pages do not belong into a core dump.
+        // SAFETY: exactly the mapping just made; the advice changes no contents.
+        unsafe { libc::madvise(base, len, libc::MADV_DONTDUMP) };
         let unmap = |error| {
             // SAFETY: exactly the mapping just made, of which nobody knows yet.
             unsafe { libc::munmap(base, len) };

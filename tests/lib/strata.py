@@ -214,6 +214,7 @@ def configured(daemon, text, directory, log_path, environment=None):
     `environment`: instead of the runner's."""
     sockets = os.path.join(directory, "run")
     os.makedirs(sockets, exist_ok=True)
+    os.chmod(sockets, 0o755)  # whatever the mask is: the daemon takes no directory that others may write to
     configuration = os.path.join(directory, "stratad.toml")
     with open(configuration, "w") as file:
         file.write(f'socket_dir = "{sockets}"\n{text}')

@@ -14,6 +14,7 @@ mod logbook;
 mod metrics;
 mod parent;
 mod place;
+mod places;
 mod program;
 mod schedule;
 mod snapshots;

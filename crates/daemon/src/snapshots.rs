@@ -31,6 +31,7 @@ use std::time::Duration;
 use strata_api::{Progress, SnapshotId, SnapshotInfo, SnapshotRef, SnapshotState};
 use strata_pager::Tenant;
 use strata_snapshot::Criu;
+use strata_sys::Directory;
 use strata_sys::peer::Peer;
 use strata_units::{ByteSize, SpaceId};
 
@@ -89,10 +90,14 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Removes a directory with the files in it, and nothing below: CRIU, which works
 /// there as root, may have mounted something that is not ours to remove.
 fn remove_flat(directory: &Path) {
-    for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
-        let _ = std::fs::remove_file(entry.path());
+    let (Some(parent), Some(name)) = (directory.parent(), directory.file_name()) else { return };
+    let Ok(parent) = Directory::open(parent) else { return };
+    if let Ok(directory) = parent.directory(name) {
+        for name in directory.names().unwrap_or_default() {
+            let _ = directory.remove_file(&name);
+        }
     }
-    let _ = std::fs::remove_dir(directory);
+    let _ = parent.remove_directory(name);
 }
 
 /// The CRIU that is used, where one is named: by the configuration, or by

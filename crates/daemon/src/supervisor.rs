@@ -19,13 +19,13 @@ use anyhow::Context;
 use strata_pager::Registry;
 use strata_sys::{
     Pidfd, Priority, SeqPacketListener, Signal, WorkerExit, adopt_orphans, block_signals,
-    collect_child, ended_children, kill_process, lock_memory, log, open_fds,
+    collect_child, ended_children, forbid_core_dumps, kill_process, lock_memory, log, open_fds,
     raise_descriptor_limit, spawn_sharing_files, wait_for_signal, wait_worker,
 };
 use strata_units::wire;
 
 use crate::config::Config;
-use crate::{control, holder, tier, worker};
+use crate::{control, holder, places, tier, worker};
 
 /// The agents' socket, in the socket directory.
 pub(crate) const AGENT_SOCKET_NAME: &str = "agent.sock";
@@ -60,7 +60,15 @@ pub(crate) fn run(config: Config, private: bool) -> anyhow::Result<ExitCode> {
     block_signals();
     adopt_orphans();
     raise_descriptor_limit();
+    // Before there is anything to be kept; worker and holder inherit it.
+    if let Err(error) = forbid_core_dumps() {
+        log(
+            Priority::Warning,
+            format_args!("core dumps of stratad may hold pages of its tenants: {error}"),
+        );
+    }
     make_directory(&config.socket_dir, private)?;
+    places::check(&config)?;
     let control_socket = config.control_socket();
     let agent_socket = config.socket_dir.join(AGENT_SOCKET_NAME);
     let open_to_all = if private { 0o600 } else { 0o666 };

@@ -3,15 +3,16 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::{ErrorKind, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::PathBuf;
 
 use super::machine::Machine;
 use super::remove_flat;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use strata_api::{PortForward, SnapshotId, SnapshotInfo};
+use strata_sys::{Access, Directory};
 
 const META: &str = "snapshot.json";
 const IMAGES: &str = "images";
@@ -99,17 +100,39 @@ impl Disk {
         self.directory.join(id.to_string())
     }
 
+    /// The directory itself, which must be nobody else's: what is in it is found by
+    /// name, and brought to life as what it says.
+    fn open(&self) -> io::Result<Directory> {
+        Directory::open_private(&self.directory)
+    }
+
+    /// The directory itself, made if it is not there.
+    fn open_or_make(&self) -> Result<Directory, String> {
+        fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(&self.directory)
+            .and_then(|()| self.open())
+            .map_err(|error| {
+                format!("cannot make {}: {error} (snapshot_dir)", self.directory.display())
+            })
+    }
+
     /// CRIU's images of a snapshot, open to be read, with their names.
     pub(super) fn open_images(&self, id: &SnapshotId) -> Result<Vec<(String, File)>, String> {
-        let directory = self.images(id);
-        let failed = |error| format!("cannot read {}: {error}", directory.display());
+        let failed = |error| format!("cannot read {}: {error}", self.images(id).display());
+        let directory = self
+            .open()
+            .and_then(|all| all.directory(id.to_string())?.directory(IMAGES))
+            .map_err(failed)?;
         let mut found = Vec::new();
-        for entry in fs::read_dir(&directory).map_err(failed)? {
-            let entry = entry.map_err(failed)?;
-            let Ok(name) = entry.file_name().into_string() else { continue };
+        for name in directory.names().map_err(failed)? {
+            let Ok(name) = name.into_string() else { continue };
             // What CRIU said while it made them.
-            if entry.path().is_file() && !name.ends_with(".log") && !name.ends_with(".out") {
-                found.push((name, File::open(entry.path()).map_err(failed)?));
+            let is_log = name.ends_with(".log") || name.ends_with(".out");
+            if !is_log && directory.metadata(&name).map_err(failed)?.is_file() {
+                let file = directory.file(&name, Access::Read).map_err(failed)?;
+                found.push((name, file));
             }
         }
         found.sort_by(|a, b| a.0.cmp(&b.0));
@@ -130,11 +153,10 @@ impl Disk {
     /// its images go, which is not made.
     pub(super) fn make(&self, id: &SnapshotId) -> Result<PathBuf, String> {
         self.remove(id)?;
-        let directory = self.of(id);
-        fs::DirBuilder::new().recursive(true).mode(0o700).create(&directory).map_err(|error| {
-            format!("cannot make {}: {error} (snapshot_dir)", directory.display())
+        self.open_or_make()?.make_directory(id.to_string()).map_err(|error| {
+            format!("cannot make {}: {error} (snapshot_dir)", self.of(id).display())
         })?;
-        Ok(directory.join(IMAGES))
+        Ok(self.images(id))
     }
 
     /// The file of a persisted snapshot's memory and images.
@@ -155,34 +177,40 @@ impl Disk {
 
     /// From now on the snapshot is offered, also to the next worker.
     pub(super) fn write(&self, known: &Known) -> Result<(), String> {
-        write_json(&self.of(&known.info.id).join(META), known)
+        let id = &known.info.id;
+        let directory = self.open().and_then(|all| all.directory(id.to_string()));
+        let written = directory.and_then(|directory| write_json(&directory, META, known));
+        written.map_err(|error| format!("cannot write {}: {error}", self.of(id).display()))
     }
 
     /// Removes a snapshot's files. An error: it is one still.
     pub(super) fn remove(&self, id: &SnapshotId) -> Result<(), String> {
+        let failed = |error| format!("cannot remove {}: {error}", self.of(id).display());
+        let directory = match self.open().and_then(|all| all.directory(id.to_string())) {
+            Ok(directory) => directory,
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+            Err(error) => return Err(failed(error)),
+        };
         // First what makes it one: removed in part, it is none.
-        let directory = self.of(id);
-        let meta = directory.join(META);
-        match fs::remove_file(&meta) {
-            Err(error) if error.kind() != ErrorKind::NotFound => {
-                return Err(format!("cannot remove {}: {error}", meta.display()));
-            }
+        match directory.remove_file(META) {
+            Err(error) if error.kind() != ErrorKind::NotFound => return Err(failed(error)),
             _ => {}
         }
         remove_flat(&self.images(id));
-        remove_flat(&directory);
+        remove_flat(&self.of(id));
         Ok(())
     }
 
     /// Every whole snapshot. What is none is removed.
     pub(super) fn read_all(&self) -> Vec<Known> {
         let mut found = Vec::new();
-        for entry in fs::read_dir(&self.directory).into_iter().flatten().flatten() {
-            let name = entry.file_name();
+        let Ok(all) = self.open() else { return found };
+        for name in all.names().unwrap_or_default() {
             let Some(id) = name.to_str().and_then(|name| name.parse::<SnapshotId>().ok()) else {
                 continue;
             };
-            match read_json::<Known>(&entry.path().join(META)) {
+            let known = all.directory(&name).ok().and_then(|one| read_json::<Known>(&one, META));
+            match known {
                 Some(known) if known.info.id == id => found.push(known),
                 // If it cannot be, it is not known either.
                 _ => drop(self.remove(&id)),
@@ -192,38 +220,35 @@ impl Disk {
     }
 
     pub(super) fn read_lineage(&self) -> BTreeMap<String, Line> {
-        read_json(&self.directory.join(LINEAGE)).unwrap_or_default()
+        self.open().ok().and_then(|all| read_json(&all, LINEAGE)).unwrap_or_default()
     }
 
     pub(super) fn write_lineage(&self, lineage: &BTreeMap<String, Line>) -> Result<(), String> {
-        fs::DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(&self.directory)
-            .map_err(|error| format!("cannot make {}: {error}", self.directory.display()))?;
-        write_json(&self.directory.join(LINEAGE), lineage)
+        write_json(&self.open_or_make()?, LINEAGE, lineage).map_err(|error| {
+            format!("cannot write {}: {error}", self.directory.join(LINEAGE).display())
+        })
     }
 }
 
-fn read_json<T: DeserializeOwned>(path: &Path) -> Option<T> {
-    serde_json::from_slice(&fs::read(path).ok()?).ok()
+fn read_json<T: DeserializeOwned>(directory: &Directory, name: &str) -> Option<T> {
+    let mut text = Vec::new();
+    directory.file(name, Access::Read).ok()?.read_to_end(&mut text).ok()?;
+    serde_json::from_slice(&text).ok()
 }
 
 /// Writes a file as a whole or not at all.
-fn write_json(path: &Path, value: &impl Serialize) -> Result<(), String> {
-    let part = path.with_extension("part");
-    let text = serde_json::to_vec(value).map_err(|error| error.to_string())?;
-    let written = fs::OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .mode(0o600)
-        .open(&part)
+fn write_json(directory: &Directory, name: &str, value: &impl Serialize) -> io::Result<()> {
+    let part = format!("{name}.part");
+    let text = serde_json::to_vec(value)?;
+    // What a writer left that was killed.
+    let _ = directory.remove_file(&part);
+    let written = directory
+        .file(&part, Access::New)
         .and_then(|mut file| file.write_all(&text).and_then(|()| file.sync_all()))
-        .and_then(|()| fs::rename(&part, path))
-        .and_then(|()| path.parent().map_or(Ok(()), |parent| File::open(parent)?.sync_all()));
-    written.map_err(|error| {
-        let _ = fs::remove_file(&part);
-        format!("cannot write {}: {error}", path.display())
-    })
+        .and_then(|()| directory.rename(&part, name))
+        .and_then(|()| directory.sync());
+    if written.is_err() {
+        let _ = directory.remove_file(&part);
+    }
+    written
 }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use strata_api::{Net, PortForward, Progress, SnapshotId, SnapshotRef, Tcp, Unit, clone_name};
 use strata_pager::{Setting, Space, Tenant};
 use strata_snapshot::{Restore, RestoreOptions, Shown, Terminals, is_ending};
-use strata_sys::{Pidfd, Range, SIGKILL, collect_child};
+use strata_sys::{Pidfd, Range, SIGKILL, collect_child, give_core_filter};
 
 use super::disk::{Known, Place, Process};
 use super::machine::Machine;
@@ -334,6 +334,8 @@ impl Snapshots {
             let process = process.ok_or("CRIU restores a process that is not known")?;
             alive.push(Pidfd::open(arrival.pid).map_err(|error| error.to_string())?);
             unfinished::note(work, arrival.pid).map_err(|error| error.to_string())?;
+            // One that is gone by now has no dump either.
+            let _ = give_core_filter(arrival.pid);
             if let Some(directory) = &tenant.record().cgroup
                 && !Cgroups::has(directory.as_ref(), arrival.pid)
             {

@@ -3,9 +3,10 @@
 
 use std::fs::OpenOptions;
 use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-use strata_sys::{SIGKILL, note_of, noted};
+use strata_sys::{OPEN_NO_LINK, SIGKILL, note_of, noted};
 
 use crate::tenants::Tenants;
 
@@ -14,7 +15,12 @@ const LIST: &str = "processes";
 /// Notes a process of the restore that works in `work`, before it is served.
 pub(super) fn note(work: &Path, pid: u32) -> io::Result<()> {
     let line = note_of(pid).ok_or(io::ErrorKind::NotFound)?;
-    let mut list = OpenOptions::new().create(true).append(true).open(work.join(LIST))?;
+    let mut list = OpenOptions::new()
+        .create(true)
+        .append(true)
+        .mode(0o600)
+        .custom_flags(OPEN_NO_LINK)
+        .open(work.join(LIST))?;
     writeln!(list, "{line}")
 }
 

@@ -3,13 +3,14 @@
 //!
 //! What a killed writer leaves has no lock and is removed by the next one.
 
-use std::ffi::OsString;
-use std::fs::{self, File, OpenOptions};
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
 use std::io::{self, Read, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
-use rustix::fs::{Advice, CWD, FlockOperation, Mode, OFlags, RenameFlags};
+use rustix::fs::{Advice, FlockOperation};
+use strata_sys::{Access, Directory};
 
 use super::format::MAGIC;
 
@@ -42,16 +43,18 @@ pub trait Sink {
 #[derive(Debug)]
 pub struct PartFile {
     file: File,
-    part: PathBuf,
-    path: PathBuf,
+    /// All names are in it, wherever it is by then.
+    directory: Directory,
+    part: OsString,
+    name: OsString,
     is_published: bool,
 }
 
-/// `path` with `.part` at its end.
-pub(super) fn part_of(path: &Path) -> PathBuf {
-    let mut name = OsString::from(path);
-    name.push(".part");
-    name.into()
+/// `name` with `.part` at its end.
+pub(super) fn part_of(name: impl AsRef<OsStr>) -> OsString {
+    let mut part = name.as_ref().to_owned();
+    part.push(".part");
+    part
 }
 
 fn lock(file: &File) -> io::Result<()> {
@@ -75,17 +78,22 @@ impl PartFile {
     /// writer left at `path.part`. `ResourceBusy`: another process writes it. Or
     /// what the file system says.
     pub fn create(path: &Path) -> io::Result<Self> {
-        if fs::symlink_metadata(path).is_ok() {
+        let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
+        let directory = match path.parent() {
+            Some(parent) if !parent.as_os_str().is_empty() => parent,
+            _ => Path::new("."),
+        };
+        let directory = Directory::open(directory)?;
+        if directory.metadata(name).is_ok() {
             return Err(io::ErrorKind::AlreadyExists.into());
         }
-        let part = part_of(path);
+        let part = part_of(name);
         for _ in 0..ATTEMPTS {
             // Nothing that is there is opened, links included.
-            let made = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&part);
-            let file = match made {
+            let file = match directory.file(&part, Access::New) {
                 Ok(file) => file,
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                    remove_leftover(&part)?;
+                    remove_leftover(&directory, &part)?;
                     continue;
                 }
                 Err(error) => return Err(error),
@@ -93,54 +101,51 @@ impl PartFile {
             lock(&file)?;
             // Another may have taken it for a leftover before it was locked.
             if file.metadata()?.nlink() == 1 {
-                return Ok(Self { file, part, path: path.to_owned(), is_published: false });
+                let name = name.to_owned();
+                return Ok(Self { file, directory, part, name, is_published: false });
             }
         }
         Err(io::Error::new(io::ErrorKind::ResourceBusy, "another process makes the same file"))
     }
-
-    fn rename(&self) -> io::Result<()> {
-        match rustix::fs::renameat_with(CWD, &self.part, CWD, &self.path, RenameFlags::NOREPLACE) {
-            Ok(()) => Ok(()),
-            Err(error) => match io::Error::from(error) {
-                error if error.kind() == io::ErrorKind::AlreadyExists => Err(error),
-                // Not every file system knows this rename; a link overwrites
-                // nothing either. The other name goes when this is dropped.
-                _ => fs::hard_link(&self.part, &self.path),
-            },
-        }
-    }
 }
 
 /// Removes what a killed writer has left.
-fn remove_leftover(part: &Path) -> io::Result<()> {
-    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    let mut file = match rustix::fs::open(part, flags, Mode::empty()) {
-        Ok(descriptor) => File::from(descriptor),
-        Err(error) => match io::Error::from(error) {
-            error if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-            error => return Err(error),
-        },
+fn remove_leftover(directory: &Directory, part: &OsStr) -> io::Result<()> {
+    let in_the_way = || {
+        let text = format!(
+            "{} is in the way and is no snapshot; move it",
+            directory.path().join(part).display()
+        );
+        io::Error::new(io::ErrorKind::AlreadyExists, text)
     };
-    let metadata = file.metadata()?;
-    let mut beginning = Vec::new();
-    if metadata.is_file() {
-        lock(&file)?;
-        (&mut file).take(MAGIC.len() as u64).read_to_end(&mut beginning)?;
+    match directory.metadata(part) {
+        Ok(found) if found.is_file() => {}
+        Ok(_) => return Err(in_the_way()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error),
     }
-    if !metadata.is_file() || !MAGIC.starts_with(&beginning) {
-        return Err(io::Error::new(
-            io::ErrorKind::AlreadyExists,
-            format!("{} is in the way and is no snapshot; move it", part.display()),
-        ));
+    let mut file = match directory.file(part, Access::Read) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error),
+    };
+    lock(&file)?;
+    let mut beginning = Vec::new();
+    (&mut file).take(MAGIC.len() as u64).read_to_end(&mut beginning)?;
+    if !MAGIC.starts_with(&beginning) {
+        return Err(in_the_way());
     }
     // Still the one that is locked? Who made another one has it locked.
-    match fs::symlink_metadata(part) {
-        Ok(now) if (now.dev(), now.ino()) == (metadata.dev(), metadata.ino()) => {
-            fs::remove_file(part)
-        }
-        _ => Ok(()),
+    if is_named(directory, part, &file).unwrap_or(false) {
+        directory.remove_file(part)?;
     }
+    Ok(())
+}
+
+/// Whether `name` is the name of this very file.
+fn is_named(directory: &Directory, name: &OsStr, file: &File) -> io::Result<bool> {
+    let (mine, now) = (file.metadata()?, directory.metadata(name)?);
+    Ok((now.dev(), now.ino()) == (mine.dev(), mine.ino()))
 }
 
 impl Sink for PartFile {
@@ -157,14 +162,11 @@ impl Sink for PartFile {
 
     fn publish(&mut self) -> io::Result<()> {
         self.sync()?;
-        self.rename()?;
-        let directory = match self.path.parent() {
-            Some(parent) if !parent.as_os_str().is_empty() => parent,
-            _ => Path::new("."),
-        };
-        if let Err(error) = File::open(directory).and_then(|directory| directory.sync_all()) {
+        // Where it was done by a link, the other name goes when this is dropped.
+        self.directory.rename_new(&self.part, &self.name)?;
+        if let Err(error) = self.directory.sync() {
             // Whoever is told that it failed must not find it later.
-            let _ = fs::remove_file(&self.path);
+            let _ = self.directory.remove_file(&self.name);
             return Err(error);
         }
         self.is_published = true;
@@ -175,22 +177,24 @@ impl Sink for PartFile {
 impl Drop for PartFile {
     fn drop(&mut self) {
         // After a rename there is none; another's may be there only after that.
-        let ours = self.file.metadata().and_then(|mine| {
-            let now = fs::symlink_metadata(&self.part)?;
-            Ok((now.dev(), now.ino()) == (mine.dev(), mine.ino()))
-        });
-        if ours.unwrap_or(false) {
-            let _ = fs::remove_file(&self.part);
+        if is_named(&self.directory, &self.part, &self.file).unwrap_or(false) {
+            let _ = self.directory.remove_file(&self.part);
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::os::unix::fs::PermissionsExt;
+    use std::path::PathBuf;
 
     use super::*;
     use crate::archive::testing::Place;
+
+    fn part_of(path: &Path) -> PathBuf {
+        super::part_of(path).into()
+    }
 
     fn kind<T>(outcome: io::Result<T>) -> Option<io::ErrorKind> {
         outcome.err().map(|error| error.kind())
@@ -257,5 +261,17 @@ mod tests {
         std::os::unix::fs::symlink("/etc/hostname", &part).expect("a link");
         assert!(PartFile::create(&path).is_err());
         assert!(part.is_symlink());
+        fs::remove_file(&part).expect("removed");
+        // A link that somebody else can have put on the way is not followed; one's own is.
+        let open = place.path("open");
+        fs::create_dir(&open).expect("made");
+        fs::set_permissions(&open, fs::Permissions::from_mode(0o1777)).expect("a mode");
+        fs::create_dir(place.path("target")).expect("made");
+        for (link, is_refused) in [(open.join("link"), true), (place.path("own"), false)] {
+            std::os::unix::fs::symlink(place.path("target"), &link).expect("a link");
+            let made = PartFile::create(&link.join("x"));
+            assert_eq!(made.is_err(), is_refused, "{}", link.display());
+        }
+        assert_eq!(fs::read_dir(place.path("target")).expect("there").count(), 0);
     }
 }

@@ -364,7 +364,7 @@ fn what_a_killed_writer_left_is_no_snapshot_and_is_in_nobodys_way() {
         fs::write(part_of(&path), &bytes[..len]).expect("written");
         let opened = Reader::open(&path);
         assert!(matches!(opened, Err(ReadError::Io { .. })), "{len}: {opened:?}");
-        assert!(len == bytes.len() || Reader::open(&part_of(&path)).is_err(), "{len}");
+        assert!(len == bytes.len() || Reader::open(part_of(&path).as_ref()).is_err(), "{len}");
         sample.write_to(&path);
         assert_eq!(place.names(), ["whole", "x"], "{len}");
         fs::remove_file(&path).expect("there");

@@ -22,9 +22,9 @@ pub use advice::{
 };
 pub use place::{MAX_PLACE_PAGES, MAX_PLACE_RANGES, PlaceOutcome, PlaceWish, tier_letters};
 pub use snapshot::{
-    MAX_CLONES, MAX_COPY_DIRS, MAX_FORWARDS, MAX_LABEL_BYTES, MAX_PATH_BYTES, MIN_SCHEDULE_SECONDS,
-    Net, PortForward, Progress, RevivedTenant, SnapshotId, SnapshotInfo, SnapshotRef,
-    SnapshotState, Tcp, Unit, Which, clone_name, label_problem,
+    Claim, MAX_CLONES, MAX_COPY_DIRS, MAX_FORWARDS, MAX_LABEL_BYTES, MAX_PATH_BYTES,
+    MIN_SCHEDULE_SECONDS, Net, PortForward, Progress, RevivedTenant, SnapshotId, SnapshotInfo,
+    SnapshotRef, SnapshotState, Tcp, Unit, Which, clone_name, label_problem,
 };
 pub use stats::{Latency, Pressure, Stall, Stats, TenantState, TierStats, Unattended, UnmanagedBy};
 
@@ -238,6 +238,12 @@ pub enum Request {
         /// one had: its programs do not use them, says the user.
         #[serde(default)]
         any_cpu: bool,
+        /// Whatever it asks for, and whoever wrote it.
+        #[serde(default)]
+        trust: bool,
+        /// Only say what it asks for.
+        #[serde(default)]
+        dry_run: bool,
     },
 }
 
@@ -362,6 +368,14 @@ pub enum Reply {
         snapshot: Box<SnapshotInfo>,
         /// Things the user should know.
         warnings: Vec<String>,
+    },
+    /// To [`Request::SnapshotImport`] that is only to say it.
+    Claims {
+        /// Whose rights they were compared with; none: nobody's, for root or this
+        /// daemon's user wrote it, or it is trusted.
+        owner: Option<u32>,
+        /// In order of the processes.
+        claims: Vec<Claim>,
     },
     /// To [`Request::Snapshots`].
     Snapshots {

@@ -394,6 +394,15 @@ pub struct Progress {
     pub unit: Unit,
 }
 
+/// Something that a snapshot in a file asks of whoever restores it.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Claim {
+    /// What, and for which process: one line.
+    pub text: String,
+    /// Whoever wrote the file has no right to it.
+    pub is_beyond: bool,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -102,8 +102,13 @@ fn connections_are_kept_by_one_clone_on_the_old_network() {
 
 #[test]
 fn labels_and_paths_of_requests_are_looked_at() {
-    let path =
-        |path: &str| Request::SnapshotImport { path: path.into(), name: None, any_cpu: false };
+    let path = |path: &str| Request::SnapshotImport {
+        path: path.into(),
+        name: None,
+        any_cpu: false,
+        trust: false,
+        dry_run: false,
+    };
     assert_eq!(path("/tmp/a").snapshot_problem(), None);
     assert!(path("a").snapshot_problem().is_some());
     assert!(path("/a\0b").snapshot_problem().is_some());

@@ -262,6 +262,15 @@ pub(crate) enum SnapshotCommand {
         /// A program that uses one of them dies by SIGILL.
         #[arg(long)]
         any_cpu: bool,
+        /// Whoever wrote the file, and whatever it asks for
+        ///
+        /// What belongs to another user is taken in only if it asks for nothing
+        /// that this user may not have. It runs with what it asks for.
+        #[arg(long)]
+        trust: bool,
+        /// Only print what it asks for: users, capabilities, files, sockets
+        #[arg(long)]
+        dry_run: bool,
     },
 }
 

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use strata_api::{DEFAULT_SOCKET, Reply, Request, RevivedTenant, SnapshotInfo, SnapshotRef};
+use strata_api::{Claim, DEFAULT_SOCKET, Reply, Request, RevivedTenant, SnapshotInfo, SnapshotRef};
 
 use crate::args::{CloneArguments, RollbackTarget, SnapshotArguments, SnapshotCommand};
 use crate::client::{self, NoReply, ask_each, ask_watching, misunderstood, refused};
@@ -34,7 +34,10 @@ pub(crate) fn snapshot(arguments: SnapshotArguments) -> Result<ExitCode> {
             print_taken(&socket, &request, &format!("cannot persist {snapshot}"))?;
         }
         Some(SnapshotCommand::Export { snapshot, file }) => export(&snapshot, &file)?,
-        Some(SnapshotCommand::Import { file, name, any_cpu }) => import(&file, name, any_cpu)?,
+        Some(SnapshotCommand::Import { file, name, any_cpu, trust, dry_run }) => {
+            let wish = |path| Request::SnapshotImport { path, name, any_cpu, trust, dry_run };
+            import(&file, wish, dry_run)?;
+        }
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -92,7 +95,7 @@ fn export(snapshot: &SnapshotRef, file: &Path) -> Result<()> {
     }
 }
 
-fn import(file: &Path, name: Option<String>, any_cpu: bool) -> Result<()> {
+fn import(file: &Path, wish: impl FnOnce(String) -> Request, dry_run: bool) -> Result<()> {
     let what = format!("cannot import {}", file.display());
     let path = absolute(file, &what)?;
     let readable = std::fs::File::open(file).and_then(|opened| opened.metadata());
@@ -105,9 +108,29 @@ fn import(file: &Path, name: Option<String>, any_cpu: bool) -> Result<()> {
             return Err(Failure::new(what, error).todo("name a file that you may read"));
         }
     }
-    let request = Request::SnapshotImport { path, name, any_cpu };
+    let request = wish(path);
     check(&request, &what)?;
-    print_taken(&some_daemon(&what)?, &request, &what)
+    let socket = some_daemon(&what)?;
+    if !dry_run {
+        return print_taken(&socket, &request, &what);
+    }
+    match long(&socket, &request, &what)? {
+        Reply::Claims { owner, claims } => print_claims(owner, &claims),
+        _ => Err(misunderstood(&what)),
+    }
+}
+
+/// What a file asks for, a line each, and of whose rights that is more.
+fn print_claims(owner: Option<u32>, claims: &[Claim]) -> Result<()> {
+    for claim in claims {
+        match owner {
+            Some(owner) if claim.is_beyond => {
+                print(&printable(&format!("{}; more than user {owner} may", claim.text)))?;
+            }
+            _ => print(&printable(&claim.text))?,
+        }
+    }
+    Ok(())
 }
 
 /// `strata rollback`.

@@ -20,7 +20,7 @@ use crate::config::Config;
 use crate::control::Handler;
 use crate::logbook;
 use crate::place;
-use crate::snapshots::{CloneWish, Revived, Snapshots, Tell};
+use crate::snapshots::{CloneWish, ImportWish, Revived, Snapshots, Tell};
 use crate::statistics;
 use crate::supervisor::Inheritance;
 use crate::tenants::{Tenants, Wish};
@@ -164,8 +164,15 @@ impl Commands {
                     Err(why) => error(format!("{snapshot} was not exported: {why}"), ""),
                 }
             }
-            Request::SnapshotImport { path, name, any_cpu } => {
-                let taken = self.snapshots.import(peer.uid, path.as_ref(), name, any_cpu, tell);
+            Request::SnapshotImport { path, dry_run: true, trust, .. } => {
+                match self.snapshots.claims_of(peer.uid, path.as_ref(), trust) {
+                    Ok((owner, claims)) => Reply::Claims { owner, claims },
+                    Err(why) => error(format!("{path} cannot be looked into: {why}"), ""),
+                }
+            }
+            Request::SnapshotImport { path, name, any_cpu, trust, dry_run: false } => {
+                let wish = ImportWish { name, any_cpu, trust };
+                let taken = self.snapshots.import(peer.uid, path.as_ref(), wish, tell);
                 self.shown(taken, || format!("{path} was not imported"))
             }
         }

@@ -18,6 +18,7 @@ mod rollback;
 pub(crate) mod schedules;
 mod take;
 mod unfinished;
+mod vouch;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
@@ -38,6 +39,7 @@ use strata_units::{ByteSize, SpaceId};
 use crate::config::Config;
 use crate::tenants::{Tenants, Wish};
 use disk::{Disk, Known, Line, Place, Process};
+pub(crate) use files::ImportWish;
 use lineage::life_of;
 pub(crate) use revive::{CloneWish, Revived, helper};
 

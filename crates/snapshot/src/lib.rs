@@ -13,6 +13,7 @@
 
 pub mod archive;
 mod breakpoints;
+pub mod claims;
 pub mod clone;
 mod connections;
 mod criu;

@@ -207,12 +207,23 @@ fn files_are_made_and_read_only_where_they_can_be() {
         Request::SnapshotExport { snapshot: "db@2".parse().expect("named"), path: path("new") };
     assert_eq!(daemon.last_request(), Some(expected));
     assert!(run(&["snapshot", "import", "there", "--name", "db2"]).status.success());
-    let expected =
-        Request::SnapshotImport { path: path("there"), name: Some("db2".into()), any_cpu: false };
+    let expected = Request::SnapshotImport {
+        path: path("there"),
+        name: Some("db2".into()),
+        any_cpu: false,
+        trust: false,
+        dry_run: false,
+    };
     assert_eq!(daemon.last_request(), Some(expected));
 
     assert!(run(&["snapshot", "import", "there", "--any-cpu"]).status.success());
-    let expected = Request::SnapshotImport { path: path("there"), name: None, any_cpu: true };
+    let expected = Request::SnapshotImport {
+        path: path("there"),
+        name: None,
+        any_cpu: true,
+        trust: false,
+        dry_run: false,
+    };
     assert_eq!(daemon.last_request(), Some(expected));
 
     for (arguments, why) in [

@@ -6,14 +6,26 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use strata_api::{Progress, SnapshotInfo, SnapshotRef, SnapshotState, Unit};
+use strata_api::{Claim, Progress, SnapshotInfo, SnapshotRef, SnapshotState, Unit};
 use strata_pager::Tenant;
 use strata_snapshot::archive::{Reader, Writer};
+use strata_snapshot::claims;
 use strata_units::{PAGE_SIZE, PageBuffer, SpaceId};
 
 use super::disk::Known;
 use super::machine::Machine;
+use super::vouch::Author;
 use super::{Snapshots, Tell, lock, wish_of};
+
+/// How a file is taken in.
+pub(crate) struct ImportWish {
+    /// As a snapshot of a tenant of this name; none: of that which it had.
+    pub(crate) name: Option<String>,
+    /// Though this machine's processor lacks instructions that the other's had.
+    pub(crate) any_cpu: bool,
+    /// Whoever wrote it, and whatever it asks for.
+    pub(crate) trust: bool,
+}
 
 /// Process state of a snapshot that is imported has at most this.
 const MOST_IMAGE_BYTES: u64 = 16 << 30;
@@ -145,19 +157,34 @@ impl Snapshots {
         Ok(())
     }
 
-    /// Takes in a snapshot from a file, as one of the tenant `name`. `any_cpu`: though
-    /// this machine's processor lacks instructions that the other's had.
+    /// What a file asks for, and more than whose right that is.
+    pub(crate) fn claims_of(
+        &self,
+        uid: u32,
+        path: &Path,
+        trust: bool,
+    ) -> Result<(Option<u32>, Vec<Claim>), String> {
+        self.check_user(uid)?;
+        let reader = Reader::open(path).map_err(|error| crate::tenants::chain(&error))?;
+        let author = Author::of(&reader, self.uid, trust)?;
+        let images =
+            claims::load_archive(&reader).map_err(|error| crate::tenants::chain(&error))?;
+        Ok(author.compare(&images))
+    }
+
+    /// Takes in a snapshot from a file.
     pub(crate) fn import(
         &self,
         uid: u32,
         path: &Path,
-        name: Option<String>,
-        any_cpu: bool,
+        wish: ImportWish,
         tell: Tell<'_>,
     ) -> Result<SnapshotInfo, String> {
+        let ImportWish { name, any_cpu, trust } = wish;
         self.check_user(uid)?;
         self.check_limit()?;
         let reader = Reader::open(path).map_err(|error| crate::tenants::chain(&error))?;
+        let author = Author::of(&reader, self.uid, trust)?;
         let mut known: Known = serde_json::from_slice(reader.description())
             .map_err(|_| format!("{} does not say what it is a snapshot of", path.display()))?;
         let listed = |process: &super::disk::Process| {
@@ -195,7 +222,7 @@ impl Snapshots {
         known.info.file_bytes = 0;
         let id = known.info.id.clone();
         let outcome = self.with_holder(&known.info.clone(), |holder| {
-            self.import_into(&reader, &mut known, holder, tell)
+            self.import_into(&reader, &author, &mut known, holder, tell)
         });
         if let Err(why) = outcome {
             let _ = self.forget(&known);
@@ -208,11 +235,15 @@ impl Snapshots {
     fn import_into(
         &self,
         reader: &Reader,
+        author: &Author,
         known: &mut Known,
         holder: &Tenant,
         tell: Tell<'_>,
     ) -> Result<(), String> {
-        extract(reader, &self.disk.make(&known.info.id)?)?;
+        let images = self.disk.make(&known.info.id)?;
+        extract(reader, &images)?;
+        // Only now, of our own copy: whoever wrote the file may still write to it.
+        author.check(&images)?;
         self.take_in(reader, known, holder, tell)?;
         self.disk.write(known)
     }

@@ -8,7 +8,6 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use rustix::fs::{Mode, OFlags};
 use strata_units::PAGE_SIZE;
 use xxhash_rust::xxh3::Xxh3;
 use zstd::bulk::Decompressor;
@@ -201,11 +200,13 @@ impl Reader {
     /// # Errors
     /// See [`ReadError`].
     pub fn open(path: &Path) -> Result<Self, ReadError> {
-        // Does not wait for a writer if it is a pipe.
-        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
-        let file = rustix::fs::open(path, flags, Mode::empty())
-            .map_err(|error| ReadError::Io { path: path.to_owned(), source: error.into() })?;
-        Self::from_file(file.into(), path)
+        match strata_sys::open_plain_file(path) {
+            Ok(file) => Self::from_file(file, path),
+            Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
+                Err(ReadError::NotASnapshot(path.to_owned()))
+            }
+            Err(source) => Err(ReadError::Io { path: path.to_owned(), source }),
+        }
     }
 
     /// The same with an open file; `path` names it in errors.
@@ -262,7 +263,7 @@ impl Reader {
         ReadError::Damaged { path: self.path.clone(), what: what.into(), offset }
     }
 
-    pub(super) fn failed(&self, source: io::Error) -> ReadError {
+    pub(crate) fn failed(&self, source: io::Error) -> ReadError {
         if source.kind() == io::ErrorKind::UnexpectedEof {
             // It has become shorter since it was opened.
             return ReadError::Incomplete(self.path.clone());
@@ -483,6 +484,14 @@ impl Reader {
         &self.directory.files
     }
 
+    /// Whose the file is, and who may write to it.
+    ///
+    /// # Errors
+    /// [`ReadError::Io`].
+    pub fn metadata(&self) -> Result<std::fs::Metadata, ReadError> {
+        self.file.metadata().map_err(|error| self.failed(error))
+    }
+
     /// Length of the snapshot file.
     #[must_use]
     pub fn len_bytes(&self) -> u64 {
@@ -580,6 +589,34 @@ impl Reader {
             take(&chunk)?;
         }
         Ok(())
+    }
+
+    /// The first bytes of the file at `index`, `most` at most.
+    ///
+    /// # Errors
+    /// What reading says.
+    ///
+    /// # Panics
+    /// There is no such file.
+    pub fn file_beginning(&self, index: usize, most: u64) -> Result<Vec<u8>, ReadError> {
+        let FileInfo { name, size_bytes } = &self.directory.files[index];
+        let wanted = most.min(*size_bytes);
+        let (mut found, mut chunk) = (Vec::new(), Vec::new());
+        let mut scratch = Scratch::default();
+        for &(owner, place) in self.blocks_of(index) {
+            if found.len() as u64 >= wanted {
+                break;
+            }
+            match self.chunk(place, Kind::File, owner, &mut scratch, &mut chunk) {
+                Ok(()) => found.extend_from_slice(&chunk),
+                Err(Fault::Damaged) => {
+                    return Err(self.damaged(format!("the file {name}"), place.offset));
+                }
+                Err(Fault::Io(error)) => return Err(self.failed(error)),
+            }
+        }
+        found.truncate(usize::try_from(wanted).unwrap_or(usize::MAX));
+        Ok(found)
     }
 
     /// Makes its files in the directory `into`, for their owner alone; they

@@ -8,7 +8,7 @@ BENCH_FLAGS ?=
 SOAK_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test lint bench soak steady mutants guest
+.PHONY: help build demo test lint bench soak steady mutants fuzz guest
 
 help: ## This list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -51,6 +51,10 @@ steady: ## The tests five times, twice with one core busy: none may be flaky
 mutants: ## Break ten lines, one after the other: do the tests notice?
 	@scripts/setup.sh test
 	@tests/mutants.py
+
+fuzz: ## What strangers send, under a coverage-guided fuzzer (SECONDS=60 for each of six targets)
+	@scripts/setup.sh build
+	scripts/fuzz.sh $(or $(SECONDS),60)
 
 guest: ## Of the tests, only what other kernels show in emulated guests
 	@scripts/setup.sh guest

@@ -4,7 +4,7 @@
 
 mod common;
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 
 use common::Random;
@@ -25,7 +25,7 @@ fn secret(number: u64) -> common::Page {
 }
 
 fn copy(descriptor: BorrowedFd<'_>) -> std::fs::File {
-    OwnedFd::from(descriptor.as_fd().try_clone_to_owned().expect("a descriptor")).into()
+    descriptor.try_clone_to_owned().expect("a descriptor").into()
 }
 
 /// Where a file has the secret, of what of it is really there.

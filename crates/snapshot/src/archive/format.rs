@@ -61,7 +61,8 @@ fn array<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
 
 /// The checksum of anything but a page.
 pub(super) fn sum(bytes: &[u8], seed: u64) -> u64 {
-    xxh3_64_with_seed(bytes, seed)
+    // A fuzzer does not find sums that fit, and what is behind them is to be found.
+    if cfg!(fuzzing) { 0 } else { xxh3_64_with_seed(bytes, seed) }
 }
 
 /// The digest of a page: its name for deduplication. The low half is the
@@ -71,7 +72,7 @@ pub(super) fn digest(page: &Page, seed: u64) -> u128 {
 }
 
 pub(super) fn page_sum(page: &Page, seed: u64) -> u64 {
-    digest(page, seed) as u64
+    if cfg!(fuzzing) { 0 } else { digest(page, seed) as u64 }
 }
 
 /// The value when the page is one 32-bit value throughout.

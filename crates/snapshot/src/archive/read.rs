@@ -303,7 +303,8 @@ impl Reader {
                 number += 1;
             }
         }
-        if table_sum.digest() != footer.table_sum
+        let is_damaged = !cfg!(fuzzing) && table_sum.digest() != footer.table_sum;
+        if is_damaged
             || offset != footer.table_offset
             || page_blocks.len() as u64 != footer.contents.div_ceil(BLOCK_PAGES as u64)
             || !file_blocks.is_sorted_by_key(|(owner, _)| *owner)

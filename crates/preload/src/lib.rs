@@ -32,6 +32,7 @@ mod batch;
 mod block;
 mod fork;
 mod guards;
+mod guest;
 mod handshake;
 mod identity;
 mod kernel;

@@ -18,6 +18,11 @@ impl Next {
         Self { name, address: AtomicPtr::new(core::ptr::null_mut()) }
     }
 
+    /// What was looked up; null: nothing yet, or there is none.
+    pub(crate) fn known(&self) -> *mut c_void {
+        self.address.load(Ordering::Relaxed)
+    }
+
     /// The next definition of the name; null: there is none.
     pub(crate) fn address(&self) -> *mut c_void {
         let known = self.address.load(Ordering::Relaxed);

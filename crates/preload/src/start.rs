@@ -5,7 +5,9 @@ use core::ffi::{CStr, c_char};
 use core::sync::atomic::{AtomicU32, Ordering};
 use core::time::Duration;
 
-use strata_units::wire::{CONTROL_BYTES, DEFAULT_AGENT_SOCKET, ENV_SOCKET, ENV_TOKEN, HelloKind};
+use strata_units::wire::{
+    CONTROL_BYTES, DEFAULT_AGENT_SOCKET, ENV_GUEST, ENV_SOCKET, ENV_TOKEN, HelloKind,
+};
 
 use crate::agent;
 use crate::block::{
@@ -14,6 +16,7 @@ use crate::block::{
 };
 use crate::fork;
 use crate::guards;
+use crate::guest;
 use crate::handshake::{Failure, HANDSHAKE_TIME};
 use crate::identity;
 use crate::kernel::{self, Deadline};
@@ -68,6 +71,12 @@ extern "C" fn constructor() {
     // SAFETY: the C library has set it before it calls constructors; nothing else
     // runs that could write it, or what it points to.
     let wishes = unsafe { Wishes::read(environ) };
+    // SAFETY: as above.
+    if !guest::prepare(unsafe { variable(environ, ENV_GUEST) }) {
+        say(
+            "strata: STRATA_GUEST_DIR is no path that could be the guest's memory; that memory stays shared and unmanaged\n",
+        );
+    }
     let managed = match wishes {
         Some(wishes) => match stranger(&wishes) {
             Some(line) => {
@@ -146,6 +155,24 @@ impl Wishes<'_> {
         };
         Some(Self { socket, token, is_under_valgrind })
     }
+}
+
+/// The value of a variable.
+///
+/// # Safety
+/// As for [`Wishes::read`].
+unsafe fn variable(environment: *const *const c_char, name: &str) -> Option<&'static CStr> {
+    let mut entry = environment;
+    // SAFETY: the array is null-terminated, says the caller.
+    while !entry.is_null() && unsafe { !(*entry).is_null() } {
+        // SAFETY: an entry before the terminating one is a C string.
+        if let Some(value) = value_of(unsafe { CStr::from_ptr(*entry) }, name) {
+            return Some(value);
+        }
+        // SAFETY: not yet the end.
+        entry = unsafe { entry.add(1) };
+    }
+    None
 }
 
 /// [`DEFAULT_AGENT_SOCKET`] as the kernel wants it.

@@ -31,6 +31,11 @@ pub const PINNED_SLOTS: usize = 1024;
 pub const ENV_SOCKET: &str = "STRATA_AGENT_SOCKET";
 /// Environment variable: the tenant's token, 16 hex digits.
 pub const ENV_TOKEN: &str = "STRATA_TOKEN";
+/// Environment variable of a guest's QEMU: the directory of the files that it takes for
+/// the guest's memory, as the kernel names it (no link in it).
+pub const ENV_GUEST: &str = "STRATA_GUEST_DIR";
+/// Longest such path. (The monitor's socket is in there: of that the kernel takes 107.)
+pub const MAX_GUEST_PATH_BYTES: usize = 255;
 /// Where the agent looks for a socket when the environment names none (the
 /// library came in through `/etc/ld.so.preload`).
 pub const DEFAULT_AGENT_SOCKET: &str = "/run/strata/agent.sock";

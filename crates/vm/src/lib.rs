@@ -1,0 +1,21 @@
+//! Virtual machines underneath: QEMU's command line, read and completed before there is
+//! a process ([`plan`]), and QEMU's monitor, whose answers are untrusted ([`Monitor`]).
+//!
+//! Not here: sockets' owners, tenants, budgets, the guest's memory itself. Nothing in
+//! this crate looks at the machine but through what it is given.
+#![forbid(unsafe_code)]
+
+mod accelerator;
+mod balloon;
+mod line;
+mod options;
+mod qmp;
+mod refusals;
+mod version;
+
+pub use accelerator::{Accelerator, kvm_problem};
+pub use balloon::{BALLOON_ID, GuestState, look};
+pub use line::{MONITOR_SOCKET_NAME, Plan, Wish, plan};
+pub use qmp::{Monitor, QmpError};
+pub use refusals::Refusal;
+pub use version::{OLDEST, Version};

@@ -13,6 +13,7 @@
 #![forbid(unsafe_code)]
 
 mod advice;
+mod guest;
 mod place;
 mod snapshot;
 mod stats;
@@ -20,6 +21,7 @@ mod stats;
 pub use advice::{
     Advice, AdviceBrief, AdviceState, CurvePoint, MAX_CURVE_POINTS, NEEDED_FOR, Need,
 };
+pub use guest::{GuestSpec, GuestStats};
 pub use place::{MAX_PLACE_PAGES, MAX_PLACE_RANGES, PlaceOutcome, PlaceWish, tier_letters};
 pub use snapshot::{
     Claim, MAX_CLONES, MAX_COPY_DIRS, MAX_FORWARDS, MAX_LABEL_BYTES, MAX_PATH_BYTES,
@@ -84,6 +86,14 @@ pub enum Request {
         dram_bytes: Option<u64>,
         /// The program, for display.
         command: Vec<String>,
+    },
+    /// The tenant is about to become a guest, a virtual machine. Answered by
+    /// [`Reply::Guest`].
+    Guest {
+        /// The tenant: just made, by the same user.
+        name: String,
+        /// What it is going to be.
+        guest: GuestSpec,
     },
     /// All tenants of the caller.
     List,
@@ -300,6 +310,7 @@ impl Request {
             | Self::SnapshotImport { .. } => true,
             Self::Ping
             | Self::Run { .. }
+            | Self::Guest { .. }
             | Self::List
             | Self::Stats { .. }
             | Self::Set { .. }
@@ -338,6 +349,12 @@ pub enum Reply {
         environment: Vec<(String, String)>,
         /// Things the user should know (no cgroup backstop, say).
         warnings: Vec<String>,
+    },
+    /// To [`Request::Guest`].
+    Guest {
+        /// The directory of the files that its QEMU takes for its memory, and of its
+        /// monitor's socket; the caller's, empty, and removed when the tenant is gone.
+        directory: String,
     },
     /// To [`Request::List`].
     List {

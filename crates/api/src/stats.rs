@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::AdviceBrief;
+use crate::{AdviceBrief, GuestStats};
 
 /// Whether a tenant pays anything yet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -193,6 +193,10 @@ pub struct Stats {
     pub evictions_unchanged_total: u64,
     /// Evictions that the kernel refused (page pinned, locked or shared).
     pub evictions_refused_total: u64,
+    /// Pages with content that its programs gave back: discarded memory, what a guest's
+    /// balloon takes and what it reports free. Of memory that is managed by then.
+    #[serde(default)]
+    pub discarded_pages_total: u64,
     /// Stored pages that failed their checksum or could not be read back.
     pub lost_pages_total: u64,
     /// Pages that somebody else (the kernel's balancing or demotion) moved back from or
@@ -221,6 +225,9 @@ pub struct Stats {
     /// What the advisor says, where somebody asked it in the last ten minutes.
     #[serde(default)]
     pub advice: Option<AdviceBrief>,
+    /// What is known of it as a virtual machine, if it is one.
+    #[serde(default)]
+    pub guest: Option<GuestStats>,
     /// What the user should know now; empty when all is well.
     pub notes: Vec<String>,
 }

@@ -148,6 +148,12 @@ pub(crate) enum Command {
     /// Clones have their own process numbers and share all memory that they do
     /// not write. Prints their names, one a line.
     Clone(CloneArguments),
+    /// Run virtual machines, and look at them
+    Vm {
+        /// What to do.
+        #[command(subcommand)]
+        command: VmCommand,
+    },
     /// Tell what this machine allows, and what is lost without the rest
     ///
     /// Exit status 0 when programs can be managed here, 1 when not.
@@ -372,6 +378,52 @@ pub(crate) enum ConfigCommand {
         /// The file; without one, /etc/strata/stratad.toml
         file: Option<PathBuf>,
     },
+}
+
+/// What to do with virtual machines.
+#[derive(Subcommand, Debug)]
+pub(crate) enum VmCommand {
+    /// Start a QEMU guest under a DRAM budget
+    ///
+    /// Completes QEMU's command line, says what it added, and becomes QEMU. The guest's
+    /// cold pages sink as any program's do; what the guest frees costs nothing. Guests
+    /// whose memory others share or that is pinned are refused.
+    Run(VmRunArguments),
+    /// List the guests
+    Ls {
+        /// Print a JSON array of objects, as `stats --json` prints one
+        #[arg(long)]
+        json: bool,
+    },
+    /// Show one guest's memory: promised, resident, stored, freed
+    Stats {
+        /// The guest
+        #[arg(value_parser = tenant_name)]
+        name: String,
+        /// Print one JSON object, as `strata stats --json` does
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+/// How to start a guest.
+#[derive(Args, Debug)]
+pub(crate) struct VmRunArguments {
+    /// The guest's name, and the tenant's; without one, what -name says
+    #[arg(long, value_parser = tenant_name)]
+    pub(crate) name: Option<String>,
+    /// The memory that the guest is promised; without it, what -m says
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
+    pub(crate) memory: Option<ByteSize>,
+    /// Its DRAM budget, QEMU's own memory included; without one, the daemon's default
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
+    pub(crate) dram: Option<ByteSize>,
+    /// Print the command line that would be executed, and start nothing
+    #[arg(long)]
+    pub(crate) print: bool,
+    /// QEMU and its arguments
+    #[arg(required = true, trailing_var_arg = true, value_name = "QEMU")]
+    pub(crate) command: Vec<OsString>,
 }
 
 /// How to run a program.

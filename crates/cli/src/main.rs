@@ -21,13 +21,14 @@ mod testing;
 mod tiers;
 mod top;
 mod tree;
+mod vm;
 
 use std::io::Write;
 use std::process::ExitCode;
 
 use strata_api::Request;
 
-use args::{Command, ConfigCommand};
+use args::{Command, ConfigCommand, VmCommand};
 use failure::{Failure, Result};
 
 fn main() -> ExitCode {
@@ -101,6 +102,11 @@ fn execute(command: Command) -> Result<ExitCode> {
             let mut arguments = vec!["config-check".into()];
             arguments.extend(file.map(Into::into));
             return daemon::pass_through(&arguments);
+        }
+        Command::Vm { command: VmCommand::Run(run) } => return vm::run(&run),
+        Command::Vm { command: VmCommand::Ls { json } } => print(&vm::list(json)?)?,
+        Command::Vm { command: VmCommand::Stats { name, json } } => {
+            print(&vm::stats(&name, json)?)?;
         }
         Command::Completions { shell } => print(&args::completions(shell))?,
         Command::Man { directory } => args::write_man_pages(&directory)?,

@@ -18,11 +18,11 @@ use crate::program::{self, Caller, Program};
 use crate::{daemon, place};
 
 /// The library that goes into the program.
-const LIBRARY: &str = "libstrata.so";
-const LD_PRELOAD: &str = "LD_PRELOAD";
+pub(crate) const LIBRARY: &str = "libstrata.so";
+pub(crate) const LD_PRELOAD: &str = "LD_PRELOAD";
 /// The same, for a program whose parent must not have it.
 const SUPERVISED_PRELOAD: &str = "STRATA_SUPERVISED_PRELOAD";
-const ASAN_OPTIONS: &str = "ASAN_OPTIONS";
+pub(crate) const ASAN_OPTIONS: &str = "ASAN_OPTIONS";
 /// Bytes of the command line that are sent for display: whoever passes a
 /// megabyte of arguments does not want to read them in a table.
 const MAX_SHOWN_BYTES: usize = 4096;
@@ -99,7 +99,7 @@ fn memory(meminfo: &str) -> Option<ByteSize> {
 }
 
 /// The command line for display, cut where it becomes unreadable.
-fn shown_command(command: &[OsString]) -> Vec<String> {
+pub(crate) fn shown_command(command: &[OsString]) -> Vec<String> {
     let mut left = MAX_SHOWN_BYTES;
     let mut shown = Vec::new();
     for word in command {
@@ -118,17 +118,17 @@ fn shown_command(command: &[OsString]) -> Vec<String> {
 }
 
 /// What a daemon gave.
-struct Tenant {
+pub(crate) struct Tenant {
     /// The daemon's.
-    socket: PathBuf,
-    name: String,
-    environment: Vec<(String, String)>,
-    warnings: Vec<String>,
+    pub(crate) socket: PathBuf,
+    pub(crate) name: String,
+    pub(crate) environment: Vec<(String, String)>,
+    pub(crate) warnings: Vec<String>,
 }
 
 /// Asks the daemon that the environment names; or the system's; or the caller's
 /// private one, which is started if need be.
-fn make_tenant(request: &Request) -> Result<Tenant> {
+pub(crate) fn make_tenant(request: &Request) -> Result<Tenant> {
     const WHAT: &str = "cannot make a tenant";
     if let Some(socket) = place::named_socket() {
         let reply = ask(&socket, request).map_err(|none| none.failure(WHAT, &socket))?;
@@ -171,7 +171,7 @@ fn understood(reply: Reply, socket: PathBuf) -> Result<Tenant> {
 
 /// The variables to set: what the daemon says, with the library before what the
 /// user preloads already (an allocator, say).
-fn environment(
+pub(crate) fn environment(
     given: Vec<(String, String)>,
     installed: Option<PathBuf>,
     own_preload: Option<OsString>,
@@ -211,7 +211,7 @@ fn environment(
 /// AddressSanitizer's options, with one more: where its runtime is a library, it ends
 /// a program in which another one comes first, for fear of what that may define. Ours
 /// defines nothing that the runtime does too and does not call on.
-fn with_other_libraries(own: Option<OsString>) -> OsString {
+pub(crate) fn with_other_libraries(own: Option<OsString>) -> OsString {
     const OPTION: &str = "verify_asan_link_order";
     let mut options = own.unwrap_or_default();
     let set = options.to_string_lossy().contains(OPTION);
@@ -227,7 +227,7 @@ fn with_other_libraries(own: Option<OsString>) -> OsString {
 /// Where the session is led from outside of this pid namespace (`nsenter`, or
 /// what a container's manager runs in it), no snapshot can hold it, and without
 /// a terminal nothing is lost by leaving it.
-fn lead_a_session_if_none_is_seen() {
+pub(crate) fn lead_a_session_if_none_is_seen() {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     if session_is_outside(&status) && std::fs::File::open("/dev/tty").is_err() {
         // Fails for the leader of a group: then a snapshot names the reason.
@@ -272,7 +272,7 @@ fn become_parent(
 }
 
 /// Executes the program in place of this process.
-fn become_program(
+pub(crate) fn become_program(
     program: &Program,
     command: &[OsString],
     environment: Vec<(String, OsString)>,

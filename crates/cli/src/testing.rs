@@ -80,6 +80,7 @@ pub(crate) fn stats(name: &str) -> strata_api::Stats {
         evictions_total: 260_000,
         evictions_unchanged_total: 0,
         evictions_refused_total: 12,
+        discarded_pages_total: 5,
         lost_pages_total: 0,
         opposed_moves_total: 0,
         damon_promotions_total: 0,
@@ -93,6 +94,7 @@ pub(crate) fn stats(name: &str) -> strata_api::Stats {
         worker_restarts_total: 0,
         uptime_seconds: 100.0,
         advice: None,
+        guest: None,
         notes: vec!["a note".into()],
     }
 }

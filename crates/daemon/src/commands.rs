@@ -18,6 +18,7 @@ use crate::advice;
 use crate::cgroup::Cgroups;
 use crate::config::Config;
 use crate::control::Handler;
+use crate::guests::Guests;
 use crate::logbook;
 use crate::place;
 use crate::snapshots::{CloneWish, ImportWish, Revived, Snapshots, Tell};
@@ -33,6 +34,7 @@ const KILL_PATIENCE: Duration = Duration::from_secs(10);
 pub(crate) struct Commands {
     tenants: Arc<Tenants>,
     snapshots: Arc<Snapshots>,
+    guests: Arc<Guests>,
     config: Config,
     private: bool,
     agent_socket: PathBuf,
@@ -50,7 +52,8 @@ impl Handler for Commands {
 
     fn handle(&self, peer: Peer, request: Request, tell: Tell<'_>) -> Reply {
         let asked = request.clone();
-        let reply = self.answer(peer, request, tell);
+        let mut reply = self.answer(peer, request, tell);
+        self.guests.add_to(&mut reply);
         if let Some((priority, line)) = logbook::line(peer.uid, &asked, &reply) {
             logbook::tell(priority, line);
         }
@@ -70,6 +73,9 @@ impl Commands {
                 pid: self.supervisor_pid,
             },
             Request::Run { name, dram_bytes, command } => self.run(peer, name, dram_bytes, command),
+            Request::Guest { name, guest } => {
+                self.with(peer, &name, |tenant| self.guests.make(peer, tenant, guest))
+            }
             Request::List => Reply::List {
                 tenants: self
                     .tenants
@@ -231,11 +237,13 @@ impl Commands {
     pub(crate) fn new(
         tenants: Arc<Tenants>,
         snapshots: Arc<Snapshots>,
+        guests: Arc<Guests>,
         inheritance: &Inheritance,
     ) -> Self {
         Self {
             tenants,
             snapshots,
+            guests,
             config: inheritance.config.clone(),
             private: inheritance.private,
             agent_socket: inheritance.agent_socket.clone(),

@@ -467,6 +467,7 @@ fn parse(line: &[u8]) -> Result<Request, String> {
         Request::Run { name, dram_bytes, .. } => (name.as_ref(), *dram_bytes),
         Request::Set { name, dram_bytes } => (Some(name), Some(*dram_bytes)),
         Request::Stats { name }
+        | Request::Guest { name, .. }
         | Request::Advise { name, .. }
         | Request::Release { name }
         | Request::Stop { name }

@@ -9,6 +9,7 @@ mod commands;
 mod config;
 mod control;
 mod doctor;
+mod guests;
 mod holder;
 mod logbook;
 mod metrics;

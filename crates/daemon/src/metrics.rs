@@ -8,7 +8,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use strata_api::{AdviceState, NEEDED_FOR, Pressure, Stats, TierStats, UnmanagedBy};
+use strata_api::{AdviceState, GuestStats, NEEDED_FOR, Pressure, Stats, TierStats, UnmanagedBy};
 
 /// Longest request head that is read. Prometheus sends some 300 bytes.
 const MAX_REQUEST_BYTES: usize = 8 << 10;
@@ -31,7 +31,7 @@ macro_rules! metrics {
 
 /// Every number in [`Stats`] but the user id, which is a label, and the
 /// latencies, which have a quantile. Names that end in `_total` are counters.
-const METRICS: [Metric; 31] = metrics! {
+const METRICS: [Metric; 32] = metrics! {
     budget_bytes: "DRAM budget of the tenant.",
     resident_bytes: "Managed pages in DRAM, staged ones included.",
     staged_bytes: "Part of resident_bytes that is out of the address space, kept raw.",
@@ -57,6 +57,7 @@ const METRICS: [Metric; 31] = metrics! {
     evictions_total: "Pages evicted.",
     evictions_unchanged_total: "Evictions of pages that the store had already.",
     evictions_refused_total: "Evictions that the kernel refused.",
+    discarded_pages_total: "Pages with content that its programs gave back.",
     lost_pages_total: "Stored pages that could not be read back intact.",
     opposed_moves_total: "Pages that somebody else moved back from or to the node within ten seconds.",
     damon_promotions_total: "Pages that came back from the node because DAMON saw them used.",
@@ -105,6 +106,7 @@ fn write_metrics(out: &mut String, tenants: &[Stats]) -> std::fmt::Result {
     write_stall(out, tenants, head)?;
     write_tiers(out, tenants)?;
     write_advice(out, tenants, head)?;
+    write_guests(out, tenants, head)?;
     head(out, "processes", "gauge", "Processes of the tenant.")?;
     for stats in tenants {
         let (tenant, count) = (label(&stats.name), stats.pids.len());
@@ -226,6 +228,33 @@ fn write_tiers(out: &mut String, tenants: &[Stats]) -> std::fmt::Result {
                 out,
                 "strata_{name}{{tenant=\"{tenant}\",tier=\"{label}\",quantile=\"{quantile}\"}} {value}"
             )?;
+        }
+    }
+    Ok(())
+}
+
+/// What is known of guests; nothing of other tenants, and of a guest only what it tells.
+fn write_guests(
+    out: &mut String,
+    tenants: &[Stats],
+    head: impl Fn(&mut String, &str, &str, &str) -> std::fmt::Result,
+) -> std::fmt::Result {
+    type Figure = fn(&GuestStats) -> Option<u64>;
+    let figures: [(&str, &str, Figure); 4] = [
+        ("memory", "Memory that the guest is promised.", |guest| Some(guest.memory_bytes)),
+        ("balloon", "Memory that its balloon leaves the guest.", |guest| guest.balloon_bytes),
+        ("free", "Memory that the guest has free, as it says.", |guest| guest.free_bytes),
+        ("available", "Memory that it could use without swapping, as it says.", |guest| {
+            guest.available_bytes
+        }),
+    ];
+    for (name, help, figure) in figures {
+        head(out, &format!("guest_{name}_bytes"), "gauge", help)?;
+        for stats in tenants {
+            if let Some(bytes) = stats.guest.as_ref().and_then(figure) {
+                let tenant = label(&stats.name);
+                writeln!(out, "strata_guest_{name}_bytes{{tenant=\"{tenant}\"}} {bytes}")?;
+            }
         }
     }
     Ok(())
@@ -401,6 +430,7 @@ mod tests {
             evictions_total: 27,
             evictions_unchanged_total: 42,
             evictions_refused_total: 28,
+            discarded_pages_total: 65,
             lost_pages_total: 29,
             opposed_moves_total: 62,
             damon_promotions_total: 64,
@@ -424,6 +454,12 @@ mod tests {
                 state: AdviceState::Steady,
                 loss: Some(0.125),
                 budget_bytes: [None, Some(44), Some(45)],
+            }),
+            guest: Some(GuestStats {
+                memory_bytes: 71,
+                balloon_bytes: Some(72),
+                free_bytes: Some(73),
+                ..GuestStats::default()
             }),
             notes: vec![],
         }
@@ -458,6 +494,14 @@ mod tests {
             assert!(text.contains(line), "{line}");
         }
         assert!(!text.contains("loss=\"0.01\""));
+        for line in [
+            "strata_guest_memory_bytes{tenant=\"db\"} 71\n",
+            "strata_guest_balloon_bytes{tenant=\"db\"} 72\n",
+            "strata_guest_free_bytes{tenant=\"db\"} 73\n",
+        ] {
+            assert!(text.contains(line), "{line}");
+        }
+        assert!(!text.contains("guest_available_bytes{"));
         assert!(text.contains("strata_processes{tenant=\"db\"} 3\n"));
         let tier = "{tenant=\"db\",tier=\"file\"";
         for line in [

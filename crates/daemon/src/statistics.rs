@@ -60,6 +60,7 @@ pub(crate) fn of(tenant: &Tenant) -> Stats {
         evictions_total: count(Counter::Evictions),
         evictions_unchanged_total: count(Counter::EvictionsUnchanged),
         evictions_refused_total: count(Counter::EvictionsRefused),
+        discarded_pages_total: count(Counter::Discards),
         lost_pages_total: count(Counter::LostPages),
         opposed_moves_total: count(Counter::OpposedMoves),
         damon_promotions_total: count(Counter::DamonPromotions),
@@ -70,6 +71,7 @@ pub(crate) fn of(tenant: &Tenant) -> Stats {
         worker_restarts_total: count(Counter::WorkerRestarts),
         uptime_seconds: (now - record.started).max(0.0),
         advice: crate::advice::brief(tenant),
+        guest: None,
         notes: tenant.notes(),
     }
 }

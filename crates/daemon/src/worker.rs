@@ -14,6 +14,7 @@ use strata_sys::{
 
 use crate::commands::Commands;
 use crate::control::{ControlServer, Limits};
+use crate::guests::Guests;
 use crate::snapshots::{Snapshots, ready, schedules};
 use crate::supervisor::Inheritance;
 use crate::tenants::Tenants;
@@ -64,12 +65,23 @@ fn start(inheritance: &Inheritance) -> anyhow::Result<()> {
     let snapshots = Arc::new(Snapshots::new(&inheritance.config, &tenants));
     ready::start(&snapshots)?;
     schedules::start(&snapshots, inheritance.config.snapshot.clone())?;
-    let commands = Commands::new(Arc::clone(&tenants), Arc::clone(&snapshots), inheritance);
+    let guests = Guests::start(&inheritance.config.socket_dir, &tenants)?;
+    let commands = Commands::new(
+        Arc::clone(&tenants),
+        Arc::clone(&snapshots),
+        Arc::clone(&guests),
+        inheritance,
+    );
     let listener = inheritance.control.try_clone()?;
     let control = ControlServer::start(listener, Limits::default(), Arc::new(commands))?;
     if let Some(address) = inheritance.config.metrics {
         let observed = Arc::clone(&tenants);
-        if let Err(error) = metrics::serve(address, move || statistics::all(&observed)) {
+        let observe = move || {
+            let mut all = statistics::all(&observed);
+            all.iter_mut().for_each(|stats| guests.add(stats));
+            all
+        };
+        if let Err(error) = metrics::serve(address, observe) {
             log(Priority::Warning, format_args!("no metrics at {address}: {error}"));
         }
     }

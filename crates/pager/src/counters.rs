@@ -64,6 +64,8 @@ pub enum Counter {
     StallNanoseconds,
     /// ...and, of them, in which none ran.
     FullStallNanoseconds,
+    /// Pages with content that programs discarded.
+    Discards,
 }
 
 /// A wait counts as no longer than this in what a miss takes on average: a few

@@ -20,6 +20,7 @@ use strata_sys::{
 use strata_units::wire::{Control, READER_BUSY};
 use strata_units::{LeafIndex, PAGE_SHIFT, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
 
+use crate::counters::Counter;
 use crate::entry::Entry;
 use crate::page_map::Piece;
 use crate::registry::{RING_MESSAGES, SpaceAddress, SpaceField};
@@ -179,6 +180,7 @@ impl Space {
     pub(crate) fn discarded(&self, tenant: &Tenant, gate: &mut Gate, range: Range, unmapped: bool) {
         gate.tear_capture(tenant, range);
         let mut emptied: Vec<(Piece, LeafIndex)> = Vec::new();
+        let mut given_back = 0;
         for (piece, leaf, part) in gate.pages_in(range) {
             for (_, page) in ids_in(leaf, part) {
                 let entry = tenant.map.get(page);
@@ -186,6 +188,8 @@ impl Space {
                     gate.slots[usize::from(slot)] = 0;
                 }
                 tenant.map.age(page).store(gap::NEW, Ordering::Relaxed);
+                let was_empty = matches!(entry, Entry::Untouched | Entry::Discarded);
+                given_back += u64::from(!unmapped && !was_empty);
                 let after = if unmapped { Entry::Untouched } else { Entry::Discarded };
                 tenant.map.set(page, after);
                 tenant.uncharge(entry);
@@ -194,6 +198,7 @@ impl Space {
                 emptied.push((piece, leaf));
             }
         }
+        tenant.counters.add(Counter::Discards, given_back);
         for (piece, leaf) in emptied {
             gate.directory.remove(&piece);
             tenant.map.give_back(leaf);

@@ -160,6 +160,7 @@ pub(crate) fn stats(name: &str) -> Stats {
         evictions_total: 0,
         evictions_unchanged_total: 0,
         evictions_refused_total: 0,
+        discarded_pages_total: 0,
         lost_pages_total: 0,
         opposed_moves_total: 0,
         damon_promotions_total: 0,
@@ -170,6 +171,7 @@ pub(crate) fn stats(name: &str) -> Stats {
         worker_restarts_total: 0,
         uptime_seconds: 1.0,
         advice: None,
+        guest: None,
         notes: vec![],
     }
 }

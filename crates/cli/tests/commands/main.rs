@@ -3,6 +3,7 @@
 //! elsewhere.)
 
 mod fake;
+mod guests;
 mod snapshots;
 
 use std::io::{BufRead, BufReader, Write};

@@ -1,0 +1,78 @@
+//! Guests: tenants that are virtual machines.
+
+use serde::{Deserialize, Serialize};
+
+use crate::name_problem;
+
+/// Longest name of a machine, an accelerator or a device.
+const MAX_WORD_BYTES: usize = 256;
+
+/// What a guest is, as whoever starts it says.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GuestSpec {
+    /// The memory that it is promised.
+    pub memory_bytes: u64,
+    /// Its machine, as QEMU names it.
+    pub machine: String,
+    /// Its balloon device's id; none: it has no balloon.
+    pub balloon: Option<String>,
+}
+
+impl GuestSpec {
+    /// What is wrong with it; None when nothing is.
+    #[must_use]
+    pub fn problem(&self) -> Option<&'static str> {
+        let is_word =
+            |text: &str| text.len() <= MAX_WORD_BYTES && text.chars().all(|c| c.is_ascii_graphic());
+        if self.memory_bytes == 0 {
+            Some("a guest has memory")
+        } else if !is_word(&self.machine) {
+            Some("a machine's name is one short word")
+        } else if self.balloon.as_deref().is_some_and(|id| name_problem(id).is_some()) {
+            Some("a device's id consists of letters, digits, '.', '_' and '-'")
+        } else {
+            None
+        }
+    }
+}
+
+/// What is known of a guest beside what is known of every tenant. What it says itself is
+/// not to be trusted.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct GuestStats {
+    /// The memory that it is promised.
+    pub memory_bytes: u64,
+    /// Its machine, as QEMU names it.
+    pub machine: String,
+    /// Who executes it: `kvm` or `tcg`; empty: not yet known.
+    pub accelerator: String,
+    /// `running`, `paused` and so on, as its monitor says; empty: not yet known.
+    pub status: String,
+    /// Why its monitor was not asked just now; empty: it was.
+    pub trouble: String,
+    /// What its balloon leaves it; none: not known.
+    pub balloon_bytes: Option<u64>,
+    /// What it has free, as its balloon's driver says; none: it has none.
+    pub free_bytes: Option<u64>,
+    /// What it could use without swapping, from the same.
+    pub available_bytes: Option<u64>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_is_described_in_plain_words() {
+        let spec = GuestSpec { memory_bytes: 1, machine: "pc-q35-7.2".into(), balloon: None };
+        assert_eq!(spec.problem(), None);
+        let named = |id: &str| GuestSpec { balloon: Some(id.into()), ..spec.clone() };
+        assert_eq!(named("strata-balloon").problem(), None);
+        assert!(named("../x").problem().is_some() && named("").problem().is_some());
+        assert!(GuestSpec { memory_bytes: 0, ..spec.clone() }.problem().is_some());
+        for machine in ["q35\n", &"x".repeat(MAX_WORD_BYTES + 1)] {
+            assert!(GuestSpec { machine: machine.into(), ..spec.clone() }.problem().is_some());
+        }
+    }
+}

@@ -1,0 +1,331 @@
+//! Tenants that are virtual machines: the directory that their QEMU takes for the place
+//! of the guest's memory, and what their monitors say.
+//!
+//! A guest's directory belongs to its user, and so does all that is in it: nothing there is
+//! trusted. Whoever answers at the monitor's socket must be a process of the tenant, and is
+//! asked for little, seldom, and not for long. What the daemon knows of a guest lies beside
+//! the directory, for the next worker.
+
+use std::collections::BTreeMap;
+use std::fs::{self, DirBuilder, Permissions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt, chown};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use strata_api::{GuestSpec, GuestStats, Reply, Stats};
+use strata_pager::Tenant;
+use strata_sys::peer::{Peer, peer_of};
+use strata_sys::{Priority, log};
+use strata_vm::{GuestState, MONITOR_SOCKET_NAME, Monitor, look};
+
+use crate::tenants::Tenants;
+
+/// The guests' directories, in the directory of the sockets.
+const DIRECTORY: &str = "guests";
+/// What begins the name of what is known of a guest: no tenant's name does.
+const RECORD_PREFIX: &str = ".";
+/// What begins the name of what is to be removed: no tenant's name does either.
+const ASIDE_PREFIX: &str = "-";
+/// How often a guest is asked.
+const EVERY: Duration = Duration::from_secs(2);
+/// How often one that does not answer is asked at last: each time the pause doubles.
+const SELDOM: Duration = Duration::from_secs(64);
+/// What one conversation may take, whoever is at the other end.
+const CONVERSATION: Duration = Duration::from_millis(500);
+/// How often it is looked whether one is due.
+const LOOK_EVERY: Duration = Duration::from_millis(500);
+
+struct Guest {
+    spec: GuestSpec,
+    said: Option<GuestState>,
+    trouble: String,
+    due: Instant,
+    pause: Duration,
+}
+
+impl Guest {
+    fn new(spec: GuestSpec) -> Self {
+        Self { spec, said: None, trouble: String::new(), due: Instant::now(), pause: EVERY }
+    }
+
+    fn stats(&self) -> GuestStats {
+        let said = self.said.clone().unwrap_or_default();
+        let accelerator = match &self.said {
+            None => "",
+            Some(said) if said.is_kvm => "kvm",
+            Some(_) => "tcg",
+        };
+        GuestStats {
+            memory_bytes: self.spec.memory_bytes,
+            machine: self.spec.machine.clone(),
+            accelerator: accelerator.to_owned(),
+            status: said.status,
+            trouble: self.trouble.clone(),
+            balloon_bytes: said.balloon_bytes,
+            free_bytes: said.free_bytes,
+            available_bytes: said.available_bytes,
+        }
+    }
+
+    /// Takes in how a conversation went.
+    fn heard(&mut self, outcome: Result<GuestState, String>, now: Instant) {
+        match outcome {
+            Ok(said) => {
+                self.said = Some(said);
+                self.trouble.clear();
+                self.pause = EVERY;
+            }
+            // Figures of earlier are no figures of now.
+            Err(trouble) => {
+                self.said = None;
+                self.trouble = trouble;
+                self.pause = (self.pause * 2).min(SELDOM);
+            }
+        }
+        self.due = now + self.pause;
+    }
+}
+
+/// All of them.
+pub(crate) struct Guests {
+    directory: PathBuf,
+    tenants: Arc<Tenants>,
+    known: Mutex<BTreeMap<String, Guest>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Guests {
+    /// Those that an earlier worker knew, and a thread that asks them all.
+    pub(crate) fn start(socket_dir: &Path, tenants: &Arc<Tenants>) -> io::Result<Arc<Self>> {
+        let guests = Arc::new(Self {
+            directory: socket_dir.join(DIRECTORY),
+            tenants: Arc::clone(tenants),
+            known: Mutex::default(),
+        });
+        for tenant in tenants.list() {
+            let name = &tenant.record().name;
+            let Ok(text) = fs::read_to_string(guests.record(name)) else { continue };
+            match serde_json::from_str(&text) {
+                Ok(spec) => drop(lock(&guests.known).insert(name.clone(), Guest::new(spec))),
+                Err(error) => {
+                    let line = format!("{name}: what is known of the guest is lost: {error}");
+                    log(Priority::Warning, line);
+                }
+            }
+        }
+        let asking = Arc::clone(&guests);
+        std::thread::Builder::new().name("guests".into()).spawn(move || {
+            loop {
+                asking.tidy();
+                asking.ask_due();
+                std::thread::sleep(LOOK_EVERY);
+            }
+        })?;
+        Ok(guests)
+    }
+
+    fn record(&self, name: &str) -> PathBuf {
+        self.directory.join(format!("{RECORD_PREFIX}{name}"))
+    }
+
+    /// A directory for a tenant that is about to become a guest.
+    pub(crate) fn make(&self, peer: Peer, tenant: &Tenant, spec: GuestSpec) -> Reply {
+        let name = &tenant.record().name;
+        if let Some(problem) = spec.problem() {
+            return crate::commands::error(format!("{name} is no guest: {problem}"), "");
+        }
+        // Against `tidy`, which would take a directory away that nobody has yet.
+        let mut known = lock(&self.known);
+        match self.make_directory(peer, name, &spec) {
+            Ok(directory) => {
+                known.insert(name.clone(), Guest::new(spec));
+                Reply::Guest { directory }
+            }
+            Err(error) => {
+                let what = format!("no directory for the guest {name}: {error}");
+                crate::commands::error(what, "see to stratad's socket_dir")
+            }
+        }
+    }
+
+    fn make_directory(&self, peer: Peer, name: &str, spec: &GuestSpec) -> io::Result<String> {
+        match DirBuilder::new().mode(0o711).create(&self.directory) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+            // Whatever the umask is.
+            _ => fs::set_permissions(&self.directory, Permissions::from_mode(0o711))?,
+        }
+        // As the kernel names it: that is what the library compares.
+        let directory = self.directory.canonicalize()?.join(name);
+        self.put_aside(&directory)?;
+        DirBuilder::new().mode(0o700).create(&directory)?;
+        chown(&directory, Some(peer.uid), Some(peer.gid))?;
+        let text = serde_json::to_vec(spec).map_err(io::Error::other)?;
+        fs::write(self.record(name), text)?;
+        directory.into_os_string().into_string().map_err(|_| io::ErrorKind::InvalidFilename.into())
+    }
+
+    /// Has a name be free at once, however long it takes to remove what has it.
+    fn put_aside(&self, path: &Path) -> io::Result<()> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        loop {
+            let number = NEXT.fetch_add(1, Ordering::Relaxed);
+            let aside = self.directory.join(format!("{ASIDE_PREFIX}{number}"));
+            // An earlier worker may have left some.
+            if fs::symlink_metadata(&aside).is_ok() {
+                continue;
+            }
+            return match fs::rename(path, aside) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+                other => other,
+            };
+        }
+    }
+
+    /// Takes away what ended guests have left.
+    fn tidy(&self) {
+        let entries = || fs::read_dir(&self.directory).into_iter().flatten().flatten();
+        let mut known = lock(&self.known);
+        for entry in entries() {
+            let file = entry.file_name();
+            let Some(name) = file.to_str() else { continue };
+            let name = name.strip_prefix(RECORD_PREFIX).unwrap_or(name);
+            if !name.starts_with(ASIDE_PREFIX) && self.tenants.get(name).is_none() {
+                // The next round tries again.
+                let _ = self.put_aside(&entry.path());
+            }
+        }
+        known.retain(|name, _| self.tenants.get(name).is_some());
+        drop(known);
+        for entry in entries() {
+            if entry.file_name().as_encoded_bytes().starts_with(ASIDE_PREFIX.as_bytes()) {
+                let _ = remove(&entry.path());
+            }
+        }
+    }
+
+    /// Asks the guests whose time has come.
+    fn ask_due(&self) {
+        let now = Instant::now();
+        let due = |(name, guest): (&String, &Guest)| (guest.due <= now).then(|| name.clone());
+        let names: Vec<String> = lock(&self.known).iter().filter_map(due).collect();
+        for name in names {
+            let Some(tenant) = self.tenants.get(&name) else { continue };
+            let balloon = match lock(&self.known).get(&name) {
+                Some(guest) => guest.spec.balloon.clone(),
+                None => continue,
+            };
+            let outcome = self.ask(&tenant, balloon.as_deref());
+            if let Some(guest) = lock(&self.known).get_mut(&name) {
+                guest.heard(outcome, Instant::now());
+            }
+        }
+    }
+
+    fn ask(&self, tenant: &Tenant, balloon: Option<&str>) -> Result<GuestState, String> {
+        let record = tenant.record();
+        let socket = self.directory.join(&record.name).join(MONITOR_SOCKET_NAME);
+        let stream = UnixStream::connect(socket)
+            .map_err(|error| format!("its monitor cannot be reached: {error}"))?;
+        let peer =
+            peer_of(&stream).map_err(|error| format!("its monitor is not known: {error}"))?;
+        // The socket's name is the user's to give: another program of the machine's could
+        // stand behind it.
+        if peer.uid != record.uid || !tenant.pids().contains(&peer.pid) {
+            return Err("who answers at its monitor is no process of the tenant's".to_owned());
+        }
+        Monitor::begin(stream, CONVERSATION)
+            .and_then(|mut monitor| look(&mut monitor, balloon))
+            .map_err(|error| error.to_string())
+    }
+
+    /// Adds what is known of a guest to what is known of it as a tenant.
+    pub(crate) fn add(&self, stats: &mut Stats) {
+        stats.guest = lock(&self.known).get(&stats.name).map(Guest::stats);
+    }
+
+    /// The same in an answer, of all that are in it.
+    pub(crate) fn add_to(&self, reply: &mut Reply) {
+        match reply {
+            Reply::Stats { stats } => self.add(stats),
+            Reply::List { tenants } => tenants.iter_mut().for_each(|stats| self.add(stats)),
+            _ => {}
+        }
+    }
+}
+
+/// Removes a file, or a directory with the files in it. Directories in there, which QEMU
+/// makes none of, stay, and with them the one around them: they may nest as deep as their
+/// user likes.
+fn remove(path: &Path) -> io::Result<()> {
+    if !fs::symlink_metadata(path)?.is_dir() {
+        return fs::remove_file(path);
+    }
+    for entry in fs::read_dir(path)?.flatten() {
+        let _ = fs::remove_file(entry.path());
+    }
+    fs::remove_dir(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec() -> GuestSpec {
+        GuestSpec { memory_bytes: 4 << 30, machine: "q35".into(), balloon: Some("b".into()) }
+    }
+
+    fn said() -> GuestState {
+        GuestState {
+            status: "running".into(),
+            is_kvm: true,
+            balloon_bytes: Some(3 << 30),
+            free_bytes: Some(1 << 30),
+            available_bytes: Some(2 << 30),
+        }
+    }
+
+    #[test]
+    fn a_guest_that_does_not_answer_is_asked_less_and_less_and_has_no_figures() {
+        let mut guest = Guest::new(spec());
+        let now = Instant::now();
+        assert_eq!((guest.stats().accelerator.as_str(), guest.stats().memory_bytes), ("", 4 << 30));
+        guest.heard(Ok(said()), now);
+        assert_eq!(guest.due, now + EVERY);
+        let stats = guest.stats();
+        assert_eq!((stats.accelerator.as_str(), stats.status.as_str()), ("kvm", "running"));
+        assert_eq!((stats.balloon_bytes, stats.free_bytes), (Some(3 << 30), Some(1 << 30)));
+        for pause in [4, 8, 16, 32, 64, 64] {
+            guest.heard(Err("gone".into()), now);
+            assert_eq!(guest.due, now + Duration::from_secs(pause));
+        }
+        let stats = guest.stats();
+        assert_eq!((stats.balloon_bytes, stats.trouble.as_str()), (None, "gone"));
+        guest.heard(Ok(said()), now);
+        assert_eq!((guest.due, guest.stats().trouble.as_str()), (now + EVERY, ""));
+    }
+
+    #[test]
+    fn what_is_removed_is_not_what_a_link_leads_to() {
+        let base = std::env::temp_dir().join(format!("strata-guests-{}", std::process::id()));
+        let (kept, gone, deep) = (base.join("kept"), base.join("gone"), base.join("deep"));
+        for directory in [&kept, &gone, &deep.join("inner")] {
+            fs::create_dir_all(directory).expect("a directory");
+        }
+        fs::write(kept.join("file"), "x").expect("a file");
+        fs::write(gone.join("file"), "x").expect("a file");
+        std::os::unix::fs::symlink(&kept, gone.join("link")).expect("a link");
+        std::os::unix::fs::symlink(&kept, base.join("link")).expect("a link");
+        remove(&gone).expect("removed");
+        remove(&base.join("link")).expect("removed");
+        assert!(remove(&deep).is_err() && remove(&base.join("nothing")).is_err());
+        assert!(kept.join("file").exists() && !gone.exists() && deep.exists());
+        fs::remove_dir_all(&base).expect("clean up");
+    }
+}

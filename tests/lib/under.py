@@ -1,0 +1,162 @@
+"""A guest underneath which Strata is: `strata vm run` starts QEMU, in which nothing
+runs but `guest_memory.c`, heard and told over the serial line."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+
+import guest
+import machine
+from strata import Failure, Skip
+from suite import BUILD, ROOT
+
+# Modules of the guest's kernel, where it does not have them built in.
+BALLOON = "virtio_balloon"
+
+
+def kernel():
+    """The newest that was fetched, with the balloon's module."""
+    for _, path in reversed(guest.kernels(os.path.join(BUILD, "guest"))):
+        if any(os.path.basename(m).startswith(BALLOON) for m in guest.modules(path)):
+            return path
+    raise Skip("no guest kernel with a balloon's module; scripts/setup.sh guest fetches Debian's")
+
+
+def initramfs(run, of):
+    """With the one program, and the kernel's modules."""
+    program = os.path.join(run.directory, "guest_memory")
+    source = os.path.join(ROOT, "tests", "lib", "guest_memory.c")
+    built = subprocess.run(
+        [run.tool("cc"), "-std=gnu17", "-O2", "-Wall", "-Wextra", "-Werror", "-static", source,
+         "-o", program], capture_output=True, text=True, check=False)
+    if built.returncode != 0:
+        raise Failure(f"cc: {built.stderr.strip()}")
+    path = os.path.join(run.directory, "initramfs")
+    archive = guest.Archive(path)
+    archive.add(program, "/init")
+    guest.add_modules(archive, of)
+    archive.end()
+    return path
+
+
+class Guest:
+    """`arguments`: of `strata vm run`; `words`: more of QEMU's."""
+
+    def __init__(self, run, name, arguments, words=()):
+        self.run, self.name = run, name
+        of = kernel()
+        serial = os.path.join(run.directory, f"{name}.serial")
+        self.log_path = os.path.join(run.log_directory, f"{name}.log")
+        command = [
+            run.binaries.strata, "vm", "run", "--name", name, *arguments, "--",
+            run.tool("qemu-system-x86_64"), "-cpu", "max", "-nodefaults", "-display", "none",
+            "-no-reboot", "-kernel", of, "-initrd", initramfs(run, of),
+            "-append", "console=ttyS0 quiet panic=-1",
+            "-serial", f"unix:{serial},server=on,wait=on", *words,
+        ]
+        environment = {k: v for k, v in os.environ.items()
+                       if not k.startswith(("STRATA_", "LD_PRELOAD"))}
+        environment["STRATA_SOCKET"] = run.daemon.socket_path
+        with open(self.log_path, "wb") as log:
+            self.process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                cwd=run.directory, start_new_session=True)
+        self.said = ""
+        self.line = self.connect(serial)
+
+    def failure(self, what):
+        log = machine.read(self.log_path).strip().splitlines()
+        return Failure(f"{self.name}: {what}; it said {self.said[-200:]!r}, "
+                       f"QEMU {log[-1:]!r}; see {self.log_path}")
+
+    def connect(self, path):
+        while True:
+            line = socket.socket(socket.AF_UNIX)
+            try:
+                line.connect(path)
+                return line
+            except OSError:
+                line.close()
+            if self.process.poll() is not None:
+                raise self.failure(f"status {self.process.returncode}")
+            if self.run.seconds_left() < 0:
+                raise self.failure("hung: no serial line")
+            time.sleep(0.05)
+
+    def hear(self, pattern):
+        """Waits for a line of the guest's, and forgets those before it."""
+        while True:
+            if "WRONG" in self.said:
+                raise self.failure("a byte of its memory is wrong")
+            found = re.search(pattern, self.said, re.MULTILINE)
+            if found:
+                self.said = self.said[found.end():]
+                return found
+            self.line.settimeout(max(self.run.seconds_left(), 0.1))
+            try:
+                piece = self.line.recv(1 << 16)
+            except TimeoutError:
+                raise self.failure(f"hung: it does not say {pattern!r}") from None
+            if not piece:
+                raise self.failure(f"it ended before it said {pattern!r}")
+            self.said += piece.decode(errors="replace").replace("\r", "")
+
+    def tell(self, order):
+        self.line.sendall(order.encode() + b"\n")
+
+    def rounds(self, count):
+        """So many more of them; the number of the last."""
+        for _ in range(count):
+            last = int(self.hear(r"^round (\d+) right\n")[1])
+        return last
+
+    def stats(self):
+        stats = self.run.daemon.stats(self.name)
+        if stats is None:
+            raise self.failure("strata stats does not know it")
+        return stats
+
+    def wait_until(self, condition, what):
+        """Polls, and hears the guest meanwhile: nobody else empties its line."""
+        end = time.monotonic() + 20 * self.run.patience
+        while not condition():
+            if time.monotonic() > end:
+                raise self.failure(f"not in time: {what}")
+            if self.said and "round" in self.said:
+                self.rounds(self.said.count(" right\n"))
+            self.line.settimeout(0.1)
+            try:
+                self.said += self.line.recv(1 << 16).decode(errors="replace").replace("\r", "")
+            except TimeoutError:
+                pass
+            if "WRONG" in self.said:
+                raise self.failure("a byte of its memory is wrong")
+
+    def end(self):
+        self.tell("end")
+        self.hear(r"^end\n")
+        try:
+            status = self.process.wait(max(self.run.seconds_left(), 1))
+        except subprocess.TimeoutExpired:
+            raise self.failure("hung: it did not end") from None
+        if status != 0:
+            raise self.failure(f"QEMU ended with status {status}")
+        self.line.close()
+
+    def kill(self):
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+
+    def mappings(self, size):
+        """Permissions and inode of the mappings of that size."""
+        found = []
+        for line in machine.read(f"/proc/{self.process.pid}/maps").splitlines():
+            words = line.split()
+            start, end = (int(part, 16) for part in words[0].split("-"))
+            if end - start == size:
+                found.append((words[1], words[4]))
+        return found

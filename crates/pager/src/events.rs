@@ -14,16 +14,14 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use strata_policy::gap;
-use strata_sys::{
-    Event, EventFd, Priority, Range, Userfaultfd, adopt_fd, futex_wait, futex_wake, log,
-};
+use strata_sys::{Event, EventFd, Range, Userfaultfd, adopt_fd, futex_wait, futex_wake};
 use strata_units::wire::{Control, READER_BUSY};
 use strata_units::{LeafIndex, PAGE_SHIFT, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
 
 use crate::counters::Counter;
 use crate::entry::Entry;
 use crate::page_map::Piece;
-use crate::registry::{RING_MESSAGES, SpaceAddress, SpaceField};
+use crate::registry::{RESERVED_SPACES, RING_MESSAGES, SpaceAddress, SpaceField};
 use crate::space::{Gate, Space, ids_in};
 use crate::tenant::Tenant;
 
@@ -158,10 +156,7 @@ impl Space {
                     self.discarded(tenant, gate, range, true);
                 }
                 Event::Unknown(number) => {
-                    log(
-                        Priority::Error,
-                        format_args!("{}: unknown userfaultfd event {number}", self.id),
-                    );
+                    tenant.log(&format!("{}: unknown userfaultfd event {number}", self.id));
                 }
             }
             // Before the slot is emptied: a worker that dies in between must not
@@ -224,10 +219,7 @@ impl Space {
                 else {
                     // No room in the page map: 16 TiB are managed already. The
                     // page is lost to the program rather than wrong.
-                    log(
-                        Priority::Error,
-                        format_args!("{}: page map full, a moved page is lost", self.id),
-                    );
+                    tenant.log(&format!("{}: page map full, a moved page is lost", self.id));
                     continue;
                 };
                 if let Entry::Leaving { slot, .. } = entry {
@@ -276,13 +268,17 @@ impl Space {
             tenant.forget_leaves(known);
             tenant.registry.remove_space(known);
         }
-        let Some(child) = tenant.registry.add_space(tenant.id, Some(uffd.as_raw_fd())) else {
+        // The last slots are root's: whoever forks without end keeps no service of the
+        // machine from it.
+        let may_take =
+            tenant.record.uid == 0 || tenant.registry.free_spaces() > RESERVED_SPACES as usize;
+        let slot = may_take
+            .then(|| tenant.registry.add_space(tenant.id, Some(uffd.as_raw_fd())))
+            .flatten();
+        let Some(child) = slot else {
             // Closing it would let the child read zeroes: keep it for ever,
             // so that it waits.
-            log(
-                Priority::Error,
-                format_args!("too many address spaces: a forked child will wait for ever"),
-            );
+            tenant.log("too many address spaces: a forked child will wait for ever");
             std::mem::forget(uffd);
             return;
         };
@@ -304,10 +300,7 @@ impl Space {
                 tenant.adopt_space(space);
             }
             Err((reason, uffd)) => {
-                log(
-                    Priority::Error,
-                    format_args!("{}: a forked child will wait for ever: {reason}", self.id),
-                );
+                tenant.log(&format!("{}: a forked child will wait for ever: {reason}", self.id));
                 tenant.forget_leaves(child);
                 std::mem::forget(uffd);
             }

@@ -1,6 +1,7 @@
 //! Snapshots' memory, read out page by page and taken in again.
 
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use strata_store::Put;
@@ -110,8 +111,9 @@ impl Tenant {
 
     /// This tenant is there for its snapshots: without any it ends, also if it
     /// never had a process.
-    pub fn is_for_snapshots(&self) {
+    pub fn is_for_snapshots(self: &Arc<Self>) {
         self.had_space.store(true, Ordering::Relaxed);
+        self.start_keeper();
     }
 
     /// Whether it has the memory `id` of a snapshot.

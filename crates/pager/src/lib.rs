@@ -25,6 +25,7 @@ mod exchange;
 mod fetch;
 mod handler;
 mod hold;
+mod inbox;
 mod keeper;
 mod node;
 mod notes;
@@ -81,7 +82,9 @@ pub use hold::Hold;
 pub use node::NodeSpec;
 pub use place::{Refused, Whereabouts, Wish};
 pub use prepared::Prepared;
-pub use registry::{Registry, TenantRecord};
+pub use registry::{
+    RESERVED_SPACES, Registry, SPACES as MOST_SPACES, TENANTS as MOST_TENANTS, TenantRecord,
+};
 pub use settings::{MOST_SETTINGS, Setting};
 pub use share::SnapshotSize;
 pub use snapshot::{Captured, Freeze, SnapshotError, SnapshotRequest, Standing};

@@ -16,7 +16,7 @@ const NOTED_AGAIN_MS: u64 = 60_000;
 /// Other lines of one tenant: so many at once...
 const LINES_AT_ONCE: u32 = 20;
 /// ...then one each so often.
-const LINE_EVERY_MS: u64 = 1000;
+const LINE_EVERY_MS: u64 = 10_000;
 
 /// The notes that hold, and what was logged.
 #[derive(Debug)]

@@ -165,7 +165,10 @@ impl Tenant {
             space.uffd.wake(all);
             tenant.adopt_space(space);
         }
-        tenant.start_keeper();
+        // One that nobody has attached to has nothing to keep.
+        if !registry.spaces_of(id).is_empty() {
+            tenant.start_keeper();
+        }
         tenant
     }
 

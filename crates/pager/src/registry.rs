@@ -20,9 +20,11 @@ use crate::node::NodeSpec;
 use crate::settings::SettingsFile;
 
 /// Most tenants at a time.
-pub(crate) const TENANTS: u32 = 1024;
+pub const TENANTS: u32 = 1024;
 /// Most address spaces at a time.
-pub(crate) const SPACES: u32 = 8192;
+pub const SPACES: u32 = 8192;
+/// Of these, so many are for tenants of root alone.
+pub const RESERVED_SPACES: u32 = 512;
 /// Messages taken from a userfaultfd at a time.
 pub(crate) const RING_MESSAGES: usize = 16;
 
@@ -264,6 +266,12 @@ impl Registry {
         self.space_field(id, SpaceField::Tenant).store(tenant.0, Ordering::Relaxed);
         self.set_space_fd(id, SpaceField::Uffd, uffd);
         Some(id)
+    }
+
+    /// How many slots nobody uses.
+    pub(crate) fn free_spaces(&self) -> usize {
+        let is_free = |&id: &SpaceId| self.space_live(id).load(Ordering::Relaxed) == FREE;
+        (0..SPACES).map(SpaceId).filter(is_free).count()
     }
 
     /// Tells the space or snapshot in a slot from those that had the slot before it

@@ -15,7 +15,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use strata_sys::{MappingUse, Priority, is_zombie, log, read_mapping_uses, read_maps, stat_field};
+use strata_sys::{MappingUse, is_zombie, read_mapping_uses, read_maps, stat_field};
 use strata_units::wire::ENV_TOKEN;
 use strata_units::{ByteSize, PAGE_SIZE};
 
@@ -267,14 +267,7 @@ impl Tenant {
             survey.unattended.iter().filter(|one| state.said.insert(one.pid)).collect();
         drop(state);
         for Unattended { pid, name, why, .. } in new.into_iter().take(1) {
-            let tenant = &self.record.name;
-            log(
-                Priority::Warning,
-                format_args!(
-                    "{tenant} ({}): process {pid} ({name}) is not managed: {why}",
-                    self.id
-                ),
-            );
+            self.log(&format!("process {pid} ({name}) is not managed: {why}"));
         }
         self.hold_note("unattended", text);
     }

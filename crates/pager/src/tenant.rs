@@ -6,7 +6,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, RwLock, mpsc};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, RwLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -21,6 +21,7 @@ use strata_units::{PAGE_SIZE, PageId, SpaceId, TenantId};
 use crate::advice::Advisor;
 use crate::counters::Counters;
 use crate::ending::Grave;
+pub(crate) use crate::inbox::{Inbox, Order};
 use crate::node::NodeSpec;
 use crate::notes::Notes;
 use crate::page_map::PageMap;
@@ -28,14 +29,14 @@ use crate::place::Placement;
 use crate::prepared::MapCopy;
 use crate::registry::{Registry, SpaceField, TenantRecord};
 use crate::share::Share;
-use crate::snapshot::{Memory, SnapshotOrder};
+use crate::snapshot::Memory;
 use crate::space::{Agent, AgentRanges, Space, lock};
 use crate::stall::Waiting;
 use crate::survey::Surveyed;
 use crate::usage::Shared;
 pub use crate::usage::Usage;
 use crate::watching::Watching;
-use crate::{handler, keeper, release};
+use crate::{handler, release};
 
 /// What a new tenant is made of.
 #[derive(Clone, Debug)]
@@ -96,22 +97,6 @@ pub enum ReleaseRefused {
     Unanswered,
     /// The tenant ended meanwhile.
     Ended,
-}
-
-/// What the keeper is asked to do.
-pub(crate) enum Order {
-    Release(mpsc::Sender<Result<(), ReleaseRefused>>, Arc<release::Progress>),
-    Snapshot(Box<SnapshotOrder>),
-    End,
-}
-
-/// The keeper's letter box.
-#[derive(Default)]
-pub(crate) struct Inbox {
-    pub(crate) orders: Vec<Order>,
-    pub(crate) woken: bool,
-    /// There is no keeper any more.
-    closed: bool,
 }
 
 /// See the module's text.
@@ -193,7 +178,7 @@ pub struct Tenant {
 }
 
 impl Tenant {
-    /// Makes a tenant and starts its keeper.
+    /// Makes a tenant. Its keeper starts with its first process, or its first order.
     pub fn create(registry: &Arc<Registry>, spec: TenantSpec) -> io::Result<Arc<Self>> {
         let map = Arc::new(PageMap::create()?);
         let store = Store::create(store_config(&spec.tier)).map_err(io::Error::other)?;
@@ -206,7 +191,11 @@ impl Tenant {
         // The files are the same, so is the tier.
         let tier = self.record.tier.as_ref().map(|(path, limit)| (PathBuf::from(path), *limit));
         let spec = TenantSpec { tier, ..spec };
-        Self::make(&self.registry, spec, Arc::clone(&self.map), Arc::clone(&self.store))
+        let (map, store) = (Arc::clone(&self.map), Arc::clone(&self.store));
+        let tenant = Self::make(&self.registry, spec, map, store)?;
+        // Its processes come at once, and with memory.
+        tenant.start_keeper();
+        Ok(tenant)
     }
 
     fn make(
@@ -234,9 +223,7 @@ impl Tenant {
         let id = registry.add_tenant(&record, spec.budget_bytes).ok_or_else(|| {
             io::Error::new(io::ErrorKind::OutOfMemory, "this daemon has 1024 tenants already")
         })?;
-        let tenant = Self::assemble(registry, id, record, map, store);
-        tenant.start_keeper();
-        Ok(tenant)
+        Ok(Self::assemble(registry, id, record, map, store))
     }
 
     pub(crate) fn assemble(
@@ -291,17 +278,6 @@ impl Tenant {
             placement: Placement::default(),
             watching: Mutex::default(),
         })
-    }
-
-    pub(crate) fn start_keeper(self: &Arc<Self>) {
-        let tenant = Arc::clone(self);
-        let started = std::thread::Builder::new()
-            .name(format!("keeper-{}", self.id))
-            .spawn(move || keeper::run(&tenant));
-        match started {
-            Ok(thread) => *lock(&self.keeper) = Some(thread),
-            Err(error) => self.log(&format!("no thread to keep its budget: {error}")),
-        }
     }
 
     /// Its number.
@@ -415,7 +391,7 @@ impl Tenant {
 
     /// Gives every page back and stops managing; the program runs on natively.
     /// Waits as long as pages come back, and gives up when none did for `patience`.
-    pub fn release(&self, patience: Duration) -> Result<(), ReleaseRefused> {
+    pub fn release(self: &Arc<Self>, patience: Duration) -> Result<(), ReleaseRefused> {
         release::ask(self, patience)
     }
 
@@ -451,44 +427,6 @@ impl Tenant {
             .count()
     }
 
-    /// Takes the tenant down once its processes are gone, or at once when they
-    /// are none of its business any more.
-    pub fn end(self: &Arc<Self>) {
-        self.order(Order::End);
-        let keeper = lock(&self.keeper).take();
-        if let Some(keeper) = keeper {
-            // A keeper only waits for agents with a limit; it always ends.
-            let _ = keeper.join();
-        }
-        self.registry.remove_tenant(self.id);
-    }
-
-    /// Leaves an order for the keeper. One that has ended takes none, nor those that
-    /// came before it ended: whoever waits for an answer is disconnected.
-    pub(crate) fn order(&self, order: Order) {
-        let mut inbox = lock(&self.inbox);
-        if !inbox.closed {
-            inbox.orders.push(order);
-        }
-        drop(inbox);
-        self.wake_keeper();
-    }
-
-    /// The keeper ends.
-    pub(crate) fn close_inbox(&self) {
-        let mut inbox = lock(&self.inbox);
-        inbox.closed = true;
-        inbox.orders.clear();
-    }
-
-    pub(crate) fn wake_keeper(&self) {
-        let mut inbox = lock(&self.inbox);
-        if !inbox.woken {
-            inbox.woken = true;
-            self.inbox_filled.notify_one();
-        }
-    }
-
     // ----- spaces -----
 
     pub(crate) fn space_list(&self) -> Vec<Arc<Space>> {
@@ -510,6 +448,20 @@ impl Tenant {
         socket: SeqPacket,
         hail: Hail,
     ) -> io::Result<Arc<Space>> {
+        let space = self.attach_unkept(uffd, control, socket, hail)?;
+        self.start_keeper();
+        self.wake_keeper();
+        Ok(space)
+    }
+
+    /// The same, without a keeper.
+    pub(crate) fn attach_unkept(
+        self: &Arc<Self>,
+        uffd: Userfaultfd,
+        control: ControlBlock,
+        socket: SeqPacket,
+        hail: Hail,
+    ) -> io::Result<Arc<Space>> {
         let agent = Agent::new(control, socket, hail)?;
         let kick = EventFd::new()?;
         let id = self
@@ -521,7 +473,6 @@ impl Tenant {
         space.attach_agent(&self.registry, agent);
         self.registry.space_goes_live(id);
         self.adopt_space(Arc::clone(&space));
-        self.wake_keeper();
         Ok(space)
     }
 
@@ -592,6 +543,25 @@ impl Tenant {
 
     pub(crate) fn has_heirs(&self, origin: SpaceId) -> bool {
         lock(&self.heirs).iter().any(|&(of, _)| of == origin)
+    }
+
+    /// How many address spaces it has: what its processes cost in threads and
+    /// descriptors goes by that.
+    #[must_use]
+    pub fn space_count(&self) -> usize {
+        self.spaces.read().unwrap_or_else(PoisonError::into_inner).len()
+    }
+
+    /// Whether a living process is the tenant's: attended, restored, released, or about
+    /// to be another program's, which it has executed.
+    #[must_use]
+    pub fn has_process(&self, pid: u32) -> bool {
+        let is_it = |agent: &Arc<Agent>| agent.pid == pid && !agent.pidfd.has_exited();
+        self.space_list().iter().any(|space| match space.agent() {
+            Some(agent) => is_it(&agent),
+            None => self.restored_pid(space) == Some(pid) && space.uffd.is_alive(),
+        }) || lock(&self.released_agents).iter().any(is_it)
+            || lock(&self.ending_agents).iter().any(is_it)
     }
 
     /// The living space of a process.

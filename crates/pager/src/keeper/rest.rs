@@ -241,7 +241,7 @@ mod tests {
         let own = Range { start: 0, end: 0 };
         let hail = Hail { pid: child.id(), transfer: 4096, own, restart: 0 };
         let block = ControlBlock::create().expect("a control block");
-        tenant.attach(uffd, block, SeqPacket::adopt(socket.into()), hail).expect("a space");
+        tenant.attach_unkept(uffd, block, SeqPacket::adopt(socket.into()), hail).expect("a space");
         Some((tenant, child))
     }
 

@@ -34,7 +34,7 @@ use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
 
 use advising::Advising;
 use contents::contents;
-use rest::{LONGEST, NextLook, State};
+use rest::{NextLook, State};
 use spread::Spread;
 
 use crate::counters::Counter;
@@ -169,6 +169,8 @@ struct Keeper<'a> {
     state: Option<State>,
     /// Looks that it has spared itself one after the other.
     left_out: u32,
+    /// Rests that nothing has ended, one after the other.
+    rests: u32,
     exchange: exchange::Exchange,
     /// Where there is one.
     node: Option<node::NodeKeeper>,
@@ -224,6 +226,7 @@ impl<'a> Keeper<'a> {
             packing: Pace::default(),
             state: None,
             left_out: 0,
+            rests: 0,
             exchange: exchange::Exchange::default(),
             node: node::NodeKeeper::of(tenant, now),
             stands_down: false,
@@ -354,7 +357,7 @@ impl Keeper<'_> {
         if heeds || shares || !self.may_rest(&actions, progress) {
             return NextLook::after(after);
         }
-        NextLook { after, at_rest: LONGEST.min(node_rest).min(patience).max(after) }
+        NextLook { after, at_rest: self.longest_rest().min(node_rest).min(patience).max(after) }
     }
 
     /// Whether the tenant has been over its budget for a while and hardly

@@ -28,9 +28,13 @@ use crate::space::{Allocator, Counters};
 use crate::table::{IndexSize, Table};
 use crate::train::Schedule;
 
-/// Address space for a tenant's data in DRAM. Costs nothing; bounded so that a
-/// thousand tenants fit into a process.
+/// Address space for a tenant's data in DRAM, at most. Costs nothing; bounded so that
+/// many hundreds of tenants fit into a process.
 pub(crate) const DATA_SPAN_BYTES: u64 = 128 << 30;
+/// ...and no more than this many times the machine's memory: what lies in it at a time
+/// is less than that once, and holes are given back where they are.
+const MACHINES: u64 = 4;
+const LEAST_SPAN_BYTES: u64 = 16 << 30;
 const _: () = assert!(DATA_SPAN_BYTES <= TIER_SPAN_BYTES);
 
 /// Marks a handle whose low 32 bits are the page.
@@ -76,6 +80,13 @@ enum InsertError {
     Io(io::Error),
 }
 
+/// What is reserved for the data of a tenant of this machine.
+fn data_span_bytes() -> u64 {
+    let machine = strata_sys::total_bytes().unwrap_or(u64::MAX);
+    let span = machine.saturating_mul(MACHINES).clamp(LEAST_SPAN_BYTES, DATA_SPAN_BYTES);
+    span.next_multiple_of(1 << 30).min(DATA_SPAN_BYTES)
+}
+
 impl Store {
     /// Makes an empty store.
     ///
@@ -87,7 +98,7 @@ impl Store {
             None => None,
         };
         let name = "strata-data";
-        let data = MemoryBacking::create(name, DATA_SPAN_BYTES)
+        let data = MemoryBacking::create(name, data_span_bytes())
             .map_err(|source| StoreError::Memory { name, source })?;
         Self::create_on(config.compressed_limit, Box::new(data), file)
     }

@@ -5,7 +5,8 @@
 //! [`lookout`] reads for it.
 //!
 //! What cannot be told that way waits for [`LONGEST`]: memory of the store that a program
-//! gave back, a new part of a program of unchanged size.
+//! gave back, a new part of a program of unchanged size. Of a tenant of which nothing is
+//! registered that is nothing that matters: it rests twice as long each time.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -21,8 +22,11 @@ use crate::counters::Counter;
 use crate::space::lock;
 use crate::tenant::{Order, Tenant};
 
-/// A tenant is looked at this often at least.
-pub(super) const LONGEST: Duration = Duration::from_millis(100);
+/// A tenant is looked at this often at least...
+const LONGEST: Duration = Duration::from_millis(100);
+/// ...and one of which nothing is registered, after it has rested so often, this many
+/// times doubled: every six seconds.
+const DOUBLED: u32 = 6;
 /// Looks left out by a keeper itself, before the lookout does it for all that rest.
 const OWN_READS: u32 = 16;
 /// More than the files that are read have.
@@ -113,6 +117,13 @@ impl State {
         Some(Self { gauge: gauge?, seen })
     }
 
+    /// What a file says, and a tenant without processes is like.
+    #[cfg(test)]
+    pub(super) fn of_file(path: &str) -> Option<Self> {
+        let gauge = Gauge::open(path.into())?;
+        Some(Self { gauge, seen: Seen { policy_time: 0, hints: Vec::new() } })
+    }
+
     /// Whether the tenant is like that still.
     pub(super) fn is_unchanged(&self, tenant: &Tenant) -> bool {
         self.gauge.read().as_ref() == Some(&self.gauge.said)
@@ -126,18 +137,20 @@ impl Keeper<'_> {
         let tenant = self.tenant;
         let due = Instant::now() + next.at_rest;
         let rests = next.at_rest > next.after;
+        let before = std::mem::take(&mut self.rests);
         let is_managed = tenant.under_pressure.load(Ordering::Relaxed);
         loop {
             let left = due.saturating_duration_since(Instant::now());
             let quiet = is_managed && self.quiet_rounds >= QUIET_ROUNDS;
             let every = if quiet { next.after.max(QUIET_LOOK) } else { next.after };
             if rests && every < left && self.left_out >= OWN_READS {
-                return self.wait_for_the_lookout(every, left);
+                return self.wait_for_the_lookout(every, left, before);
             }
             if let Some(orders) = wait_for_orders(tenant, every.min(left)) {
                 return orders;
             }
             if !rests || every >= left {
+                self.rests = if rests { before + 1 } else { 0 };
                 return Vec::new();
             }
             if !self.state.as_ref().is_some_and(|state| state.is_unchanged(tenant)) {
@@ -149,7 +162,15 @@ impl Keeper<'_> {
         }
     }
 
-    fn wait_for_the_lookout(&mut self, every: Duration, left: Duration) -> Vec<Order> {
+    /// How long the tenant may rest if nothing changes.
+    pub(super) fn longest_rest(&self) -> Duration {
+        match self.tenant.under_pressure.load(Ordering::Relaxed) {
+            true => LONGEST,
+            false => LONGEST * (1 << self.rests.min(DOUBLED)),
+        }
+    }
+
+    fn wait_for_the_lookout(&mut self, every: Duration, left: Duration, rests: u32) -> Vec<Order> {
         let tenant = self.tenant;
         if !lookout::enter(tenant, &mut self.state, every) {
             self.left_out = 0;
@@ -161,6 +182,8 @@ impl Keeper<'_> {
         self.quiet_rounds += went.looks;
         if went.changed {
             self.left_out = 0;
+        } else if orders.is_none() {
+            self.rests = rests + 1;
         }
         orders.unwrap_or_default()
     }
@@ -191,18 +214,19 @@ fn gauge_path(tenant: &Tenant) -> Option<String> {
     match spaces.as_slice() {
         [] => None,
         [one] => Some(format!("/proc/{}/statm", one.pid()?)),
-        _ => {
-            let directory = tenant.record.cgroup.as_ref()?;
-            let path = |name| Path::new(directory).join(name);
-            // Version 2 and version 1.
-            [path("memory.current"), path("memory.usage_in_bytes")]
-                .into_iter()
-                .find(|path| path.exists())?
-                .into_os_string()
-                .into_string()
-                .ok()
-        }
+        _ => usage_file(Path::new(tenant.record.cgroup.as_ref()?)),
     }
+}
+
+/// Where a cgroup says what it is charged, with those below it: of version 2 or 1.
+pub(super) fn usage_file(directory: &Path) -> Option<String> {
+    let path = |name| directory.join(name);
+    [path("memory.current"), path("memory.usage_in_bytes")]
+        .into_iter()
+        .find(|path| path.exists())?
+        .into_os_string()
+        .into_string()
+        .ok()
 }
 
 /// `None`: nothing came in all the time.
@@ -302,6 +326,29 @@ mod tests {
         child.wait().expect("it was killed");
         keeper.note_state();
         assert!(keeper.state.is_none(), "of nobody");
+    }
+
+    #[test]
+    fn who_has_nothing_registered_rests_longer_each_time() {
+        let Some((tenant, mut child)) = asleep() else { return };
+        let mut keeper = Keeper::new(&tenant);
+        let lengths = [0, 1, 2, 6, 60].map(|rests| {
+            keeper.rests = rests;
+            keeper.longest_rest() / 100
+        });
+        let expected = [1, 2, 4, 64, 64].map(Duration::from_millis);
+        assert_eq!(lengths, expected);
+        tenant.under_pressure.store(true, Ordering::Relaxed);
+        assert_eq!(keeper.longest_rest(), LONGEST);
+        // An order ends the count, a whole rest goes on with it.
+        settle(&mut keeper);
+        keeper.rests = 3;
+        lock(&tenant.inbox).woken = true;
+        let rest = NextLook { after: Duration::from_millis(1), at_rest: Duration::from_millis(20) };
+        keeper.wait(rest);
+        assert_eq!(keeper.rests, 0);
+        child.kill().expect("it sleeps");
+        child.wait().expect("it was killed");
     }
 
     #[test]

@@ -38,10 +38,10 @@ print("forked")
 """
 
 
-def within(run, name, *command, status=0):
+def within(run, name, *command, status=0, options=()):
     """Runs a command as a tenant far below its budget; what it wrote to standard
     output and error."""
-    done = run.daemon.strata("run", "--name", name, "--dram", "256MiB", "--", *command,
+    done = run.daemon.strata("run", *options, "--name", name, "--dram", "256MiB", "--", *command,
                              check=False)
     if done.returncode != status:
         raise Failure(f"{' '.join(command)}: status {done.returncode}: {done.stderr.strip()}")
@@ -80,7 +80,7 @@ def unseen_rights(run):
     namespace, and fork as somebody else: its agent is no thread of its own."""
     within(run, "identity", run.built("identity"))
     within(run, "setpriv", needed("setpriv"), f"--reuid={NOBODY}", f"--regid={NOBODY}",
-           "--clear-groups", "true")
+           "--clear-groups", "true", options=["--allow-unmanaged"])
     within(run, "nsenter", needed("nsenter"), "-t", str(os.getpid()), "-m", "true")
     out, err = within(run, "forks", sys.executable, "-c", FORKS)
     if out != "forked\n" or "strata:" in err:
@@ -164,9 +164,14 @@ def unseen_other_library(run):
 
 @case("unseen-valgrind", native=False)
 def unseen_valgrind(run):
-    """So does a program under Valgrind."""
+    """So does a program under Valgrind, if it may; else it does not run."""
     program = compiled(run, "valgrinded", "cc")
-    out, err = within(run, "valgrind", needed("valgrind"), "-q", "--error-exitcode=3", program)
+    command = (needed("valgrind"), "-q", "--error-exitcode=3", program)
+    out, err = within(run, "refused", *command, status=125)
+    said(err, "Valgrind", "does not run unmanaged")
+    if out:
+        raise Failure(f"the program that does not run wrote {out!r}")
+    out, err = within(run, "valgrind", *command, options=["--allow-unmanaged"])
     if out != "hello 7\n":
         raise Failure(f"the program under Valgrind wrote {out!r}")
     said(err, "Valgrind", "unmanaged")

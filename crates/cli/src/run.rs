@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use strata_api::{DEFAULT_SOCKET, ENDING, Reply, Request};
 use strata_units::ByteSize;
+use strata_units::wire::ENV_REQUIRED;
 
 use crate::args::RunArguments;
 use crate::client::{self, NoReply, ask};
@@ -61,11 +62,24 @@ pub(crate) fn run(arguments: &RunArguments) -> Result<Infallible> {
     lead_a_session_if_none_is_seen();
     let library = place::installed(LIBRARY);
     let mut environment = environment(tenant.environment, library, std::env::var_os(LD_PRELOAD))?;
+    environment.push(required(arguments, std::process::id()));
     environment.push((ASAN_OPTIONS.into(), with_other_libraries(std::env::var_os(ASAN_OPTIONS))));
     if arguments.supervise {
         return Err(become_parent(&program, command, environment, &tenant.socket, &tenant.name));
     }
     Err(become_program(&program, command, environment))
+}
+
+/// Whether the program may run unmanaged, as its library is told: empty, it may. What it
+/// starts may always; it is in the tenant's memory cgroup.
+fn required(arguments: &RunArguments, own: u32) -> (String, OsString) {
+    let value = match (arguments.allow_unmanaged, arguments.supervise) {
+        (true, _) => String::new(),
+        // This process becomes the program, or else its parent.
+        (false, false) => own.to_string(),
+        (false, true) => format!("+{own}"),
+    };
+    (ENV_REQUIRED.to_owned(), value.into())
 }
 
 /// Tells the user on standard error.

@@ -8,8 +8,8 @@ use strata_units::wire::{Control, HelloKind, RESTART_PARKED, RESTART_RESTORED};
 
 use crate::batch::{self, Progress};
 use crate::block::{Block, OUTCOME_ABANDONED, OUTCOME_FAILED, OUTCOME_READY, OUTCOME_TRYING};
-use crate::handshake::{self, Connection, Failure, Probe};
-use crate::kernel::{self, Fd};
+use crate::handshake::{self, Connection, Failure, HANDSHAKE_TIME, Probe};
+use crate::kernel::{self, Deadline, Fd};
 use crate::message;
 use crate::succession::{self, Turn};
 use crate::thread;
@@ -22,6 +22,8 @@ const PARKED_NAP: Duration = Duration::from_millis(2);
 /// First and longest pause between two attempts to reach the daemon.
 const SHORTEST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+/// Of the time for a first handshake, what is left for the last attempt.
+const LONGEST_REPLACEMENT: Duration = Duration::from_secs(3);
 
 /// Start routine of a process's first agent.
 pub(crate) extern "C" fn begin(block: &'static Block) {
@@ -69,13 +71,16 @@ fn live(block: &Block) {
 }
 
 /// The handshake of a new process. A program that starts has nothing to lose:
-/// one attempt. A forked child may have evicted pages: attempts for ever, while
-/// `fork` returns after the first. None: another agent makes them from now on.
+/// one attempt, or, where it must not run unmanaged, as many as there is time for: a
+/// daemon's worker may just be replaced. A forked child may have evicted pages: attempts
+/// for ever, while `fork` returns after the first. None: another agent makes them from
+/// now on.
 fn first_contact(caller: &mut Caller) -> Option<Result<(Fd, Fd), Failure>> {
     let block = caller.block;
     let forked = block.hello_kind.load(Ordering::SeqCst) == HelloKind::Forked as u32;
     let kind = if forked { HelloKind::Forked } else { HelloKind::Start };
     let mut backoff = SHORTEST_PAUSE;
+    let deadline = Deadline::after(HANDSHAKE_TIME);
     loop {
         match caller.call(kind, None) {
             Ok(Connection { socket, userfaultfd: Some(userfaultfd) }) => {
@@ -83,6 +88,13 @@ fn first_contact(caller: &mut Caller) -> Option<Result<(Fd, Fd), Failure>> {
                 return Some(Ok((socket, userfaultfd)));
             }
             Ok(Connection { userfaultfd: None, .. }) => return Some(Err(Failure::Protocol)),
+            Err(Failure::Unreachable)
+                if !forked
+                    && block.shared().required.load(Ordering::SeqCst) != 0
+                    && deadline.left().is_some_and(|left| left > LONGEST_REPLACEMENT) =>
+            {
+                succession::pause(block, SHORTEST_PAUSE);
+            }
             Err(failure) if !forked || failure.is_final() => {
                 return Some(Err(failure));
             }

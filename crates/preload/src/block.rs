@@ -69,6 +69,8 @@ pub(crate) struct Shared {
     pub(crate) changing: AtomicU32,
     /// Name of the socket at which the old agent gives, in its lowest bytes.
     pub(crate) offer: AtomicU64,
+    /// The daemon said that the program must not run unmanaged.
+    pub(crate) required: AtomicU32,
     /// More early threads than slots.
     pub(crate) early_overflow: AtomicU32,
     /// Threads recorded while there was no control block.

@@ -73,11 +73,13 @@ extern "C" fn start_in_child() {
     let outcome = start::wait(block, FORK_TIME);
     if outcome == OUTCOME_TRYING {
         start::say(
-            "strata: a forked process cannot reach the daemon (has it ended, or was a network namespace left?); it runs on, and goes on trying\n",
+            "strata: a forked process cannot reach the daemon (has it ended, or was a network namespace left?); it runs on in its parent's memory cgroup, and goes on trying\n",
         );
-    } else if outcome != OUTCOME_FAILED + Failure::NotAllowed as u32 {
-        // Of a user that may not be managed the daemon tells: a program that serves each
-        // client by a child would say so for each.
+    } else if outcome != OUTCOME_FAILED + Failure::NotAllowed as u32
+        && outcome != OUTCOME_FAILED + Failure::Refused as u32
+    {
+        // Of one that is refused the daemon tells: a program that serves each client by a
+        // child would say so for each.
         start::complain_of(outcome);
     }
 }

@@ -8,8 +8,8 @@ use core::time::Duration;
 
 use strata_units::PAGE_SIZE;
 use strata_units::wire::{
-    CONTROL_BYTES, Control, Hello, HelloKind, MAGIC, Ready, Userfaultfd, Verdict, Welcome,
-    back_name,
+    CONTROL_BYTES, Control, Hello, HelloKind, MAGIC, REQUIRED, Ready, Userfaultfd, Verdict,
+    Welcome, back_name,
 };
 
 use crate::block::Block;
@@ -43,12 +43,14 @@ pub(crate) enum Failure {
     NoDescriptorTable = 6,
     /// It is to be managed, and its user may not.
     NotAllowed = 7,
+    /// The tenant that it names does not take it in.
+    Refused = 8,
 }
 
 impl Failure {
     /// Whether the daemon has decided: to ask again would change nothing.
     pub(crate) fn is_final(self) -> bool {
-        matches!(self, Self::Unmanaged | Self::NotAllowed)
+        matches!(self, Self::Unmanaged | Self::NotAllowed | Self::Refused)
     }
 }
 
@@ -117,9 +119,13 @@ pub(crate) fn shake(
     if welcome.magic != MAGIC {
         return Err(Failure::Protocol);
     }
-    let userfaultfd = match (verdict(welcome.verdict), kind, first, second) {
+    if welcome.verdict & REQUIRED != 0 {
+        block.shared().required.store(1, Ordering::SeqCst);
+    }
+    let userfaultfd = match (verdict(welcome.verdict & !REQUIRED), kind, first, second) {
         (Some(Verdict::Unmanaged), _, None, None) => return Err(Failure::Unmanaged),
         (Some(Verdict::NotAllowed), _, None, None) => return Err(Failure::NotAllowed),
+        (Some(Verdict::Refused), _, None, None) => return Err(Failure::Refused),
         (
             Some(Verdict::Create),
             HelloKind::Start | HelloKind::Forked,
@@ -185,8 +191,14 @@ fn reach(block: &Block, kind: HelloKind, deadline: Deadline) -> Result<Fd, Messa
 }
 
 fn verdict(number: u32) -> Option<Verdict> {
-    const ALL: [Verdict; 5] =
-        [Verdict::Unmanaged, Verdict::Create, Verdict::Adopt, Verdict::Resume, Verdict::NotAllowed];
+    const ALL: [Verdict; 6] = [
+        Verdict::Unmanaged,
+        Verdict::Create,
+        Verdict::Adopt,
+        Verdict::Resume,
+        Verdict::NotAllowed,
+        Verdict::Refused,
+    ];
     ALL.into_iter().find(|verdict| *verdict as u32 == number)
 }
 

@@ -360,6 +360,20 @@ pub(crate) fn process_id() -> u32 {
     unsafe { call(libc::SYS_getpid, [0; 6]) }.map_or(0, |id| id as u32)
 }
 
+/// Kernel id of the process's parent, in this one's namespace; 0: it is outside.
+pub(crate) fn parent_id() -> u32 {
+    // SAFETY: no arguments, cannot fail.
+    unsafe { call(libc::SYS_getppid, [0; 6]) }.map_or(0, |id| id as u32)
+}
+
+/// Ends the process, all its threads, with nothing more of it being run.
+pub(crate) fn end_process(status: c_int) -> ! {
+    loop {
+        // SAFETY: no pointers; it does not return.
+        let _ = unsafe { call(libc::SYS_exit_group, [word(status), 0, 0, 0, 0, 0]) };
+    }
+}
+
 /// Names the calling thread, for people who look at it.
 pub(crate) fn name_thread(name: &'static core::ffi::CStr) {
     let arguments = [word(libc::PR_SET_NAME), name.as_ptr() as u64, 0, 0, 0, 0];

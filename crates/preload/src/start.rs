@@ -6,7 +6,8 @@ use core::sync::atomic::{AtomicU32, Ordering};
 use core::time::Duration;
 
 use strata_units::wire::{
-    CONTROL_BYTES, DEFAULT_AGENT_SOCKET, ENV_GUEST, ENV_SOCKET, ENV_TOKEN, HelloKind,
+    CONTROL_BYTES, DEFAULT_AGENT_SOCKET, ENV_GUEST, ENV_REQUIRED, ENV_SOCKET, ENV_TOKEN, HelloKind,
+    UNMANAGED_STATUS,
 };
 
 use crate::agent;
@@ -79,10 +80,7 @@ extern "C" fn constructor() {
     }
     let managed = match wishes {
         Some(wishes) => match stranger(&wishes) {
-            Some(line) => {
-                say(line);
-                false
-            }
+            Some(why) => go_without(why, wishes.is_required),
             None => {
                 identity::prepare();
                 guards::prepare();
@@ -96,16 +94,40 @@ extern "C" fn constructor() {
     }
 }
 
-/// Why this program cannot be managed, whatever the daemon says: one line.
+/// Says why this program is not managed, and whether it runs all the same: one that was
+/// promised a budget does not, unless whoever started it said so. False.
+fn go_without(why: &str, is_required: bool) -> bool {
+    const MOST_BYTES: usize = 512;
+    let end = match is_required {
+        false => "; running unmanaged\n",
+        true => {
+            "; it does not run unmanaged (strata run --allow-unmanaged, or required = false in a rule, lets it)\n"
+        }
+    };
+    // One write, so that lines of several processes stay whole.
+    let mut line = [0; MOST_BYTES];
+    let mut used = 0;
+    for part in ["strata: ", why, end] {
+        let room = line.len() - used;
+        let part = &part.as_bytes()[..part.len().min(room)];
+        line[used..used + part.len()].copy_from_slice(part);
+        used += part.len();
+    }
+    say(core::str::from_utf8(&line[..used]).unwrap_or(why));
+    if is_required {
+        kernel::end_process(UNMANAGED_STATUS);
+    }
+    false
+}
+
+/// Why this program cannot be managed, whatever the daemon says.
 fn stranger(wishes: &Wishes) -> Option<&'static str> {
     if wishes.is_under_valgrind {
         Some(
-            "strata: Valgrind runs no thread that it does not know; running unmanaged (without Valgrind it is managed)\n",
+            "Valgrind runs no thread that it does not know (without Valgrind the program is managed)",
         )
     } else if next::any(c"gnu_get_libc_version").is_null() {
-        Some(
-            "strata: this program's C library is not glibc, which libstrata.so is made for; running unmanaged\n",
-        )
+        Some("this program's C library is not glibc, which libstrata.so is made for")
     } else {
         None
     }
@@ -117,6 +139,8 @@ struct Wishes<'environment> {
     token: u64,
     /// Valgrind preloads libraries of its own.
     is_under_valgrind: bool,
+    /// This process must not run unmanaged.
+    is_required: bool,
 }
 
 /// What the names of those begin with.
@@ -132,6 +156,7 @@ impl Wishes<'_> {
         let mut socket = None;
         let mut token = 0;
         let mut is_under_valgrind = false;
+        let mut is_required = false;
         let mut entry = environment;
         // SAFETY: the array is null-terminated, says the caller.
         while !entry.is_null() && unsafe { !(*entry).is_null() } {
@@ -141,6 +166,8 @@ impl Wishes<'_> {
                 socket = Some(value);
             } else if let Some(value) = value_of(variable, ENV_TOKEN) {
                 token = parse_token(value.to_bytes());
+            } else if let Some(value) = value_of(variable, ENV_REQUIRED) {
+                is_required = is_meant(value.to_bytes(), kernel::process_id(), kernel::parent_id());
             } else if let Some(value) = value_of(variable, "LD_PRELOAD") {
                 let mut parts = value.to_bytes().windows(VALGRIND_LIBRARY.len());
                 is_under_valgrind = parts.any(|part| part == VALGRIND_LIBRARY);
@@ -153,7 +180,7 @@ impl Wishes<'_> {
             None if kernel::exists(DEFAULT_SOCKET) => DEFAULT_SOCKET,
             None => return None,
         };
-        Some(Self { socket, token, is_under_valgrind })
+        Some(Self { socket, token, is_under_valgrind, is_required })
     }
 }
 
@@ -197,6 +224,20 @@ fn value_of<'variable>(variable: &'variable CStr, name: &str) -> Option<&'variab
     CStr::from_bytes_with_nul(rest).ok()
 }
 
+/// Whether the value of [`ENV_REQUIRED`] means the process `own`, whose parent is
+/// `parent`: what it starts inherits the variable and is not meant.
+fn is_meant(value: &[u8], own: u32, parent: u32) -> bool {
+    let (digits, meant) = match value.strip_prefix(b"+") {
+        Some(digits) => (digits, parent),
+        None => (value, own),
+    };
+    let add = |number: u32, &digit: &u8| {
+        let digit = char::from(digit).to_digit(10)?;
+        number.checked_mul(10)?.checked_add(digit)
+    };
+    !digits.is_empty() && digits.iter().try_fold(0, add) == Some(meant)
+}
+
 /// 16 hex digits; anything else is no token.
 fn parse_token(text: &[u8]) -> u64 {
     if text.len() != 16 {
@@ -211,20 +252,21 @@ fn parse_token(text: &[u8]) -> u64 {
 
 /// Starts the program's first agent and waits for it; false: it runs unmanaged.
 fn start_program(wishes: &Wishes) -> bool {
-    let Some(block) = recording() else {
-        complain(Failure::NoMemory);
-        return false;
+    let without = |failure: Failure| {
+        let said = block::existing()
+            .is_some_and(|block| block.shared().required.load(Ordering::SeqCst) != 0);
+        go_without(reason(failure), wishes.is_required || said)
     };
+    let Some(block) = recording() else { return without(Failure::NoMemory) };
     if !block.introduce(wishes.socket, wishes.token) {
-        say("strata: STRATA_AGENT_SOCKET is too long for a socket's path; running unmanaged\n");
-        return false;
+        let why = "STRATA_AGENT_SOCKET is too long for a socket's path";
+        return go_without(why, wishes.is_required);
     }
     let access = libc::PROT_READ | libc::PROT_WRITE;
     let transfer = kernel::map_anonymous(0, TRANSFER_BYTES, access);
     let places = kernel::map_anonymous(0, 2 * CONTROL_BYTES, libc::PROT_NONE);
     let (Some(transfer), Some(places)) = (transfer, places) else {
-        complain(Failure::NoMemory);
-        return false;
+        return without(Failure::NoMemory);
     };
     // SAFETY: this is the constructor, and there is no agent yet.
     unsafe {
@@ -234,14 +276,13 @@ fn start_program(wishes: &Wishes) -> bool {
         block.set(Settings { transfer, places });
     }
     MODE.store(MODE_ON, Ordering::SeqCst);
+    block.shared().required.store(u32::from(wishes.is_required), Ordering::SeqCst);
     records::record_thread(block, 0);
     if !fork::register() {
-        complain(Failure::NoMemory);
-        return false;
+        return without(Failure::NoMemory);
     }
     if !start_agent(block, HelloKind::Start) {
-        complain(Failure::NoMemory);
-        return false;
+        return without(Failure::NoMemory);
     }
     let outcome = wait(block, START_TIME);
     if outcome == OUTCOME_READY {
@@ -250,8 +291,7 @@ fn start_program(wishes: &Wishes) -> bool {
     if outcome == OUTCOME_PENDING {
         // Stuck in the kernel or never scheduled: it ends by itself when it
         // finds that nobody waits.
-        complain(Failure::Silent);
-        return false;
+        return without(Failure::Silent);
     }
     // It has said its last word. That it is gone matters to a program that counts
     // its threads.
@@ -260,14 +300,12 @@ fn start_program(wishes: &Wishes) -> bool {
     // it. (A thread may still be writing a record to a control block, which stays
     // mapped.)
     unsafe { kernel::unmap(transfer, TRANSFER_BYTES) };
-    if outcome == OUTCOME_FAILED + Failure::Unreachable as u32 {
-        if wishes.token != 0 {
-            complain(Failure::Unreachable);
-        }
-    } else if outcome != OUTCOME_FAILED + Failure::Unmanaged as u32 {
-        complain_of(outcome);
+    match failure_of(outcome) {
+        Some(Failure::Unreachable) if wishes.token == 0 => false,
+        // The daemon does not want it managed: it was released, say.
+        Some(Failure::Unmanaged) | None => false,
+        Some(failure) => without(failure),
     }
-    false
 }
 
 /// Starts a process's first agent; false: the kernel makes no thread.
@@ -309,9 +347,10 @@ pub(crate) fn wait(block: &Block, time: Duration) -> u32 {
     }
 }
 
-/// One line about an outcome that is a failure.
-pub(crate) fn complain_of(outcome: u32) {
+/// The failure that an outcome is.
+fn failure_of(outcome: u32) -> Option<Failure> {
     let failures = [
+        Failure::Unmanaged,
         Failure::Unreachable,
         Failure::Silent,
         Failure::Protocol,
@@ -319,35 +358,36 @@ pub(crate) fn complain_of(outcome: u32) {
         Failure::NoMemory,
         Failure::NoDescriptorTable,
         Failure::NotAllowed,
+        Failure::Refused,
     ];
-    for failure in failures {
-        if OUTCOME_FAILED + failure as u32 == outcome {
-            complain(failure);
-        }
+    failures.into_iter().find(|&failure| OUTCOME_FAILED + failure as u32 == outcome)
+}
+
+/// One line about the outcome of a process that runs on.
+pub(crate) fn complain_of(outcome: u32) {
+    if let Some(failure) = failure_of(outcome).filter(|&failure| failure != Failure::Unmanaged) {
+        go_without(reason(failure), false);
     }
 }
 
-fn complain(failure: Failure) {
-    say(match failure {
-        Failure::Unmanaged => return,
+fn reason(failure: Failure) -> &'static str {
+    match failure {
+        Failure::Unmanaged => "the daemon does not manage it",
         Failure::Unreachable => {
-            "strata: no daemon can be reached (is stratad running, and may this user reach its socket?); running unmanaged\n"
+            "no daemon can be reached (is stratad running, and may this user reach its socket?)"
         }
-        Failure::Silent => "strata: the daemon does not answer; running unmanaged\n",
-        Failure::Protocol => {
-            "strata: the daemon speaks another protocol (versions differ?); running unmanaged\n"
-        }
-        Failure::NoUserfaultfd => {
-            "strata: the kernel refuses a userfaultfd (see strata doctor); running unmanaged\n"
-        }
-        Failure::NoMemory => "strata: no memory or no thread for the agent; running unmanaged\n",
-        Failure::NoDescriptorTable => {
-            "strata: the agent may not have its own descriptors (seccomp?); running unmanaged\n"
-        }
+        Failure::Silent => "the daemon does not answer",
+        Failure::Protocol => "the daemon speaks another protocol (versions differ?)",
+        Failure::NoUserfaultfd => "the kernel refuses a userfaultfd (see strata doctor)",
+        Failure::NoMemory => "no memory or no thread for the agent",
+        Failure::NoDescriptorTable => "the agent may not have its own descriptors (seccomp?)",
         Failure::NotAllowed => {
-            "strata: this user may not use userfaultfd through stratad (see uffd_users in its configuration); running unmanaged\n"
+            "this user may not use userfaultfd through stratad (see uffd_users in its configuration)"
         }
-    });
+        Failure::Refused => {
+            "the daemon does not take it into its tenant (is it another user's, or a quota used up? stratad's log says)"
+        }
+    }
 }
 
 /// Writes one line to standard error, from a thread of the program.
@@ -365,6 +405,14 @@ mod tests {
         assert_eq!(parse_token(b"deadbeef"), 0);
         assert_eq!(parse_token(b"000000000000000g"), 0);
         assert_eq!(parse_token(b""), 0);
+    }
+
+    #[test]
+    fn who_must_not_run_unmanaged_is_named_by_number() {
+        assert!(is_meant(b"812", 812, 7) && is_meant(b"+7", 812, 7));
+        for value in [&b"7"[..], b"+812", b"", b"+", b"812 ", b"0812x", b"99999999999"] {
+            assert!(!is_meant(value, 812, 7), "{value:?}");
+        }
     }
 
     #[test]

@@ -107,7 +107,20 @@ pub enum Verdict {
     /// As [`Verdict::Unmanaged`], but somebody wanted it managed, and its user may not
     /// have a userfaultfd: the program says so on its standard error.
     NotAllowed = 5,
+    /// As [`Verdict::Unmanaged`], but a tenant was named that is not there or is another
+    /// user's, or its user has as many processes as may be: the program says so.
+    Refused = 6,
 }
+
+/// In [`Welcome::verdict`], beside a [`Verdict`]: a rule of the configuration says that
+/// the program must not run unmanaged, whatever goes wrong from here on.
+pub const REQUIRED: u32 = 1 << 31;
+/// Exit status of a program that was to be managed, could not be, and must not run
+/// otherwise.
+pub const UNMANAGED_STATUS: i32 = 125;
+/// Environment variable: the process that must not run unmanaged, its number, or, with
+/// a `+` before it, whose children must not. `strata run` sets it.
+pub const ENV_REQUIRED: &str = "STRATA_REQUIRED";
 
 /// Daemon → agent, second message.
 #[derive(Clone, Copy, Debug, Default)]
@@ -115,7 +128,7 @@ pub enum Verdict {
 pub struct Welcome {
     /// [`MAGIC`].
     pub magic: u64,
-    /// A [`Verdict`].
+    /// A [`Verdict`], perhaps with [`REQUIRED`].
     pub verdict: u32,
     /// The space's number, for messages only.
     pub space: u32,

@@ -17,6 +17,7 @@ REFUSED = """
 [[manage]]
 name = "refused"
 exe = "{sleep}"
+user = "65534"
 dram = "8MiB"
 """
 

@@ -34,6 +34,10 @@ use serde::{Deserialize, Serialize};
 
 /// Longest line that either side reads; a longer one ends the connection.
 pub const MAX_LINE_BYTES: usize = 1 << 20;
+/// Tenants of one page of a list...
+pub const MAX_LISTED: usize = 64;
+/// ...and how much of each command line is in it: [`Request::Stats`] has it all.
+pub const MAX_LISTED_COMMAND_BYTES: usize = 256;
 /// Raised when the meaning of a message changes; the daemon refuses others.
 pub const PROTOCOL_VERSION: u32 = 1;
 /// Where the system daemon listens.
@@ -49,8 +53,29 @@ pub const PRIVATE_DIRECTORY_PREFIX: &str = "strata-";
 pub const PRIVATE_SNAPSHOTS_NAME: &str = "snapshots";
 /// What a daemon answers that takes no more tenants: a private one, with its last.
 pub const ENDING: &str = "this daemon is ending";
+/// What a daemon answers where the caller has no tenant of this name, whoever else may.
+#[must_use]
+pub fn no_tenant(name: &str) -> String {
+    format!("there is no tenant {name}")
+}
+
 /// Longest tenant name: it must fit in a file name and in a column.
 pub const MAX_NAME_BYTES: usize = 64;
+
+/// Why `name` cannot say which tenant is meant: a tenant's name, or `USER:NAME`, as root
+/// says whose it means; None when it can.
+#[must_use]
+pub fn named_problem(name: &str) -> Option<&'static str> {
+    let Some((user, own)) = name.split_once(':') else { return name_problem(name) };
+    let plain = |b: u8| b.is_ascii_graphic() && !b"/:".contains(&b);
+    if user.is_empty() || user.len() > MAX_USER_BYTES || !user.bytes().all(plain) {
+        return Some("before the ':' is no user's name or number");
+    }
+    name_problem(own)
+}
+
+/// Longest user's name that is looked up.
+const MAX_USER_BYTES: usize = 256;
 
 /// Why `name` cannot name a tenant; None when it can. Names become parts of
 /// paths (control groups) and labels of metrics, so they are plain.
@@ -95,8 +120,12 @@ pub enum Request {
         /// What it is going to be.
         guest: GuestSpec,
     },
-    /// All tenants of the caller.
-    List,
+    /// Tenants of the caller, of root all, a page of them.
+    List {
+        /// [`Reply::List`]'s `next` of the page before; none: the first page.
+        #[serde(default)]
+        after: Option<(String, u32)>,
+    },
     /// One tenant.
     Stats {
         /// Its name.
@@ -311,7 +340,7 @@ impl Request {
             Self::Ping
             | Self::Run { .. }
             | Self::Guest { .. }
-            | Self::List
+            | Self::List { .. }
             | Self::Stats { .. }
             | Self::Set { .. }
             | Self::Place { .. }
@@ -358,8 +387,12 @@ pub enum Reply {
     },
     /// To [`Request::List`].
     List {
-        /// In order of name.
+        /// In order of name, command lines cut to [`MAX_LISTED_COMMAND_BYTES`].
         tenants: Vec<Stats>,
+        /// There are more behind this one (its name, its user); none: these were the
+        /// last.
+        #[serde(default)]
+        next: Option<(String, u32)>,
     },
     /// To [`Request::Stats`].
     Stats {

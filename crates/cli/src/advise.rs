@@ -200,8 +200,8 @@ fn all(arguments: &AdviseArguments, deadline: Instant) -> Result<String> {
     let lives = |state| !matches!(state, TenantState::Ended | TenantState::Released);
     let mut known: Vec<(PathBuf, String)> = Vec::new();
     for (socket, tenants) in client::list_by_daemon()? {
-        let names = tenants.into_iter().filter(|stats| lives(stats.state)).map(|stats| stats.name);
-        known.extend(names.map(|name| (socket.clone(), name)));
+        let living = tenants.iter().filter(|stats| lives(stats.state));
+        known.extend(living.map(|stats| (socket.clone(), client::address(stats))));
     }
     known.sort_by(|a, b| a.1.cmp(&b.1));
     // All are watched before the first one is waited for.

@@ -53,7 +53,7 @@ pub(crate) enum Command {
     /// Show everything about one tenant
     Stats {
         /// The tenant
-        #[arg(value_parser = tenant_name)]
+        #[arg(value_parser = named_tenant)]
         name: String,
         /// Print one JSON object
         #[arg(long)]
@@ -62,7 +62,7 @@ pub(crate) enum Command {
     /// Show each tenant's tiers: size, use, latency, pages in and out per second
     Tiers {
         /// The tenant; without one, all
-        #[arg(value_parser = tenant_name)]
+        #[arg(value_parser = named_tenant)]
         name: Option<String>,
         /// Print a JSON array of objects
         #[arg(long)]
@@ -74,7 +74,7 @@ pub(crate) enum Command {
     /// Change a tenant's budget
     Set {
         /// The tenant
-        #[arg(value_parser = tenant_name)]
+        #[arg(value_parser = named_tenant)]
         name: String,
         /// Its new DRAM budget
         #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
@@ -92,13 +92,13 @@ pub(crate) enum Command {
     /// The program runs on natively. Refused when the memory does not suffice.
     Release {
         /// The tenant
-        #[arg(value_parser = tenant_name)]
+        #[arg(value_parser = named_tenant)]
         name: String,
     },
     /// End a tenant's processes (SIGTERM, then SIGKILL)
     Stop {
         /// The tenant
-        #[arg(value_parser = tenant_name)]
+        #[arg(value_parser = named_tenant)]
         name: String,
     },
     /// Take a snapshot of a tenant, or look after one
@@ -116,7 +116,7 @@ pub(crate) enum Command {
     /// List snapshots as a tree: each below the one that it came from
     Snapshots {
         /// Only those taken of this tenant, which need not be there any more
-        #[arg(value_parser = tenant_name)]
+        #[arg(value_parser = named_tenant)]
         name: Option<String>,
         /// Print a JSON array of objects
         #[arg(long)]
@@ -128,7 +128,7 @@ pub(crate) enum Command {
     /// name and budget. Established TCP connections are closed.
     Rollback {
         /// The tenant
-        #[arg(value_parser = tenant_name)]
+        #[arg(value_parser = named_tenant)]
         name: String,
         /// N or LABEL of one of its own snapshots, or NAME@N, NAME@LABEL
         #[arg(value_name = "SNAP", value_parser = rollback_target)]
@@ -186,7 +186,7 @@ pub(crate) enum Command {
 #[derive(Args, Debug)]
 pub(crate) struct AdviseArguments {
     /// The tenant
-    #[arg(value_parser = tenant_name, required_unless_present = "all")]
+    #[arg(value_parser = named_tenant, required_unless_present = "all")]
     pub(crate) name: Option<String>,
     /// Propose a budget for every tenant
     #[arg(long, conflicts_with = "name")]
@@ -212,7 +212,7 @@ pub(crate) struct AdviseArguments {
 #[derive(Args, Debug)]
 pub(crate) struct SnapshotArguments {
     /// The tenant
-    #[arg(value_parser = tenant_name, required = true)]
+    #[arg(value_parser = named_tenant, required = true)]
     pub(crate) name: Option<String>,
     /// A second name for the snapshot, unique among the tenant's: NAME@LABEL
     #[arg(long, value_name = "LABEL", value_parser = label, allow_hyphen_values = true)]
@@ -435,7 +435,11 @@ pub(crate) struct RunArguments {
     /// Its DRAM budget, like 512MiB or 4GiB; without one, the daemon's default
     #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
     pub(crate) dram: Option<ByteSize>,
-    /// Run the program even if it cannot be managed (statically linked, say)
+    /// Run the program even if it cannot be managed
+    ///
+    /// Without this a program that cannot have its budget (it is statically linked, the
+    /// daemon does not answer, a quota is used up) does not run: status 1, or 125 if it
+    /// was begun. What it starts itself may run unmanaged, in the tenant's memory cgroup.
     #[arg(long)]
     pub(crate) allow_unmanaged: bool,
     /// Stay as the program's parent, also when it is rolled back
@@ -452,6 +456,14 @@ pub(crate) struct RunArguments {
 
 fn tenant_name(text: &str) -> std::result::Result<String, String> {
     match strata_api::name_problem(text) {
+        None => Ok(text.to_owned()),
+        Some(problem) => Err(problem.to_owned()),
+    }
+}
+
+/// A tenant that is there: its name, or, said by root, whose it is as well.
+fn named_tenant(text: &str) -> std::result::Result<String, String> {
+    match strata_api::named_problem(text) {
         None => Ok(text.to_owned()),
         Some(problem) => Err(problem.to_owned()),
     }

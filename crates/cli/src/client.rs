@@ -152,13 +152,46 @@ pub(crate) fn ask_each(what: &str, request: &Request) -> Result<Vec<(PathBuf, Re
 /// The tenants of each daemon that is alive.
 pub(crate) fn list_by_daemon() -> Result<Vec<(PathBuf, Vec<Stats>)>> {
     const WHAT: &str = "cannot list tenants";
-    let replies = ask_each(WHAT, &Request::List)?.into_iter();
-    replies
-        .map(|(socket, reply)| match reply {
-            Reply::List { tenants } => Ok((socket, tenants)),
-            _ => Err(misunderstood(WHAT)),
-        })
-        .collect()
+    let mut listed = Vec::new();
+    for (socket, reply) in ask_each(WHAT, &Request::List { after: None })? {
+        let Reply::List { mut tenants, mut next } = reply else { return Err(misunderstood(WHAT)) };
+        while let Some(after) = next {
+            let request = Request::List { after: Some(after.clone()) };
+            match ask(&socket, &request).map_err(|none| none.failure(WHAT, &socket))? {
+                // One that gives no further page would be asked for ever.
+                Reply::List { next: Some(same), .. } if same <= after => {
+                    return Err(misunderstood(WHAT));
+                }
+                Reply::List { tenants: page, next: further } => {
+                    tenants.extend(page);
+                    next = further;
+                }
+                Reply::Error { message, hint } => return Err(refused(WHAT, &message, &hint)),
+                _ => return Err(misunderstood(WHAT)),
+            }
+        }
+        listed.push((socket, tenants));
+    }
+    Ok(listed)
+}
+
+/// What a tenant is called, so that nobody else's is meant.
+pub(crate) fn address(stats: &Stats) -> String {
+    match stats.uid == rustix::process::geteuid().as_raw() {
+        true => stats.name.clone(),
+        false => format!("{}:{}", stats.uid, stats.name),
+    }
+}
+
+/// Whether `name`, as the user types it, may mean this tenant; the daemon decides.
+fn may_mean(name: &str, stats: &Stats) -> bool {
+    match name.split_once(':') {
+        None => stats.name == name,
+        // Whose a user's name is, the daemon looks up.
+        Some((user, own)) => {
+            stats.name == own && user.parse().map_or(true, |uid: u32| uid == stats.uid)
+        }
+    }
 }
 
 /// All tenants of the caller, in order of name; None when no daemon is alive.
@@ -168,7 +201,7 @@ pub(crate) fn list_all() -> Result<Option<Vec<Stats>>> {
         return Ok(None);
     }
     let mut tenants: Vec<Stats> = daemons.into_iter().flat_map(|(_, tenants)| tenants).collect();
-    tenants.sort_by(|a, b| a.name.cmp(&b.name));
+    tenants.sort_by(|a, b| (&a.name, a.uid).cmp(&(&b.name, b.uid)));
     Ok(Some(tenants))
 }
 
@@ -179,7 +212,7 @@ pub(crate) fn find(name: &str) -> Result<(PathBuf, Stats)> {
     let mut known: Vec<String> = Vec::new();
     for (socket, tenants) in daemons {
         for tenant in tenants {
-            if tenant.name == name {
+            if may_mean(name, &tenant) {
                 return Ok((socket, tenant));
             }
             known.push(tenant.name);
@@ -201,7 +234,14 @@ pub(crate) fn find(name: &str) -> Result<(PathBuf, Stats)> {
 
 /// Everything about the tenant `name`.
 pub(crate) fn stats(name: &str) -> Result<Stats> {
-    find(name).map(|(_, stats)| stats)
+    let (socket, listed) = find(name)?;
+    let what = format!("cannot show {name}");
+    match ask(&socket, &Request::Stats { name: name.to_owned() }) {
+        Ok(Reply::Stats { stats }) => Ok(*stats),
+        Ok(Reply::Error { message, hint }) => Err(refused(&what, &message, &hint)),
+        Ok(_) => Ok(listed),
+        Err(no_reply) => Err(no_reply.failure(&what, &socket)),
+    }
 }
 
 /// Has `request` done by the daemon that knows `name`; returns its note.

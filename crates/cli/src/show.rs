@@ -94,6 +94,11 @@ pub(crate) fn columns(rows: &[Vec<String>], left: usize) -> String {
 
 /// One line a tenant, for `ps`.
 pub(crate) fn table(tenants: &[Stats]) -> String {
+    table_for(rustix::process::geteuid().as_raw(), tenants)
+}
+
+/// The same for the user `own`, who is told whose others are.
+fn table_for(own: u32, tenants: &[Stats]) -> String {
     let head = [
         "NAME",
         "STATE",
@@ -123,6 +128,12 @@ pub(crate) fn table(tenants: &[Stats]) -> String {
             command(stats),
         ]);
     }
+    if tenants.iter().any(|stats| stats.uid != own) {
+        let users = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
+        let cells = tenants.iter().map(|stats| user_name(&users, stats.uid));
+        let cells = std::iter::once("USER".to_owned()).chain(cells);
+        rows.iter_mut().zip(cells).for_each(|(row, cell)| row.insert(1, cell));
+    }
     if tenants.iter().any(has_node) {
         // Beside DRAM, which it is no part of.
         let cell = |stats: &Stats| match has_node(stats) {
@@ -130,9 +141,19 @@ pub(crate) fn table(tenants: &[Stats]) -> String {
             false => "-".to_owned(),
         };
         let cells = std::iter::once("NODE".to_owned()).chain(tenants.iter().map(cell));
-        rows.iter_mut().zip(cells).for_each(|(row, cell)| row.insert(5, cell));
+        rows.iter_mut().zip(cells).for_each(|(row, cell)| row.insert(row.len() - 6, cell));
     }
     columns(&rows, 2)
+}
+
+/// The name of a user in the text of `/etc/passwd`, or the number.
+fn user_name(users: &str, uid: u32) -> String {
+    let name = users.lines().find_map(|line| {
+        let mut fields = line.split(':');
+        let name = fields.next()?;
+        (fields.nth(1)?.parse() == Ok(uid)).then(|| printable(name))
+    });
+    name.unwrap_or_else(|| uid.to_string())
 }
 
 /// The table, and below it what there is to say of each tenant: for `ps`.
@@ -307,13 +328,19 @@ mod tests {
     fn the_table_has_a_line_a_tenant() {
         let mut odd = stats("odd\n");
         odd.command = vec!["x".repeat(100)];
-        let text = table(&[stats("db"), odd]);
+        let own = odd.uid;
+        let text = table_for(own, &[stats("db"), odd]);
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines.len(), 3, "{text}");
         assert!(lines[0].starts_with("NAME  STATE"), "{text}");
         assert!(lines[1].starts_with("db    managed"), "{text}");
         assert!(lines[2].starts_with("odd?") && lines[2].ends_with('…'), "{text}");
         assert_eq!(table(&[]).lines().count(), 1);
+        // Whoever sees others' is told whose they are.
+        let text = table_for(own + 1, &[stats("db")]);
+        assert!(text.starts_with("NAME  USER"), "{text}");
+        assert_eq!(user_name("root:x:0:0::/root:/bin/sh\na:x:7:7:::\n", 7), "a");
+        assert_eq!(user_name("broken\na:x:7:7:::\n", 8), "8");
     }
 
     #[test]

@@ -56,7 +56,7 @@ fn between<'a>(before: &[Stats], now: &'a [Stats], passed: Duration) -> Vec<Tena
     let seconds = passed.as_secs_f64().max(1e-3);
     let of_tenant = |stats: &'a Stats| {
         // One that ended and began anew under its name has smaller counters.
-        let old = before.iter().find(|old| old.name == stats.name);
+        let old = before.iter().find(|old| (&old.name, old.uid) == (&stats.name, stats.uid));
         let tiers = stats.tiers.iter().map(|tier| {
             let old = old.and_then(|old| old.tiers.iter().find(|old| old.tier == tier.tier));
             let old = old.unwrap_or(tier);

@@ -1,11 +1,10 @@
-//! Agents say hello here. Each connection has a thread of its own for the
-//! handshake, with a time limit; what an agent says is believed only of its own
-//! process.
+//! Agents say hello here. Each connection waits in the lobby until it has, and then has
+//! a thread of its own for the handshake, with one time limit for all; what an agent says
+//! is believed only of its own process.
 
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use strata_pager::{Hail, Tenant};
@@ -15,12 +14,14 @@ use strata_sys::{
     open_device,
 };
 use strata_units::wire::{
-    AsBytes, Hello, HelloKind, MAGIC, Ready, TRANSFER_PAGES, Userfaultfd as UffdMessage, Verdict,
-    Welcome,
+    AsBytes, Hello, HelloKind, MAGIC, REQUIRED, Ready, TRANSFER_PAGES, Userfaultfd as UffdMessage,
+    Verdict, Welcome,
 };
 use strata_units::{PAGE_SIZE, SpaceId};
 
-use crate::config::Config;
+use crate::admission::{Deadline, Room};
+use crate::config::{Config, Rule};
+use crate::lobby::{self, House, Rules};
 use crate::logbook;
 use crate::program::Program;
 use crate::supervisor::Inheritance;
@@ -28,8 +29,15 @@ use crate::tenants::{Arriving, Tenants};
 
 /// One handshake may take this long.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Handshakes at a time; further agents wait in the socket's queue.
-const MOST_HANDSHAKES: usize = 128;
+/// Handshakes at a time, and agents that wait for one. Who starts many processes at once
+/// has each of them wait a moment for its turn.
+const RULES: Rules = Rules {
+    waiting: 2048,
+    waiting_per_user: 256,
+    served: Room { all: 128, for_root: 32, per_user: 16 },
+    patience: PATIENCE,
+    stack_bytes: 256 << 10,
+};
 /// Highest address of a process that we manage (47 bits).
 const HIGHEST: u64 = 1 << 47;
 
@@ -44,12 +52,13 @@ enum Door {
 }
 
 struct Reception {
+    /// What is listened at, with its door.
+    listeners: Vec<(SeqPacketListener, Door)>,
     config: Config,
     /// What agents are told of the other door; 0: there is none.
     back: u64,
     private_uid: Option<u32>,
     tenants: Arc<Tenants>,
-    under_way: AtomicUsize,
 }
 
 /// Starts to serve the agents' socket.
@@ -57,55 +66,56 @@ pub(crate) fn serve(inheritance: &Inheritance, tenants: &Arc<Tenants>) -> io::Re
     use std::os::unix::fs::MetadataExt;
     let private_uid =
         if inheritance.private { Some(std::fs::metadata("/proc/self")?.uid()) } else { None };
-    let reception = Arc::new(Reception {
+    let mut listeners = vec![(inheritance.agents.try_clone()?, Door::Front)];
+    if let Some((listener, _)) = &inheritance.back {
+        listeners.push((listener.try_clone()?, Door::Back));
+    }
+    let reception = Reception {
+        listeners,
         config: inheritance.config.clone(),
         back: inheritance.back.as_ref().map_or(0, |(_, key)| *key),
         private_uid,
         tenants: Arc::clone(tenants),
-        under_way: AtomicUsize::new(0),
-    });
-    listen(&reception, inheritance.agents.try_clone()?, Door::Front)?;
-    if let Some((listener, _)) = &inheritance.back {
-        listen(&reception, listener.try_clone()?, Door::Back)?;
+    };
+    lobby::keep("agents", reception, RULES)
+}
+
+impl House for Reception {
+    type Guest = Guest;
+
+    fn doors(&self) -> Vec<BorrowedFd<'_>> {
+        self.listeners.iter().map(|(listener, _)| listener.as_fd()).collect()
     }
-    Ok(())
-}
 
-fn listen(reception: &Arc<Reception>, listener: SeqPacketListener, door: Door) -> io::Result<()> {
-    let reception = Arc::clone(reception);
-    std::thread::Builder::new().name("agents".into()).spawn(move || {
-        loop {
-            while reception.under_way.load(Ordering::Acquire) >= MOST_HANDSHAKES {
-                std::thread::sleep(Duration::from_millis(5));
-            }
-            match listener.accept() {
-                Ok(socket) => receive(&reception, socket, door),
-                // Out of descriptors, say: do not spin.
-                Err(_) => std::thread::sleep(Duration::from_millis(50)),
-            }
+    fn accept(&self, door: usize) -> io::Result<Option<(Guest, u32)>> {
+        let socket = self.listeners[door].0.accept()?;
+        // Who has gone again has no name.
+        let Ok(peer) = peer_of(&socket) else { return Ok(None) };
+        Ok(Some((Guest { socket, peer }, peer.uid)))
+    }
+
+    fn serve(&self, Guest { socket, peer }: Guest, door: usize, deadline: Deadline) {
+        if let Err(error) = self.handshake(socket, peer, self.listeners[door].1, deadline) {
+            let line = format!("agent of process {}, user {}: {error}", peer.pid, peer.uid);
+            logbook::tell_of(peer.uid, "hello", Priority::Warning, line);
         }
-    })?;
-    Ok(())
+    }
+
+    fn thrown_out(&self, uid: u32, why: &str) {
+        let line = format!("an agent of user {uid} said no hello: {why}");
+        logbook::tell_of(uid, "no hello", Priority::Warning, line);
+    }
 }
 
-fn receive(reception: &Arc<Reception>, socket: SeqPacket, door: Door) {
-    reception.under_way.fetch_add(1, Ordering::AcqRel);
-    let own = Arc::clone(reception);
-    let thread =
-        std::thread::Builder::new().name("hello".into()).stack_size(256 << 10).spawn(move || {
-            let peer = peer_of(&socket);
-            if let Err(error) = peer.and_then(|peer| {
-                own.handshake(socket, peer, door).map_err(|error| {
-                    io::Error::new(error.kind(), format!("agent of process {}: {error}", peer.pid))
-                })
-            }) {
-                logbook::tell(Priority::Warning, error);
-            }
-            own.under_way.fetch_sub(1, Ordering::AcqRel);
-        });
-    if thread.is_err() {
-        // The agent sees its connection close and goes on unmanaged.
-        reception.under_way.fetch_sub(1, Ordering::AcqRel);
+/// An agent that has connected.
+struct Guest {
+    socket: SeqPacket,
+    peer: Peer,
+}
+
+impl AsFd for Guest {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
     }
 }
 
@@ -154,13 +164,30 @@ impl Reception {
         space: u32,
         fds: &[&dyn AsFd],
     ) -> io::Result<()> {
-        let message = Welcome { magic: MAGIC, verdict: verdict as u32, space, back: self.back };
+        self.answer(socket, verdict as u32, space, fds)
+    }
+
+    /// `verdict`: with [`REQUIRED`] where the program must not run without.
+    fn answer(
+        &self,
+        socket: &SeqPacket,
+        verdict: u32,
+        space: u32,
+        fds: &[&dyn AsFd],
+    ) -> io::Result<()> {
+        let message = Welcome { magic: MAGIC, verdict, space, back: self.back };
         let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
         socket.send(&message.to_bytes(), &fds)
     }
 
-    fn handshake(&self, socket: SeqPacket, peer: Peer, door: Door) -> io::Result<()> {
-        socket.set_timeout(PATIENCE)?;
+    fn handshake(
+        &self,
+        socket: SeqPacket,
+        peer: Peer,
+        door: Door,
+        deadline: Deadline,
+    ) -> io::Result<()> {
+        socket.set_timeout(deadline.time_left()?)?;
         let mut bytes = [0; size_of::<Hello>()];
         let (got, fds) = socket.receive(&mut bytes)?;
         if got == 0 {
@@ -181,12 +208,17 @@ impl Reception {
         if kind == HelloKind::Restored {
             return self.restored(socket, peer, &hello);
         }
-        let arriving = match self.tenant_of(&hello, kind, peer)? {
-            Belongs::To(arriving) => arriving,
+        let (arriving, required) = match self.tenant_of(&hello, kind, peer)? {
+            Belongs::To(arriving, required) => (arriving, required),
             Belongs::Nowhere => return self.welcome(&socket, Verdict::Unmanaged, 0, &[]),
-            Belongs::ToButMayNot(name) => {
+            Belongs::ToButMayNot { name, required } => {
                 say_not_allowed(&name, peer);
-                return self.welcome(&socket, Verdict::NotAllowed, 0, &[]);
+                return self.answer(&socket, Verdict::NotAllowed as u32 | required, 0, &[]);
+            }
+            Belongs::Refused { why, required } => {
+                let line = format!("process {} of user {} is refused: {why}", peer.pid, peer.uid);
+                logbook::tell_of(peer.uid, "refused", Priority::Warning, line);
+                return self.answer(&socket, Verdict::Refused as u32 | required, 0, &[]);
             }
         };
         let tenant = &arriving.tenant;
@@ -200,12 +232,28 @@ impl Reception {
             tenant.attach_orphan(&space, control, socket, hail)?;
             return ready(tenant, space.id());
         }
+        // It has been answered before, and has not heard it: a worker died over it.
+        let known = tenant.space_of(peer.pid).filter(|_| kind == HelloKind::Forked);
+        if let Some(space) = known {
+            let uffd = space.userfaultfd()?;
+            tenant.resume(&space, socket, |socket, control| {
+                self.welcome(socket, Verdict::Adopt, space.id().0, &[control, &uffd])
+            })?;
+            return ready(tenant, space.id());
+        }
         if !self.may_have_device(peer) {
             say_not_allowed(&tenant.record().name, peer);
-            return self.welcome(&socket, Verdict::NotAllowed, 0, &[]);
+            return self.answer(&socket, Verdict::NotAllowed as u32 | required, 0, &[]);
+        }
+        // Before the process has made anything; counted again when it is attached.
+        if let Err(why) = self.tenants.attach(tenant, peer.pid, || Ok(())) {
+            let line = format!("process {} of user {} is refused: {why}", peer.pid, peer.uid);
+            logbook::tell_of(peer.uid, "refused", Priority::Warning, line);
+            return self.answer(&socket, Verdict::Refused as u32 | required, 0, &[]);
         }
         let device = open_device()?;
-        self.welcome(&socket, Verdict::Create, 0, &[&control, &device])?;
+        self.answer(&socket, Verdict::Create as u32 | required, 0, &[&control, &device])?;
+        socket.set_timeout(deadline.time_left()?)?;
         let mut bytes = [0; size_of::<UffdMessage>()];
         let (got, mut fds) = socket.receive(&mut bytes)?;
         let whole = UffdMessage::from_bytes(&bytes[..got]).is_some_and(|m| m.magic == MAGIC);
@@ -218,7 +266,8 @@ impl Reception {
             )),
             UffdError::Io(error) => error,
         })?;
-        let space = tenant.attach(uffd, control, socket, hail)?;
+        let attach = || tenant.attach(uffd, control, socket, hail);
+        let space = self.tenants.attach(tenant, peer.pid, attach)?;
         ready(tenant, space.id())
     }
 
@@ -241,23 +290,32 @@ impl Reception {
         tenant.settle_restored(&space)
     }
 
-    /// Whose process this is.
+    /// Whose process this is. Nothing is made before it is known that it may be.
     fn tenant_of(&self, hello: &Hello, kind: HelloKind, peer: Peer) -> io::Result<Belongs> {
+        // The child of a fork is the tenant's in which its memory is registered.
+        let joins = |tenant: &Arc<Tenant>| {
+            self.tenants.admits(tenant, peer)
+                || (kind == HelloKind::Forked && tenant.orphan_with(hello.probe, None).is_some())
+        };
         loop {
-            let tenant = match self.tenants.by_token(hello.token) {
-                Some(tenant) => self.tenants.of_descent(peer.pid, tenant),
-                None if hello.token != 0 => return Ok(Belongs::Nowhere),
+            let (tenant, required) = match self.tenants.by_token(hello.token) {
+                Some(tenant) => {
+                    let tenant = self.tenants.of_descent(peer.pid, tenant);
+                    if !joins(&tenant) {
+                        return Ok(Belongs::Refused { why: NOT_THEIRS.into(), required: 0 });
+                    }
+                    (tenant, 0)
+                }
+                None if hello.token != 0 => {
+                    return Ok(Belongs::Refused { why: NOT_THEIRS.into(), required: 0 });
+                }
                 None => {
                     let program = Program::of(peer.pid)?;
-                    let Some(rule) = program.rule(&self.config.manage) else {
-                        return Ok(Belongs::Nowhere);
-                    };
-                    // Before a tenant is made that nobody would be in. (A forked
-                    // child may have its parent's userfaultfd.)
-                    if kind == HelloKind::Start && !self.may_have_device(peer) {
-                        return Ok(Belongs::ToButMayNot(rule.name.clone()));
+                    match self.of_rules(&program, peer, joins) {
+                        Ok(Some((tenant, rule))) => (tenant, required(rule)),
+                        Ok(None) => return Ok(Belongs::Nowhere),
+                        Err(refused) => return Ok(refused),
                     }
-                    self.tenants.of_rule(rule, &program).map_err(io::Error::other)?
                 }
             };
             if tenant.is_released() {
@@ -266,9 +324,38 @@ impl Reception {
             // Else it was taken down just now: the program before has ended. A rule
             // makes it anew.
             if let Some(arriving) = self.tenants.await_program(tenant) {
-                return Ok(Belongs::To(arriving));
+                return Ok(Belongs::To(arriving, required));
             }
         }
+    }
+
+    /// The tenant of the first rule that is for this program and whose user's it is, or
+    /// that it descends from. It is made for a program of that user alone, and not for
+    /// one who may not be managed: nobody would be in it.
+    fn of_rules(
+        &self,
+        program: &Program,
+        peer: Peer,
+        joins: impl Fn(&Arc<Tenant>) -> bool,
+    ) -> Result<Option<(Arc<Tenant>, &Rule)>, Belongs> {
+        for rule in program.rules(&self.config.manage) {
+            let there = self.tenants.get(rule.user.uid, &rule.name);
+            if let Some(tenant) = there.filter(&joins) {
+                return Ok(Some((tenant, rule)));
+            }
+            if peer.uid != rule.user.uid {
+                continue;
+            }
+            let required = required(rule);
+            if !self.may_have_device(peer) {
+                return Err(Belongs::ToButMayNot { name: rule.name.clone(), required });
+            }
+            let made = self.tenants.of_rule(rule, program);
+            return made
+                .map(|tenant| Some((tenant, rule)))
+                .map_err(|why| Belongs::Refused { why, required });
+        }
+        Ok(None)
     }
 
     fn may_have_device(&self, peer: Peer) -> bool {
@@ -304,11 +391,22 @@ impl Reception {
 
 /// Whose a program is that says hello.
 enum Belongs {
-    To(Arriving),
+    /// And [`REQUIRED`], if it must not run otherwise.
+    To(Arriving, u32),
     /// The tenant of this name, which its user keeps it out of.
-    ToButMayNot(String),
+    ToButMayNot { name: String, required: u32 },
+    /// It says that it is a tenant's, or a rule does, and it does not become one's.
+    Refused { why: String, required: u32 },
     /// Nobody wants it managed.
     Nowhere,
+}
+
+/// The same for a tenant that is not there and for one that is another user's.
+const NOT_THEIRS: &str = "there is no such tenant of its user's";
+
+/// [`REQUIRED`], if the rule says so.
+fn required(rule: &Rule) -> u32 {
+    if rule.required { REQUIRED } else { 0 }
 }
 
 fn say_not_allowed(name: &str, peer: Peer) {
@@ -316,7 +414,7 @@ fn say_not_allowed(name: &str, peer: Peer) {
     let line = format!(
         "{name}: process {pid} runs unmanaged: user {uid} may not use userfaultfd: add it to uffd_users"
     );
-    logbook::tell(Priority::Warning, line);
+    logbook::tell_of(uid, "not allowed", Priority::Warning, line);
 }
 
 fn ready(tenant: &Tenant, space: SpaceId) -> io::Result<()> {

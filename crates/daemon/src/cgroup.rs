@@ -27,14 +27,18 @@ pub(crate) struct Cgroups {
     /// How many tenants have each: an ended one's may be its successor's already,
     /// of the same name. Nobody removes what is in use, also while it is empty.
     used: Mutex<HashMap<PathBuf, u32>>,
+    /// Those of ended tenants that still had a process, since when.
+    left: Mutex<Vec<(PathBuf, Instant)>>,
 }
 
 /// Room above the budget before the kernel slows a tenant down (v2): fills are
 /// charged there too and must not wait for it.
 const HIGH_MARGIN_BYTES: u64 = 16 << 20;
 /// A process that has ended is in its cgroup for a little longer: its memory goes
-/// first.
-const DYING: Duration = Duration::from_millis(200);
+/// first. One that lives on there is left alone.
+const DYING: Duration = Duration::from_secs(10);
+/// As long as a daemon that ends waits for that.
+const ENDING: Duration = Duration::from_millis(200);
 
 /// Beyond this the kernel slows a tenant down.
 fn high_bytes(memory_bytes: u64) -> u64 {
@@ -79,7 +83,7 @@ impl Cgroups {
                 .is_ok_and(|list| list.split_ascii_whitespace().any(|name| name == "memory")),
         });
         let group = format!("strata-{supervisor_pid}");
-        let this = Self { hierarchy, group, used: Mutex::default() };
+        let this = Self { hierarchy, group, used: Mutex::default(), left: Mutex::default() };
         this.remove_orphans();
         this
     }
@@ -108,10 +112,11 @@ impl Cgroups {
         }
     }
 
-    /// Makes the cgroup of a tenant and puts `process` into it, if it is there
+    /// Makes the cgroup of a user's tenant and puts `process` into it, if it is there
     /// already. `memory_bytes`: its budget and what it may have on a node.
     pub(crate) fn make(
         &self,
+        uid: u32,
         name: &str,
         process: Option<u32>,
         memory_bytes: u64,
@@ -120,7 +125,8 @@ impl Cgroups {
             self.hierarchy.as_ref().ok_or_else(|| io::Error::other("no memory controller"))?;
         let (Hierarchy::V1(root) | Hierarchy::V2(root)) = hierarchy;
         let parent = root.join(&self.group);
-        let directory = parent.join(name);
+        // A number ends before the first '-': no two tenants have one directory.
+        let directory = parent.join(format!("{uid}-{name}"));
         self.hold(&directory);
         let prepared = {
             // Or the daemon's own could be swept away in the middle.
@@ -187,35 +193,95 @@ impl Cgroups {
         is_among(directory, &groups)
     }
 
+    /// Whether a process is in a tenant's group, or in one below it, as this daemon sees
+    /// the whole path: nobody without its rights can put one there.
+    pub(crate) fn holds(&self, directory: &Path, pid: u32) -> bool {
+        let (root, controller) = match &self.hierarchy {
+            Some(Hierarchy::V1(root)) => (root, Some("memory")),
+            Some(Hierarchy::V2(root)) => (root, None),
+            None => return false,
+        };
+        let Ok(within) = directory.strip_prefix(root) else { return false };
+        let groups = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+        group_of(&groups, controller)
+            .is_some_and(|own| own.starts_with(Path::new("/").join(within)))
+    }
+
     /// A tenant is gone: removes its cgroup, if that is no other's by now, and the
-    /// daemon's own with the last. A process that is just dying is waited for, for a
-    /// moment; one that still has processes then stays, and the next removal finds it.
+    /// daemon's own with the last. One in which a process is just dying is removed by
+    /// [`Self::remove_left`].
     pub(crate) fn release(&self, directory: &Path) {
-        {
-            let mut used = self.used();
-            if let Some(tenants) = used.get_mut(directory) {
-                *tenants -= 1;
-                if *tenants == 0 {
-                    used.remove(directory);
-                }
+        let mut used = self.used();
+        if let Some(tenants) = used.get_mut(directory) {
+            *tenants -= 1;
+            if *tenants == 0 {
+                used.remove(directory);
             }
         }
-        let until = Instant::now() + DYING;
-        loop {
-            let used = self.used();
-            let is_busy = !used.contains_key(directory)
-                && fs::remove_dir(directory)
-                    .is_err_and(|error| error.kind() == io::ErrorKind::ResourceBusy);
-            if !is_busy || Instant::now() >= until {
-                if let Some(parent) = directory.parent() {
-                    sweep(parent, &used);
-                }
-                return;
-            }
-            drop(used);
-            std::thread::sleep(DYING / 20);
+        if used.contains_key(directory) {
+            return;
+        }
+        if is_busy(directory) {
+            self.left().push((directory.to_owned(), Instant::now()));
+        }
+        self.remove_own(&used);
+    }
+
+    /// Removes what could not be removed when its tenant ended; whether there is more.
+    pub(crate) fn remove_left(&self) -> bool {
+        let used = self.used();
+        let mut left = self.left();
+        if left.is_empty() {
+            return false;
+        }
+        left.retain(|(directory, since)| {
+            !used.contains_key(directory) && since.elapsed() < DYING && is_busy(directory)
+        });
+        let more = !left.is_empty();
+        drop(left);
+        self.remove_own(&used);
+        more
+    }
+
+    /// The same when the daemon ends: nobody does it after.
+    pub(crate) fn finish(&self) {
+        let until = Instant::now() + ENDING;
+        while self.remove_left() && Instant::now() < until {
+            std::thread::sleep(ENDING / 20);
         }
     }
+
+    fn left(&self) -> MutexGuard<'_, Vec<(PathBuf, Instant)>> {
+        self.left.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Removes this daemon's own group with the last tenant's.
+    fn remove_own(&self, used: &HashMap<PathBuf, u32>) {
+        if used.is_empty()
+            && let Some(Hierarchy::V1(root) | Hierarchy::V2(root)) = &self.hierarchy
+        {
+            // What has processes still refuses.
+            let _ = fs::remove_dir(root.join(&self.group));
+        }
+    }
+}
+
+/// Removes a group; whether it has a process still.
+fn is_busy(directory: &Path) -> bool {
+    fs::remove_dir(directory).is_err_and(|error| error.kind() == io::ErrorKind::ResourceBusy)
+}
+
+/// The group of a controller (none: of version 2) in the text of `/proc/PID/cgroup`.
+fn group_of<'a>(groups: &'a str, controller: Option<&str>) -> Option<&'a Path> {
+    groups.lines().find_map(|line| {
+        let mut parts = line.splitn(3, ':');
+        let (number, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);
+        let is_it = match controller {
+            Some(wanted) => controllers.split(',').any(|one| one == wanted),
+            None => number == "0" && controllers.is_empty(),
+        };
+        is_it.then(|| Path::new(path))
+    })
 }
 
 /// Removes a daemon's cgroups that are not in use, and its own if none is left. One
@@ -241,11 +307,17 @@ mod tests {
             hierarchy: Some(Hierarchy::V1(root.clone())),
             group: "strata-1".into(),
             used: Mutex::default(),
+            left: Mutex::default(),
         };
-        let web = groups.make("web", None, 0).expect("a directory");
-        let other = groups.make("other", None, 0).expect("a directory");
+        let web = groups.make(7, "web", None, 0).expect("a directory");
+        let other = groups.make(7, "other", None, 0).expect("a directory");
         // The first one's successor comes before it has been taken down.
-        assert_eq!(groups.make("web", None, 0).expect("the same"), web);
+        assert_eq!(groups.make(7, "web", None, 0).expect("the same"), web);
+        let of_another = groups.make(0, "7-web", None, 0).expect("a directory");
+        let of_a_third = groups.make(70, "web", None, 0).expect("a directory");
+        assert!(of_another != web && of_a_third != web && of_another != of_a_third);
+        groups.release(&of_another);
+        groups.release(&of_a_third);
         groups.release(&web);
         assert!(web.is_dir() && other.is_dir());
         groups.release(&web);
@@ -272,6 +344,15 @@ mod tests {
         ] {
             assert!(!is_among(directory, other), "{other:?}");
         }
+    }
+
+    #[test]
+    fn a_group_is_that_of_its_controller() {
+        let both = "9:memory:/strata-71/0-web\n5:cpu,cpuacct:/x\n0::/y:z\n";
+        assert_eq!(group_of(both, Some("memory")), Some(Path::new("/strata-71/0-web")));
+        assert_eq!(group_of(both, Some("cpuacct")), Some(Path::new("/x")));
+        assert_eq!(group_of(both, None), Some(Path::new("/y:z")));
+        assert_eq!(group_of("broken\n1:memory\n", Some("memory")), None);
     }
 
     #[test]

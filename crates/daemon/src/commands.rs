@@ -1,12 +1,15 @@
 //! What the command line asks, carried out. A user commands only their own
-//! tenants, root all of them.
+//! tenants, root all of them (`belonging.rs`).
 
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use strata_api::{PROTOCOL_VERSION, Reply, Request, RevivedTenant, SnapshotInfo, SnapshotRef};
+use strata_api::{
+    MAX_LINE_BYTES, MAX_LISTED, MAX_LISTED_COMMAND_BYTES, PROTOCOL_VERSION, Reply, Request,
+    RevivedTenant, SnapshotInfo, SnapshotRef, Stats,
+};
 use strata_pager::{ReleaseRefused, Space, Tenant};
 use strata_snapshot::{Terminals, is_ending};
 use strata_sys::peer::Peer;
@@ -24,8 +27,10 @@ use crate::place;
 use crate::snapshots::{CloneWish, ImportWish, Revived, Snapshots, Tell};
 use crate::statistics;
 use crate::supervisor::Inheritance;
-use crate::tenants::{Tenants, Wish};
+use crate::tenants::{Key, Tenants, Wish};
 
+/// Of one page of a list: a part of what a line may have.
+const LISTED_BYTES: usize = MAX_LINE_BYTES * 3 / 4;
 /// How often `stop` looks whether the processes have gone.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// How long killed processes may take to be gone.
@@ -46,8 +51,8 @@ pub(crate) fn error(message: impl Into<String>, hint: impl Into<String>) -> Repl
 }
 
 impl Handler for Commands {
-    fn log(&self, line: &str) {
-        strata_sys::log(Priority::Warning, line);
+    fn log(&self, uid: u32, line: &str) {
+        logbook::tell_of(uid, "control", Priority::Warning, line);
     }
 
     fn handle(&self, peer: Peer, request: Request, tell: Tell<'_>) -> Reply {
@@ -55,7 +60,7 @@ impl Handler for Commands {
         let mut reply = self.answer(peer, request, tell);
         self.guests.add_to(&mut reply);
         if let Some((priority, line)) = logbook::line(peer.uid, &asked, &reply) {
-            logbook::tell(priority, line);
+            logbook::tell_of(peer.uid, "request", priority, line);
         }
         reply
     }
@@ -76,15 +81,7 @@ impl Commands {
             Request::Guest { name, guest } => {
                 self.with(peer, &name, |tenant| self.guests.make(peer, tenant, guest))
             }
-            Request::List => Reply::List {
-                tenants: self
-                    .tenants
-                    .list()
-                    .iter()
-                    .filter(|tenant| may(peer, tenant))
-                    .map(|tenant| statistics::of(tenant))
-                    .collect(),
-            },
+            Request::List { after } => self.list(peer, after.as_ref()),
             Request::Stats { name } => self.with(peer, &name, |tenant| Reply::Stats {
                 stats: Box::new(statistics::of(tenant)),
             }),
@@ -185,6 +182,22 @@ impl Commands {
     }
 }
 
+/// Cuts a command line to what is listed of it.
+fn cut(command: &mut Vec<String>) {
+    let mut left = MAX_LISTED_COMMAND_BYTES;
+    for index in 0..command.len() {
+        let word = &mut command[index];
+        if word.len() >= left {
+            let end = (0..=left).rev().find(|&end| word.is_char_boundary(end)).unwrap_or(0);
+            word.truncate(end);
+            word.push('…');
+            command.truncate(index + 1);
+            return;
+        }
+        left = left.saturating_sub(word.len() + 1);
+    }
+}
+
 fn revived(all: Vec<Revived>) -> Reply {
     let mut warnings = Vec::new();
     let mut tenants = Vec::new();
@@ -270,7 +283,7 @@ impl Commands {
 
     /// What became of a process, for whoever was its parent.
     fn became(&self, peer: Peer, name: &str, ended: u32) -> Reply {
-        let tenant = self.tenants.get(name).filter(|tenant| may(peer, tenant));
+        let tenant = self.tenants.resolve(peer.uid, name).ok();
         let pid = tenant.and_then(|tenant| self.snapshots.first_process(&tenant));
         // It may have ended a moment ago, as a child of this one.
         let pid = pid.filter(|&pid| !is_ending(pid));
@@ -281,11 +294,32 @@ impl Commands {
         Reply::Became { pid, status }
     }
 
+    /// A page of the caller's tenants, of root everybody's.
+    fn list(&self, peer: Peer, after: Option<&(String, u32)>) -> Reply {
+        let own = (peer.uid != 0).then_some(peer.uid);
+        let after = after.map(|(name, uid)| Key::new(*uid, name));
+        let (page, mut more) = self.tenants.page(own, after.as_ref(), MAX_LISTED);
+        let mut tenants = Vec::new();
+        let mut bytes = 0;
+        for tenant in &page {
+            let mut stats = statistics::of(tenant);
+            cut(&mut stats.command);
+            bytes += serde_json::to_vec(&stats).map_or(0, |line| line.len());
+            if bytes > LISTED_BYTES && !tenants.is_empty() {
+                more = true;
+                break;
+            }
+            tenants.push(stats);
+        }
+        let last = tenants.last().map(|stats: &Stats| (stats.name.clone(), stats.uid));
+        Reply::List { next: last.filter(|_| more), tenants }
+    }
+
     /// A tenant that the caller may command. Others' do not exist for them.
     fn with(&self, peer: Peer, name: &str, act: impl FnOnce(&Arc<Tenant>) -> Reply) -> Reply {
-        match self.tenants.get(name).filter(|tenant| may(peer, tenant)) {
-            Some(tenant) => act(&tenant),
-            None => error(format!("there is no tenant {name}"), "strata ps lists them"),
+        match self.tenants.resolve(peer.uid, name) {
+            Ok(tenant) => act(&tenant),
+            Err(why) => error(why, "strata ps lists them"),
         }
     }
 
@@ -298,8 +332,7 @@ impl Commands {
         let own = |tenant: Arc<Tenant>| Some((tenant.space_of(peer.pid)?, tenant));
         match self.tenants.list().into_iter().find_map(own) {
             Some((_, tenant)) if !may(peer, &tenant) => {
-                let name = &tenant.record().name;
-                error(format!("{name} does not belong to user {}", peer.uid), "")
+                error(format!("its tenant does not belong to user {}", peer.uid), "")
             }
             Some((space, tenant)) => act(&tenant, &space),
             None => error(format!("process {} belongs to no tenant", peer.pid), ""),
@@ -314,11 +347,12 @@ impl Commands {
         let Some(tenant) = self.tenants.list().into_iter().find(own) else {
             return error(format!("process {} belongs to no tenant", peer.pid), "");
         };
+        if !may(peer, &tenant) {
+            let why = format!("its tenant does not belong to user {}", peer.uid);
+            return error(format!("no snapshot: {why}"), "");
+        }
         let name = &tenant.record().name;
         let refused = |why: String| error(format!("no snapshot of {name}: {why}"), "");
-        if !may(peer, &tenant) {
-            return refused(format!("it does not belong to user {}", peer.uid));
-        }
         match asking
             .map_err(|error| error.to_string())
             .and_then(|asking| self.snapshots.take_for(&asking, &tenant, label, tell))

@@ -18,6 +18,8 @@ use strata_policy::order::TierOrder;
 use strata_sys::MemoryNode;
 use strata_units::ByteSize;
 
+use crate::quota::Quota;
+
 /// Where stratad looks when no file is named.
 const DEFAULT_FILE: &str = "/etc/strata/stratad.toml";
 /// Where the sockets are when the configuration does not say.
@@ -45,16 +47,24 @@ pub(crate) struct User {
     pub(crate) uid: u32,
 }
 
+impl User {
+    /// Whose a rule is that names no user.
+    fn root() -> Self {
+        Self { name: "root".into(), uid: 0 }
+    }
+}
+
 /// Which programs are managed without `strata run`, and how. All conditions
 /// that are given must hold; at least one is.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Rule {
-    /// Names the tenants that it makes.
+    /// Names the tenant that it makes, among those of `user`.
     pub(crate) name: String,
     /// The executable: an absolute path, or a file name alone.
     pub(crate) exe: Option<PathBuf>,
-    /// Who runs it.
-    pub(crate) user: Option<User>,
+    /// Whose the tenant is: programs of this user alone are managed by it, and what
+    /// descends from them.
+    pub(crate) user: User,
     /// The control group that it or an ancestor of its group is, from the
     /// hierarchy's root: `/system.slice/redis.service`.
     pub(crate) cgroup: Option<String>,
@@ -64,6 +74,8 @@ pub(crate) struct Rule {
     pub(crate) tier_limit: Option<ByteSize>,
     /// The order of its tiers; none: the order of all.
     pub(crate) tier_order: Option<TierOrder>,
+    /// Whether its programs end if they cannot be managed; else they run on unmanaged.
+    pub(crate) required: bool,
 }
 
 /// The node tier.
@@ -124,6 +136,8 @@ pub(crate) struct Config {
     pub(crate) snapshot_limit: ByteSize,
     /// CRIU; none: the one in PATH.
     pub(crate) criu: Option<PathBuf>,
+    /// What one user may have.
+    pub(crate) quota: Quota,
     /// Programs managed without `strata run`, first match wins.
     pub(crate) manage: Vec<Rule>,
     /// Scheduled snapshots, at most one schedule for a name.
@@ -223,6 +237,7 @@ impl Config {
             // no living tenant shares.
             snapshot_limit: ByteSize(machine.memory.0 / 4),
             criu: None,
+            quota: Quota::default(),
             manage: Vec::new(),
             snapshot: Vec::new(),
         }
@@ -311,14 +326,15 @@ impl Config {
             Some(criu) => writeln!(out, "criu = {}", path(criu))?,
             None => writeln!(out, "# criu: the one in PATH")?,
         }
+        let Quota { tenants, processes, connections, log_lines } = self.quota;
+        writeln!(out, "\n[quota]\ntenants = {tenants}\nprocesses = {processes}")?;
+        writeln!(out, "connections = {connections}\nlog_lines = {log_lines}")?;
         for rule in &self.manage {
             writeln!(out, "\n[[manage]]\nname = {}", quoted(&rule.name))?;
             if let Some(exe) = &rule.exe {
                 writeln!(out, "exe = {}", path(exe))?;
             }
-            if let Some(user) = &rule.user {
-                writeln!(out, "user = {}  # uid {}", quoted(&user.name), user.uid)?;
-            }
+            writeln!(out, "user = {}  # uid {}", quoted(&rule.user.name), rule.user.uid)?;
             if let Some(cgroup) = &rule.cgroup {
                 writeln!(out, "cgroup = {}", quoted(cgroup))?;
             }
@@ -329,6 +345,7 @@ impl Config {
             if let Some(order) = rule.tier_order {
                 writeln!(out, "tier_order = {}", tier_names(order))?;
             }
+            writeln!(out, "required = {}", rule.required)?;
         }
         for schedule in &self.snapshot {
             writeln!(out, "\n[[snapshot]]\nname = {}", quoted(&schedule.name))?;

@@ -1,29 +1,30 @@
 //! The control socket: reads one request from each connection, hands it to the
 //! [`Handler`], writes the reply. Everything that arrives here is untrusted.
 //!
-//! It bounds what a client can cost: connections in all and per user, bytes and
-//! seconds per request. What a request does, and whether this peer may ask for
+//! It bounds what a client can cost: connections in all and per user (`admission.rs`),
+//! bytes and seconds per request. What a request does, and whether this peer may ask for
 //! it, is the handler's business.
 
-use std::collections::HashMap;
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
-use strata_api::{MAX_LINE_BYTES, Progress, Reply, Request, name_problem};
+use strata_api::{MAX_LINE_BYTES, Progress, Reply, Request, name_problem, named_problem};
 use strata_sys::peer::{Peer, peer_lives, peer_of};
+
+use crate::admission::{Deadline, Gate, Place, Room};
 
 /// What answers requests. Called from many threads at once, one per connection;
 /// it may take its time.
 pub(crate) trait Handler: Send + Sync + 'static {
-    /// Does what `peer` asks, if `peer` may ask it. Names in `request` are
-    /// well-formed (see [`name_problem`]); all else is as the client sent it.
+    /// Does what `peer` asks, if `peer` may ask it. Names in `request` are well-formed
+    /// (see [`name_problem`], [`named_problem`]); all else is as the client sent it.
     /// `tell` passes on how far long work is; it is cheap to call often.
     fn handle(
         &self,
@@ -32,22 +33,17 @@ pub(crate) trait Handler: Send + Sync + 'static {
         tell: &mut (dyn FnMut(Progress) + Send),
     ) -> Reply;
 
-    /// Writes one line to the daemon's log: about a client that was refused.
-    /// The rate is bounded here, whatever clients do.
-    fn log(&self, line: &str);
+    /// Writes one line to the daemon's log, about a client of user `uid` that was
+    /// refused, unless there were too many of theirs.
+    fn log(&self, uid: u32, line: &str);
 }
 
 /// What one client, and all together, may cost.
 #[derive(Clone, Debug)]
 pub(crate) struct Limits {
-    /// Connections at a time. Each costs a thread and at most a few times
-    /// [`MAX_LINE_BYTES`] while its request is parsed.
-    pub(crate) connections: usize,
-    /// Part of `connections` that only root gets, so that users who fill theirs
-    /// cannot lock the administrator out.
-    pub(crate) reserved_for_root: usize,
-    /// Connections at a time per user (root: no own limit).
-    pub(crate) connections_per_user: usize,
+    /// Each connection costs a thread and at most a few times [`MAX_LINE_BYTES`]
+    /// while its request is parsed.
+    pub(crate) room: Room,
     /// Longest request.
     pub(crate) line_bytes: usize,
     /// From accepting to the end of the request. The clock does not start anew
@@ -60,9 +56,7 @@ pub(crate) struct Limits {
 impl Default for Limits {
     fn default() -> Self {
         Self {
-            connections: 64,
-            reserved_for_root: 8,
-            connections_per_user: 8,
+            room: Room { all: 64, for_root: 8, per_user: 8 },
             line_bytes: MAX_LINE_BYTES,
             read_timeout: Duration::from_secs(5),
             write_timeout: Duration::from_secs(5),
@@ -70,9 +64,6 @@ impl Default for Limits {
     }
 }
 
-/// Log lines about refused clients per [`COMPLAINT_PERIOD`]; the rest is counted.
-const COMPLAINTS: u32 = 20;
-const COMPLAINT_PERIOD: Duration = Duration::from_secs(60);
 /// Pause after the kernel refused a connection for want of descriptors or
 /// memory: long enough not to spin, short enough not to be noticed.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
@@ -127,11 +118,10 @@ impl ControlServer {
         handler: Arc<dyn Handler>,
     ) -> io::Result<Self> {
         let shared = Arc::new(Shared {
+            gate: Gate::new(limits.room),
             limits,
             handler,
             stop: AtomicBool::new(false),
-            admitted: Mutex::default(),
-            complaints: Mutex::new(Complaints::new(Instant::now())),
         });
         let accepting = Arc::clone(&shared);
         let accept_from = listener.try_clone()?;
@@ -157,109 +147,21 @@ impl ControlServer {
     /// Connections being served now.
     #[cfg(test)]
     pub(crate) fn connections(&self) -> usize {
-        lock(&self.shared.admitted).total
+        self.shared.gate.count()
     }
 }
 
 struct Shared {
+    gate: Arc<Gate>,
     limits: Limits,
     handler: Arc<dyn Handler>,
     stop: AtomicBool,
-    admitted: Mutex<Admitted>,
-    complaints: Mutex<Complaints>,
-}
-
-/// A panic while a lock is held is our own bug and ends the process in release
-/// builds; the counters behind these locks are valid at any moment anyway.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-#[derive(Default)]
-struct Admitted {
-    total: usize,
-    by_user: HashMap<u32, usize>,
-}
-
-impl Admitted {
-    fn admit(&mut self, uid: u32, limits: &Limits) -> Result<(), &'static str> {
-        let own = self.by_user.get(&uid).copied().unwrap_or(0);
-        let free = limits.connections.saturating_sub(self.total);
-        let refusal = match uid {
-            0 if free == 0 => Some("stratad has too many connections"),
-            0 => None,
-            _ if own >= limits.connections_per_user => Some("you have too many connections"),
-            _ if free <= limits.reserved_for_root => Some("stratad has too many connections"),
-            _ => None,
-        };
-        if let Some(refusal) = refusal {
-            return Err(refusal);
-        }
-        self.total += 1;
-        self.by_user.insert(uid, own + 1);
-        Ok(())
-    }
-
-    fn leave(&mut self, uid: u32) {
-        self.total -= 1;
-        let own = self.by_user.get_mut(&uid).expect("whoever leaves was admitted");
-        *own -= 1;
-        if *own == 0 {
-            self.by_user.remove(&uid);
-        }
-    }
-}
-
-/// A place among the admitted; given back when dropped, whatever happens.
-struct Place {
-    shared: Arc<Shared>,
-    peer: Peer,
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        lock(&self.shared.admitted).leave(self.peer.uid);
-    }
-}
-
-/// Bounds the log: a client that is refused ten thousand times a second must
-/// not fill the disk.
-struct Complaints {
-    period_start: Instant,
-    in_period: u32,
-}
-
-impl Complaints {
-    fn new(now: Instant) -> Self {
-        Self { period_start: now, in_period: 0 }
-    }
-
-    /// What to log for one more complaint, if anything.
-    fn line(&mut self, now: Instant, text: &str) -> Option<String> {
-        let mut dropped = 0;
-        if now.duration_since(self.period_start) >= COMPLAINT_PERIOD {
-            dropped = self.in_period.saturating_sub(COMPLAINTS);
-            *self = Self::new(now);
-        }
-        self.in_period = self.in_period.saturating_add(1);
-        match (self.in_period <= COMPLAINTS, dropped) {
-            (false, _) => None,
-            (true, 0) => Some(format!("control: {text}")),
-            (true, n) => Some(format!("control: {text} ({n} earlier complaints not logged)")),
-        }
-    }
 }
 
 impl Shared {
-    fn complain(&self, peer: Option<Peer>, text: &str) {
-        let who = match peer {
-            Some(peer) => format!("client pid {} uid {}: {text}", peer.pid, peer.uid),
-            None => text.to_owned(),
-        };
-        let line = lock(&self.complaints).line(Instant::now(), &who);
-        if let Some(line) = line {
-            self.handler.log(&line);
-        }
+    fn complain(&self, peer: Peer, text: &str) {
+        let Peer { pid, uid, .. } = peer;
+        self.handler.log(uid, &format!("control: client pid {pid} uid {uid}: {text}"));
     }
 }
 
@@ -273,7 +175,7 @@ fn accept_loop(shared: &Arc<Shared>, listener: &UnixListener) {
             Ok((stream, _)) => admit(shared, stream),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => {
-                shared.complain(None, &format!("cannot accept a connection: {error}"));
+                shared.handler.log(0, &format!("control: cannot accept a connection: {error}"));
                 thread::sleep(ACCEPT_PAUSE);
             }
         }
@@ -281,28 +183,30 @@ fn accept_loop(shared: &Arc<Shared>, listener: &UnixListener) {
 }
 
 fn admit(shared: &Arc<Shared>, stream: UnixStream) {
-    let accepted_at = Instant::now();
+    let deadline = Deadline::after(shared.limits.read_timeout);
     let peer = match peer_of(&stream) {
         Ok(peer) => peer,
         Err(error) => {
-            shared.complain(None, &format!("cannot tell who connected: {error}"));
+            shared.handler.log(0, &format!("control: cannot tell who connected: {error}"));
             return;
         }
     };
-    let admitted = lock(&shared.admitted).admit(peer.uid, &shared.limits);
-    if let Err(why) = admitted {
-        shared.complain(Some(peer), why);
-        refuse_at_once(stream, why);
-        return;
-    }
-    let place = Place { shared: Arc::clone(shared), peer };
+    let place = match shared.gate.admit(peer.uid) {
+        Ok(place) => place,
+        Err(full) => {
+            shared.complain(peer, full.reason());
+            refuse_at_once(stream, full.reason());
+            return;
+        }
+    };
+    let own = Arc::clone(shared);
     let spawned = thread::Builder::new()
         .name("control-client".into())
         .stack_size(STACK_BYTES)
-        .spawn(move || converse(&place, stream, accepted_at));
+        .spawn(move || converse(&own, place, peer, stream, deadline));
     // The closure, and with it the connection and the place, is gone then.
     if let Err(error) = spawned {
-        shared.complain(Some(peer), &format!("cannot make a thread: {error}"));
+        shared.complain(peer, &format!("cannot make a thread: {error}"));
     }
 }
 
@@ -316,14 +220,15 @@ fn refuse_at_once(mut stream: UnixStream, why: &str) {
     }
 }
 
-fn converse(place: &Place, mut stream: UnixStream, accepted_at: Instant) {
-    let Place { shared, peer } = place;
+fn converse(shared: &Shared, place: Place, peer: Peer, mut stream: UnixStream, deadline: Deadline) {
+    // Also while the request is carried out.
+    let _place = place;
     let limits = &shared.limits;
-    let reply = match read_line(&mut stream, limits.line_bytes, accepted_at + limits.read_timeout) {
+    let reply = match read_line(&mut stream, limits.line_bytes, deadline) {
         Ok(line) => match parse(&line) {
             Ok(request) if request.is_about_the_caller() && !peer_lives(&stream) => {
                 let why = "asks for a process that has ended".to_owned();
-                shared.complain(Some(*peer), &why);
+                shared.complain(peer, &why);
                 Reply::Error { message: why, hint: String::new() }
             }
             Ok(request) => {
@@ -332,14 +237,14 @@ fn converse(place: &Place, mut stream: UnixStream, accepted_at: Instant) {
                     if told.elapsed() >= TELL_EVERY {
                         told = Instant::now();
                         // Who does not listen gets the reply all the same.
-                        let deadline = told + TELL_EVERY;
+                        let deadline = Deadline::after(TELL_EVERY);
                         let _ = write_all(&mut stream, &line_of(&progress), deadline);
                     }
                 };
-                shared.handler.handle(*peer, request, &mut tell)
+                shared.handler.handle(peer, request, &mut tell)
             }
             Err(why) => {
-                shared.complain(Some(*peer), &why);
+                shared.complain(peer, &why);
                 Reply::Error { message: why, hint: "use a strata of the same version".into() }
             }
         },
@@ -347,15 +252,15 @@ fn converse(place: &Place, mut stream: UnixStream, accepted_at: Instant) {
         Err(Unread::Nothing) => return,
         Err(unread) => {
             let why = unread.to_string();
-            shared.complain(Some(*peer), &why);
+            shared.complain(peer, &why);
             Reply::Error { message: why, hint: String::new() }
         }
     };
-    let deadline = Instant::now() + limits.write_timeout;
+    let deadline = Deadline::after(limits.write_timeout);
     if let Err(error) = write_all(&mut stream, &encode(&reply), deadline) {
         // A client that went away (Ctrl-C) is none either.
         if error.kind() != io::ErrorKind::BrokenPipe {
-            shared.complain(Some(*peer), &format!("did not take its reply: {error}"));
+            shared.complain(peer, &format!("did not take its reply: {error}"));
         }
     }
 }
@@ -380,12 +285,6 @@ impl std::fmt::Display for Unread {
     }
 }
 
-/// Time until `deadline`; None when it has passed. (Zero would mean "wait for
-/// ever" to the kernel.)
-fn remaining(deadline: Instant) -> Option<Duration> {
-    deadline.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())
-}
-
 fn is_timeout(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut)
 }
@@ -400,12 +299,12 @@ const LAST_LOOK: Duration = Duration::from_millis(1);
 fn read_line(
     stream: &mut UnixStream,
     limit_bytes: usize,
-    deadline: Instant,
+    deadline: Deadline,
 ) -> Result<Vec<u8>, Unread> {
     let mut line = Vec::new();
     let mut chunk = [0u8; 16 << 10];
     loop {
-        let left = remaining(deadline);
+        let left = deadline.left();
         stream.set_read_timeout(Some(left.unwrap_or(LAST_LOOK))).map_err(Unread::Io)?;
         let count = match stream.read(&mut chunk) {
             Ok(0) if line.is_empty() => return Err(Unread::Nothing),
@@ -433,10 +332,9 @@ fn read_line(
     }
 }
 
-fn write_all(stream: &mut UnixStream, mut bytes: &[u8], deadline: Instant) -> io::Result<()> {
+fn write_all(stream: &mut UnixStream, mut bytes: &[u8], deadline: Deadline) -> io::Result<()> {
     while !bytes.is_empty() {
-        let left = remaining(deadline).ok_or(io::ErrorKind::TimedOut)?;
-        stream.set_write_timeout(Some(left))?;
+        stream.set_write_timeout(Some(deadline.time_left()?))?;
         match stream.write(bytes) {
             Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
             Ok(count) => bytes = &bytes[count..],
@@ -454,18 +352,18 @@ fn parse(line: &[u8]) -> Result<Request, String> {
     let request: Request = serde_json::from_slice(line)
         .map_err(|error| format!("this is not a request: {}", printable(&error.to_string())))?;
     // Names of snapshots are checked by their own type.
-    let (name, dram_bytes) = match &request {
+    let (new, named, dram_bytes) = match &request {
         Request::Ping
-        | Request::List
+        | Request::List { .. }
         | Request::ShareOut { .. }
         | Request::SnapshotSelf { .. }
         | Request::Place { .. }
         | Request::Where { .. }
         | Request::SnapshotRemove { .. }
         | Request::SnapshotPersist { .. }
-        | Request::SnapshotExport { .. } => (None, None),
-        Request::Run { name, dram_bytes, .. } => (name.as_ref(), *dram_bytes),
-        Request::Set { name, dram_bytes } => (Some(name), Some(*dram_bytes)),
+        | Request::SnapshotExport { .. } => (None, None, None),
+        Request::Run { name, dram_bytes, .. } => (name.as_ref(), None, *dram_bytes),
+        Request::Set { name, dram_bytes } => (None, Some(name), Some(*dram_bytes)),
         Request::Stats { name }
         | Request::Guest { name, .. }
         | Request::Advise { name, .. }
@@ -473,13 +371,14 @@ fn parse(line: &[u8]) -> Result<Request, String> {
         | Request::Stop { name }
         | Request::Snapshot { name, .. }
         | Request::Rollback { name, .. }
-        | Request::Became { name, .. } => (Some(name), None),
+        | Request::Became { name, .. } => (None, Some(name), None),
         Request::Snapshots { name, .. }
         | Request::Restore { name, .. }
         | Request::Clone { name, .. }
-        | Request::SnapshotImport { name, .. } => (name.as_ref(), None),
+        | Request::SnapshotImport { name, .. } => (name.as_ref(), None, None),
     };
-    if let Some(problem) = name.and_then(|name| name_problem(name)) {
+    let problem = new.and_then(|name| name_problem(name));
+    if let Some(problem) = problem.or_else(|| named.and_then(|name| named_problem(name))) {
         return Err(problem.to_owned());
     }
     if dram_bytes == Some(0) {

@@ -2,8 +2,10 @@
 //! supervisor keep a worker alive.
 #![forbid(unsafe_code)]
 
+mod admission;
 mod advice;
 mod agents;
+mod belonging;
 mod cgroup;
 mod commands;
 mod config;
@@ -11,12 +13,14 @@ mod control;
 mod doctor;
 mod guests;
 mod holder;
+mod lobby;
 mod logbook;
 mod metrics;
 mod parent;
 mod place;
 mod places;
 mod program;
+mod quota;
 mod schedule;
 mod snapshots;
 mod statistics;

@@ -1,20 +1,33 @@
 //! Metrics for Prometheus: the text of the statistics, and a server that gives
-//! it to whoever does `GET /metrics`. It serves one client after the other and
-//! knows no more of HTTP than that takes.
+//! it to whoever does `GET /metrics`. It knows no more of HTTP than that takes.
 
 use std::fmt::Write as _;
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::time::Duration;
 
 use strata_api::{AdviceState, GuestStats, NEEDED_FOR, Pressure, Stats, TierStats, UnmanagedBy};
+use strata_sys::Priority;
+
+use crate::admission::{Deadline, Room};
+use crate::lobby::{self, House, Rules};
+use crate::logbook;
 
 /// Longest request head that is read. Prometheus sends some 300 bytes.
 const MAX_REQUEST_BYTES: usize = 8 << 10;
-/// For a client to send its request, and again to take its answer. While one
-/// dawdles, the others wait: the endpoint is for one collector, not for a crowd.
-const CLIENT_TIMEOUT: Duration = Duration::from_secs(2);
+/// For a client to send its request and take its answer. Nobody knows whose it is: the
+/// silent ones wait beside those who are served, and the oldest of them goes when there
+/// are too many.
+const RULES: Rules = Rules {
+    waiting: 64,
+    waiting_per_user: 64,
+    served: Room { all: 16, for_root: 0, per_user: 16 },
+    patience: Duration::from_secs(4),
+    stack_bytes: 512 << 10,
+};
+/// As if all clients were this user's, who is nobody.
+const WHOEVER: u32 = u32::MAX - 1;
 
 /// One field of [`Stats`] as a metric, named after the field.
 struct Metric {
@@ -71,6 +84,11 @@ fn label(value: &str) -> String {
     value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }
 
+/// The labels that say which tenant it is: two users may each have one of a name.
+fn who(stats: &Stats) -> String {
+    format!("tenant=\"{}\",user=\"{}\"", label(&stats.name), stats.uid)
+}
+
 /// The text format of `tenants`, version 0.0.4.
 pub(crate) fn render(tenants: &[Stats]) -> String {
     let mut out = String::new();
@@ -86,7 +104,7 @@ fn write_metrics(out: &mut String, tenants: &[Stats]) -> std::fmt::Result {
         let kind = if name.ends_with("_total") { "counter" } else { "gauge" };
         head(out, name, kind, help)?;
         for stats in tenants {
-            writeln!(out, "strata_{name}{{tenant=\"{}\"}} {}", label(&stats.name), value(stats))?;
+            writeln!(out, "strata_{name}{{{}}} {}", who(stats), value(stats))?;
         }
     }
     head(out, "fault_latency_us", "gauge", "Fault latency in microseconds, first touches apart.")?;
@@ -95,11 +113,8 @@ fn write_metrics(out: &mut String, tenants: &[Stats]) -> std::fmt::Result {
         for (quantile, value) in
             [("0.5", latency.p50), ("0.99", latency.p99), ("0.999", latency.p999)]
         {
-            let tenant = label(&stats.name);
-            writeln!(
-                out,
-                "strata_fault_latency_us{{tenant=\"{tenant}\",quantile=\"{quantile}\"}} {value}"
-            )?;
+            let tenant = who(stats);
+            writeln!(out, "strata_fault_latency_us{{{tenant},quantile=\"{quantile}\"}} {value}")?;
         }
     }
     write_unmanaged(out, tenants, head)?;
@@ -109,16 +124,16 @@ fn write_metrics(out: &mut String, tenants: &[Stats]) -> std::fmt::Result {
     write_guests(out, tenants, head)?;
     head(out, "processes", "gauge", "Processes of the tenant.")?;
     for stats in tenants {
-        let (tenant, count) = (label(&stats.name), stats.pids.len());
-        writeln!(out, "strata_processes{{tenant=\"{tenant}\"}} {count}")?;
+        let (tenant, count) = (who(stats), stats.pids.len());
+        writeln!(out, "strata_processes{{{tenant}}} {count}")?;
     }
     head(out, "tenant_info", "gauge", "Always 1; says who the tenant is and what it does.")?;
     for stats in tenants {
         let state = serde_json::to_value(stats.state).expect("a name");
         writeln!(
             out,
-            "strata_tenant_info{{tenant=\"{}\",uid=\"{}\",state=\"{}\"}} 1",
-            label(&stats.name),
+            "strata_tenant_info{{{},uid=\"{}\",state=\"{}\"}} 1",
+            who(stats),
             stats.uid,
             label(state.as_str().unwrap_or_default()),
         )?;
@@ -146,11 +161,8 @@ fn write_unmanaged(
     head(out, "unmanaged_by_bytes", "gauge", "Anonymous memory that is not managed, by cause.")?;
     for stats in tenants {
         for (cause, bytes) in CAUSES {
-            let (tenant, bytes) = (label(&stats.name), bytes(&stats.unmanaged_by));
-            writeln!(
-                out,
-                "strata_unmanaged_by_bytes{{tenant=\"{tenant}\",cause=\"{cause}\"}} {bytes}"
-            )?;
+            let (tenant, bytes) = (who(stats), bytes(&stats.unmanaged_by));
+            writeln!(out, "strata_unmanaged_by_bytes{{{tenant},cause=\"{cause}\"}} {bytes}")?;
         }
     }
     Ok(())
@@ -165,22 +177,22 @@ fn write_stall(
         "Hundredths of the last 10, 60 and 300 s in which some thread, and all, waited for a page.";
     head(out, "stall_percent", "gauge", help)?;
     for stats in tenants {
-        let tenant = label(&stats.name);
+        let tenant = who(stats);
         for (kind, Pressure { avg10, avg60, avg300, .. }) in kinds(stats) {
             for (over, value) in [("10s", avg10), ("60s", avg60), ("300s", avg300)] {
                 writeln!(
                     out,
-                    "strata_stall_percent{{tenant=\"{tenant}\",kind=\"{kind}\",over=\"{over}\"}} {value}"
+                    "strata_stall_percent{{{tenant},kind=\"{kind}\",over=\"{over}\"}} {value}"
                 )?;
             }
         }
     }
     head(out, "stall_us_total", "counter", "Microseconds in which some thread, and all, waited.")?;
     for stats in tenants {
-        let tenant = label(&stats.name);
+        let tenant = who(stats);
         for (kind, pressure) in kinds(stats) {
             let total = pressure.total_us;
-            writeln!(out, "strata_stall_us_total{{tenant=\"{tenant}\",kind=\"{kind}\"}} {total}")?;
+            writeln!(out, "strata_stall_us_total{{{tenant},kind=\"{kind}\"}} {total}")?;
         }
     }
     Ok(())
@@ -213,8 +225,8 @@ fn write_tiers(out: &mut String, tenants: &[Stats]) -> std::fmt::Result {
         writeln!(out, "# HELP strata_{name} {help}\n# TYPE strata_{name} {kind}")?;
         for (stats, tier) in all() {
             if let Some(value) = value(tier) {
-                let (tenant, tier) = (label(&stats.name), label(&tier.tier));
-                writeln!(out, "strata_{name}{{tenant=\"{tenant}\",tier=\"{tier}\"}} {value}")?;
+                let (tenant, tier) = (who(stats), label(&tier.tier));
+                writeln!(out, "strata_{name}{{{tenant},tier=\"{tier}\"}} {value}")?;
             }
         }
     }
@@ -222,11 +234,11 @@ fn write_tiers(out: &mut String, tenants: &[Stats]) -> std::fmt::Result {
     let help = "Latency of faults that the tier served, in microseconds.";
     writeln!(out, "# HELP strata_{name} {help}\n# TYPE strata_{name} gauge")?;
     for (stats, tier) in all() {
-        let (tenant, label) = (label(&stats.name), label(&tier.tier));
+        let (tenant, label) = (who(stats), label(&tier.tier));
         for (quantile, value) in [("0.5", tier.p50_us), ("0.99", tier.p99_us)] {
             writeln!(
                 out,
-                "strata_{name}{{tenant=\"{tenant}\",tier=\"{label}\",quantile=\"{quantile}\"}} {value}"
+                "strata_{name}{{{tenant},tier=\"{label}\",quantile=\"{quantile}\"}} {value}"
             )?;
         }
     }
@@ -252,8 +264,8 @@ fn write_guests(
         head(out, &format!("guest_{name}_bytes"), "gauge", help)?;
         for stats in tenants {
             if let Some(bytes) = stats.guest.as_ref().and_then(figure) {
-                let tenant = label(&stats.name);
-                writeln!(out, "strata_guest_{name}_bytes{{tenant=\"{tenant}\"}} {bytes}")?;
+                let tenant = who(stats);
+                writeln!(out, "strata_guest_{name}_bytes{{{tenant}}} {bytes}")?;
             }
         }
     }
@@ -267,35 +279,32 @@ fn write_advice(
     head: impl Fn(&mut String, &str, &str, &str) -> std::fmt::Result,
 ) -> std::fmt::Result {
     let advised = || {
-        let advice = |stats: &Stats| Some((label(&stats.name), stats.advice?));
+        let advice = |stats: &Stats| Some((who(stats), stats.advice?));
         tenants.iter().filter_map(advice)
     };
     head(out, "advice_changes", "gauge", "1 while the tenant changes too fast to be advised on.")?;
     for (tenant, advice) in advised().filter(|(_, brief)| brief.state != AdviceState::Watching) {
         let changes = u8::from(advice.state == AdviceState::Changing);
-        writeln!(out, "strata_advice_changes{{tenant=\"{tenant}\"}} {changes}")?;
+        writeln!(out, "strata_advice_changes{{{tenant}}} {changes}")?;
     }
     head(out, "advice_loss", "gauge", "Part of its speed that its budget costs the tenant.")?;
     for (tenant, advice) in advised() {
         if let Some(loss) = advice.loss {
-            writeln!(out, "strata_advice_loss{{tenant=\"{tenant}\"}} {loss}")?;
+            writeln!(out, "strata_advice_loss{{{tenant}}} {loss}")?;
         }
     }
     head(out, "advice_budget_bytes", "gauge", "Budget that would cost the tenant this loss.")?;
     for (tenant, advice) in advised() {
         for (loss, budget) in NEEDED_FOR.iter().zip(advice.budget_bytes) {
             if let Some(bytes) = budget {
-                writeln!(
-                    out,
-                    "strata_advice_budget_bytes{{tenant=\"{tenant}\",loss=\"{loss}\"}} {bytes}"
-                )?;
+                writeln!(out, "strata_advice_budget_bytes{{{tenant},loss=\"{loss}\"}} {bytes}")?;
             }
         }
     }
     Ok(())
 }
 
-/// Listens on `address` and serves what `tenants` returns, on a thread of its
+/// Listens on `address` and serves what `tenants` returns, on threads of its
 /// own, until the process ends. Returns the address, with the port that the
 /// kernel chose if it was 0.
 ///
@@ -303,25 +312,47 @@ fn write_advice(
 /// The address cannot be had, or the thread not be made.
 pub(crate) fn serve(
     address: SocketAddr,
-    tenants: impl Fn() -> Vec<Stats> + Send + 'static,
+    tenants: impl Fn() -> Vec<Stats> + Send + Sync + 'static,
 ) -> io::Result<SocketAddr> {
     let listener = TcpListener::bind(address)?;
     let bound = listener.local_addr()?;
-    thread::Builder::new().name("metrics".into()).spawn(move || {
-        loop {
-            match listener.accept() {
-                // Whoever hangs up early harms only themselves.
-                Ok((client, _)) => drop(answer(client, &tenants)),
-                // Out of descriptors, say: do not spin.
-                Err(_) => thread::sleep(Duration::from_millis(50)),
-            }
-        }
-    })?;
+    lobby::keep("metrics", Server { listener, tenants }, RULES)?;
     Ok(bound)
 }
 
-fn answer(mut client: TcpStream, tenants: &dyn Fn() -> Vec<Stats>) -> io::Result<()> {
-    let head = read_head(&mut client)?;
+struct Server<F> {
+    listener: TcpListener,
+    tenants: F,
+}
+
+impl<F: Fn() -> Vec<Stats> + Send + Sync + 'static> House for Server<F> {
+    type Guest = TcpStream;
+
+    fn doors(&self) -> Vec<BorrowedFd<'_>> {
+        vec![self.listener.as_fd()]
+    }
+
+    fn accept(&self, _: usize) -> io::Result<Option<(TcpStream, u32)>> {
+        Ok(Some((self.listener.accept()?.0, WHOEVER)))
+    }
+
+    fn serve(&self, client: TcpStream, _: usize, deadline: Deadline) {
+        // Whoever hangs up early harms only themselves.
+        let _ = answer(client, deadline, &self.tenants);
+    }
+
+    fn thrown_out(&self, uid: u32, why: &str) {
+        let line = format!("a client of the metrics asked for nothing: {why}");
+        logbook::tell_of(uid, "metrics", Priority::Warning, line);
+    }
+}
+
+fn answer(
+    mut client: TcpStream,
+    deadline: Deadline,
+    tenants: &dyn Fn() -> Vec<Stats>,
+) -> io::Result<()> {
+    let head = read_head(&mut client, deadline)?;
     let (status, kind, body) = respond(&head, tenants);
     let allow = if status.starts_with("405") { "Allow: GET\r\n" } else { "" };
     let head = format!(
@@ -329,11 +360,10 @@ fn answer(mut client: TcpStream, tenants: &dyn Fn() -> Vec<Stats>) -> io::Result
          Connection: close\r\n\r\n",
         body.len()
     );
-    let deadline = Instant::now() + CLIENT_TIMEOUT;
     for part in [head.as_bytes(), body.as_bytes()] {
         let mut rest = part;
         while !rest.is_empty() {
-            client.set_write_timeout(Some(time_left(deadline)?))?;
+            client.set_write_timeout(Some(deadline.time_left()?))?;
             match client.write(rest)? {
                 0 => return Err(io::ErrorKind::WriteZero.into()),
                 count => rest = &rest[count..],
@@ -345,19 +375,12 @@ fn answer(mut client: TcpStream, tenants: &dyn Fn() -> Vec<Stats>) -> io::Result
     client.shutdown(std::net::Shutdown::Write)
 }
 
-/// Zero would mean "no timeout" to the kernel, so it is an error here.
-fn time_left(deadline: Instant) -> io::Result<Duration> {
-    let left = deadline.saturating_duration_since(Instant::now());
-    if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
-}
-
 /// What comes before the empty line; all that came, if it is too long.
-fn read_head(client: &mut TcpStream) -> io::Result<Vec<u8>> {
-    let deadline = Instant::now() + CLIENT_TIMEOUT;
+fn read_head(client: &mut TcpStream, deadline: Deadline) -> io::Result<Vec<u8>> {
     let mut head = Vec::new();
     let mut chunk = [0u8; 1024];
     while head.len() <= MAX_REQUEST_BYTES {
-        client.set_read_timeout(Some(time_left(deadline)?))?;
+        client.set_read_timeout(Some(deadline.time_left()?))?;
         let count = client.read(&mut chunk)?;
         head.extend_from_slice(&chunk[..count]);
         if count == 0 || head.windows(4).any(|four| four == b"\r\n\r\n") {
@@ -473,9 +496,13 @@ mod tests {
         let mut numbers = 0;
         for (key, value) in json.as_object().expect("an object") {
             if key == "uid" {
-                assert!(text.contains("tenant=\"db\",uid=\"1001\",state=\"managed\"} 1\n"));
+                assert!(
+                    text.contains(
+                        "tenant=\"db\",user=\"1001\",uid=\"1001\",state=\"managed\"} 1\n"
+                    )
+                );
             } else if let Some(number) = value.as_f64() {
-                let line = format!("strata_{key}{{tenant=\"db\"}} {number}\n");
+                let line = format!("strata_{key}{{tenant=\"db\",user=\"1001\"}} {number}\n");
                 assert!(text.contains(&line), "{key}");
                 numbers += 1;
             }
@@ -487,23 +514,23 @@ mod tests {
             assert!(text.contains(line), "{line}");
         }
         for line in [
-            "strata_advice_changes{tenant=\"db\"} 0\n",
-            "strata_advice_loss{tenant=\"db\"} 0.125\n",
-            "strata_advice_budget_bytes{tenant=\"db\",loss=\"0.05\"} 44\n",
+            "strata_advice_changes{tenant=\"db\",user=\"1001\"} 0\n",
+            "strata_advice_loss{tenant=\"db\",user=\"1001\"} 0.125\n",
+            "strata_advice_budget_bytes{tenant=\"db\",user=\"1001\",loss=\"0.05\"} 44\n",
         ] {
             assert!(text.contains(line), "{line}");
         }
         assert!(!text.contains("loss=\"0.01\""));
         for line in [
-            "strata_guest_memory_bytes{tenant=\"db\"} 71\n",
-            "strata_guest_balloon_bytes{tenant=\"db\"} 72\n",
-            "strata_guest_free_bytes{tenant=\"db\"} 73\n",
+            "strata_guest_memory_bytes{tenant=\"db\",user=\"1001\"} 71\n",
+            "strata_guest_balloon_bytes{tenant=\"db\",user=\"1001\"} 72\n",
+            "strata_guest_free_bytes{tenant=\"db\",user=\"1001\"} 73\n",
         ] {
             assert!(text.contains(line), "{line}");
         }
         assert!(!text.contains("guest_available_bytes{"));
-        assert!(text.contains("strata_processes{tenant=\"db\"} 3\n"));
-        let tier = "{tenant=\"db\",tier=\"file\"";
+        assert!(text.contains("strata_processes{tenant=\"db\",user=\"1001\"} 3\n"));
+        let tier = "{tenant=\"db\",user=\"1001\",tier=\"file\"";
         for line in [
             format!("tier_size_bytes{tier}}} 51\n"),
             format!("tier_used_bytes{tier}}} 52\n"),
@@ -564,8 +591,9 @@ mod tests {
         assert!(head.starts_with("HTTP/1.1 200 OK\r\n"), "{head}");
         assert!(head.contains(&format!("Content-Length: {}", body.len())), "{head}");
         assert_eq!(body, render(&[stats("db")]));
-        // A client that says nothing holds the others up for a while only.
-        let silent = TcpStream::connect(address).expect("connect");
+        // Clients that say nothing hold nobody up.
+        let silent: Vec<TcpStream> =
+            (0..100).map(|_| TcpStream::connect(address).expect("connect")).collect();
         let long = vec![b'x'; 3 * MAX_REQUEST_BYTES];
         for (bytes, status) in [
             (&b"GET /metrics?a=b HTTP/1.0\r\n\r\n"[..], "200"),

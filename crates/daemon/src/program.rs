@@ -1,5 +1,5 @@
-//! What a process is (executable, user, control group), and which rule of the
-//! configuration manages it. Reads `/proc` and decides; changes nothing.
+//! What a process is (executable, control group), and which rules of the
+//! configuration are for it. Whose it is, its connection tells. Reads `/proc` and decides; changes nothing.
 //!
 //! Rules look only at what the kernel says of a process. What the process says
 //! of itself (its command line) is for display.
@@ -19,8 +19,6 @@ pub(crate) struct Program {
     /// `exe` is what the link leads to. It can change that, but not before our library
     /// has asked.
     pub(crate) comm: String,
-    /// Effective user id.
-    pub(crate) uid: u32,
     /// Control groups, one per hierarchy, from the hierarchy's root.
     pub(crate) cgroups: Vec<String>,
     /// The command line. The process wrote it: trust nothing in it.
@@ -40,9 +38,8 @@ impl Program {
     /// It is gone, or `/proc` does not show it.
     pub(crate) fn of(pid: u32) -> io::Result<Self> {
         let directory = PathBuf::from(format!("/proc/{pid}"));
-        let status = std::fs::read_to_string(directory.join("status"))?;
-        let uid = effective_uid(&status)
-            .ok_or_else(|| io::Error::other(format!("/proc/{pid}/status has no Uid line")))?;
+        // A process that is not there is nobody's.
+        std::fs::metadata(&directory)?;
         let cgroups = std::fs::read_to_string(directory.join("cgroup")).unwrap_or_default();
         let mut command = Vec::new();
         // An evicted page makes this read end early (EIO), not wait.
@@ -54,25 +51,24 @@ impl Program {
             comm: std::fs::read_to_string(directory.join("comm"))
                 .map(|line| line.trim_end_matches('\n').to_owned())
                 .unwrap_or_default(),
-            uid,
             cgroups: cgroups.lines().filter_map(cgroup_path).collect(),
             command: split_command(&command),
         })
     }
 
-    /// The first of `rules` whose conditions all hold.
-    pub(crate) fn rule<'a>(&self, rules: &'a [Rule]) -> Option<&'a Rule> {
-        rules.iter().find(|rule| self.matches(rule))
+    /// Those of `rules` whose conditions all hold but for the user: a program of another
+    /// one may be the tenant's by descent.
+    pub(crate) fn rules<'a>(&self, rules: &'a [Rule]) -> impl Iterator<Item = &'a Rule> {
+        rules.iter().filter(|rule| self.matches(rule))
     }
 
     fn matches(&self, rule: &Rule) -> bool {
         let exe = rule.exe.as_ref().is_none_or(|wanted| self.is_executable(wanted));
-        let user = rule.user.as_ref().is_none_or(|wanted| wanted.uid == self.uid);
         let cgroup = rule
             .cgroup
             .as_ref()
             .is_none_or(|wanted| self.cgroups.iter().any(|own| Path::new(own).starts_with(wanted)));
-        exe && user && cgroup
+        exe && cgroup
     }
 
     /// A path stands for the file that it leads to, now: programs are installed as
@@ -95,13 +91,6 @@ fn without_deleted(exe: PathBuf) -> PathBuf {
     }
 }
 
-/// Second number of the `Uid:` line. (The owner of `/proc/PID` is root for
-/// processes that may not be dumped, so it does not serve.)
-fn effective_uid(status: &str) -> Option<u32> {
-    let line = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
-    line.split_whitespace().nth(1)?.parse().ok()
-}
-
 /// Third part of a line `7:memory:/a/b`; the path may hold colons.
 fn cgroup_path(line: &str) -> Option<String> {
     line.splitn(3, ':').nth(2).map(str::to_owned)
@@ -122,23 +111,27 @@ mod tests {
     use crate::config::User;
     use strata_units::ByteSize;
 
-    fn rule(exe: Option<&str>, uid: Option<u32>, cgroup: Option<&str>) -> Rule {
+    fn rule(exe: Option<&str>, cgroup: Option<&str>) -> Rule {
         Rule {
             name: "r".into(),
             exe: exe.map(Into::into),
-            user: uid.map(|uid| User { name: uid.to_string(), uid }),
+            user: User { name: "105".into(), uid: 105 },
             cgroup: cgroup.map(Into::into),
             dram: ByteSize(1 << 30),
             tier_limit: None,
             tier_order: None,
+            required: false,
         }
+    }
+
+    fn first<'a>(program: &Program, rules: &'a [Rule]) -> Option<&'a Rule> {
+        program.rules(rules).next()
     }
 
     fn redis() -> Program {
         Program {
             exe: Some("/usr/bin/redis-server".into()),
             comm: "redis-server".into(),
-            uid: 105,
             cgroups: vec!["/".into(), "/system.slice/redis.service/inner".into()],
             command: vec![],
         }
@@ -147,33 +140,32 @@ mod tests {
     #[test]
     fn all_conditions_must_hold() {
         let group = Some("/system.slice/redis.service");
-        for (matching, exe, uid, cgroup) in [
-            (true, Some("/usr/bin/redis-server"), None, None),
-            (true, Some("redis-server"), None, None),
-            (false, Some("server"), None, None),
-            (false, Some("/opt/redis-server"), None, None),
-            (true, None, Some(105), None),
-            (false, None, Some(106), None),
-            (true, None, None, group),
-            (false, None, None, Some("/system.slice/redis")),
-            (true, Some("redis-server"), Some(105), group),
-            (false, Some("redis-server"), Some(106), group),
-            (false, Some("mysqld"), Some(105), group),
+        for (matching, exe, cgroup) in [
+            (true, Some("/usr/bin/redis-server"), None),
+            (true, Some("redis-server"), None),
+            (false, Some("server"), None),
+            (false, Some("/opt/redis-server"), None),
+            (true, None, None),
+            (true, None, group),
+            (false, None, Some("/system.slice/redis")),
+            (true, Some("redis-server"), group),
+            (false, Some("mysqld"), group),
         ] {
-            let rules = [rule(exe, uid, cgroup)];
-            assert_eq!(redis().rule(&rules).is_some(), matching, "{exe:?} {uid:?} {cgroup:?}");
+            let rules = [rule(exe, cgroup)];
+            assert_eq!(first(&redis(), &rules).is_some(), matching, "{exe:?} {cgroup:?}");
         }
     }
 
     #[test]
     fn the_first_match_wins_and_nothing_matches_the_unknown() {
-        let mut rules = [rule(None, Some(105), None), rule(Some("redis-server"), None, None)];
+        let redis_group = Some("/system.slice/redis.service");
+        let mut rules = [rule(None, redis_group), rule(Some("redis-server"), None)];
         rules[1].name = "second".into();
-        assert_eq!(redis().rule(&rules).map(|rule| rule.name.as_str()), Some("r"));
-        let unknown =
-            Program { exe: None, comm: "c".into(), uid: 1, cgroups: vec![], command: vec![] };
-        assert_eq!(unknown.rule(&rules), None);
-        assert_eq!(unknown.rule(&[rule(Some("c"), None, None)]), None);
+        let names: Vec<&str> = redis().rules(&rules).map(|rule| rule.name.as_str()).collect();
+        assert_eq!(names, ["r", "second"]);
+        let unknown = Program { exe: None, comm: "c".into(), cgroups: vec![], command: vec![] };
+        assert_eq!(first(&unknown, &rules), None);
+        assert_eq!(first(&unknown, &[rule(Some("c"), None)]), None);
     }
 
     #[test]
@@ -186,7 +178,7 @@ mod tests {
         let started = std::process::Command::new(&link).arg("60").spawn();
         let mut child = started.expect("sleep by the link");
         let seen = Program::of(child.id()).expect("a child");
-        let matches = |exe: &str| seen.rule(&[rule(Some(exe), None, None)]).is_some();
+        let matches = |exe: &str| first(&seen, &[rule(Some(exe), None)]).is_some();
         let told = ["link-to-sleep", "sleep", "link", "/nonexistent"].map(matches);
         let paths = [&link, &sleep, &place].map(|path| matches(path.to_str().expect("text")));
         child.kill().expect("kill");
@@ -208,7 +200,6 @@ mod tests {
 
     #[test]
     fn lines_of_proc() {
-        assert_eq!(effective_uid("Name:\tx\nUid:\t1\t2\t3\t4\n"), Some(2));
         assert_eq!(cgroup_path("7:memory:/a:b/c").as_deref(), Some("/a:b/c"));
         assert_eq!(cgroup_path("0::/").as_deref(), Some("/"));
         assert_eq!(split_command(b"a\0b c\0\0"), ["a", "b c", ""]);

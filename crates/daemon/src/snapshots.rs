@@ -128,9 +128,10 @@ impl Snapshots {
     /// persisted.
     pub(crate) fn new(config: &Config, tenants: &Arc<Tenants>) -> Self {
         let disk = Disk::new(config.snapshot_dir.clone());
+        let uid = std::fs::metadata("/proc/self").map_or(0, |own| own.uid());
         let mut known = BTreeMap::new();
         for mut snapshot in disk.read_all() {
-            let holder = tenants.get(&snapshot.info.tenant);
+            let holder = tenants.get(snapshot.info.uid, &snapshot.info.tenant);
             let has = |process: &Process| {
                 process.memory.is_some_and(|memory| {
                     holder.as_ref().is_some_and(|t| t.has_snapshot_memory(SpaceId(memory)))
@@ -152,6 +153,7 @@ impl Snapshots {
             for memory in tenant.snapshot_memories() {
                 let named = |known: &Known| {
                     known.info.tenant == tenant.record().name
+                        && known.info.uid == tenant.record().uid
                         && known.processes.iter().any(|process| process.memory == Some(memory.0))
                 };
                 if !known.values().any(named) {
@@ -174,7 +176,7 @@ impl Snapshots {
         }
         for (name, line) in &lineage {
             let forwards = line.place.iter().flat_map(|place| &place.forwards);
-            let Some(tenant) = tenants.get(name) else { continue };
+            let Some(tenant) = tenants.get(uid, name) else { continue };
             if line.life != life_of(&tenant) {
                 continue;
             }
@@ -198,8 +200,13 @@ impl Snapshots {
             ready_due: Mutex::new(true),
             ready_changed: Condvar::new(),
             limit: config.snapshot_limit,
-            uid: std::fs::metadata("/proc/self").map_or(0, |own| own.uid()),
+            uid,
         }
+    }
+
+    /// The tenant of this name of this daemon's user, whose alone snapshots are of.
+    fn own_tenant(&self, name: &str) -> Option<Arc<Tenant>> {
+        self.tenants.get(self.uid, name)
     }
 
     fn criu(&self) -> Result<Criu, String> {
@@ -268,7 +275,9 @@ impl Snapshots {
         let oldest = lock(&self.known)
             .values()
             .filter(|known| is_on_disk(known))
-            .filter_map(|known| Some((known.clone(), self.tenants.get(&known.info.tenant)?)))
+            .filter_map(|known| {
+                Some((known.clone(), self.tenants.get(known.info.uid, &known.info.tenant)?))
+            })
             .filter(|(_, tenant)| !tenant.attachment().1)
             .min_by(|(a, _), (b, _)| a.info.taken.total_cmp(&b.info.taken));
         let Some((mut known, holder)) = oldest else { return };
@@ -299,7 +308,7 @@ impl Snapshots {
 
     /// Whether a tenant is there, or begins.
     fn is_there(&self, name: &str) -> bool {
-        self.tenants.get(name).is_some() || lock(&self.busy).contains(name)
+        self.own_tenant(name).is_some() || lock(&self.busy).contains(name)
     }
 
     /// Whether others see its copies: clones of it, or what a snapshot brings back.
@@ -320,7 +329,7 @@ impl Snapshots {
     /// With what it costs now. Every page of it is looked at.
     pub(crate) fn with_size(&self, mut info: SnapshotInfo) -> SnapshotInfo {
         let known = lock(&self.known).get(&info.id).cloned();
-        let holder = self.tenants.get(&info.tenant);
+        let holder = self.tenants.get(info.uid, &info.tenant);
         if let (Some(known), Some(holder)) = (known, holder) {
             for memory in known.processes.iter().filter_map(|process| process.memory) {
                 let size = holder.snapshot_size(SpaceId(memory));
@@ -419,7 +428,7 @@ impl Snapshots {
     fn forget(&self, known: &Known) -> Result<(), String> {
         lock(&self.known).remove(&known.info.id);
         self.disk.remove(&known.info.id)?;
-        if let Some(holder) = self.tenants.get(&known.info.tenant) {
+        if let Some(holder) = self.tenants.get(known.info.uid, &known.info.tenant) {
             for memory in known.processes.iter().filter_map(|process| process.memory) {
                 holder.remove_snapshot_memory(SpaceId(memory));
             }
@@ -451,7 +460,7 @@ impl Snapshots {
     }
 
     fn with_its_holder(&self, known: Known) -> Result<(Known, Arc<Tenant>), String> {
-        match self.tenants.get(&known.info.tenant) {
+        match self.tenants.get(known.info.uid, &known.info.tenant) {
             Some(holder) => Ok((known, holder)),
             None => Err(format!("the memory of {} is gone", known.info.id)),
         }

@@ -1,4 +1,5 @@
-//! The tenants of this daemon by name and by token, and their coming and going.
+//! The tenants of this daemon by owner and name and by token, and their coming and
+//! going. Who may join and command which is in `belonging.rs`.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -7,15 +8,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use strata_api::ENDING;
-use strata_pager::{NodeSpec, Registry, Tenant, TenantSpec};
+use strata_pager::{
+    MOST_SPACES, MOST_TENANTS, NodeSpec, RESERVED_SPACES, Registry, Tenant, TenantSpec,
+};
 use strata_policy::order::TierOrder;
-use strata_sys::{Pidfd, Priority, parent_of};
+use strata_sys::{Pidfd, Priority};
 use strata_units::ByteSize;
 
 use crate::cgroup::Cgroups;
 use crate::config::{Config, Rule};
 use crate::logbook;
 use crate::program::Program;
+use crate::quota::{Quota, RESERVED_TENANTS};
 use crate::supervisor::Inheritance;
 
 /// What a new tenant is asked to be.
@@ -39,16 +43,34 @@ const EXECUTING: Duration = Duration::from_secs(2);
 /// How long a new tenant waits for one of its name that has ended and is being taken
 /// down: longer than one that executes another program may take.
 const MAKING_ROOM: Duration = Duration::from_secs(4);
-/// How often it looks meanwhile.
+/// A process that has executed another program is attached anew; whoever was just
+/// reading its memory before keeps that for a moment.
+const FORGETTING: Duration = Duration::from_secs(1);
+/// How often it is looked meanwhile.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 /// How often a rule's tenant is looked for that another program is just making.
 const RULE_TRIES: u32 = 3;
-/// Generations of processes that are looked at for a tenant's.
-const MOST_GENERATIONS: u32 = 64;
+
+/// Two users may each have a tenant of one name.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(crate) struct Key {
+    name: String,
+    uid: u32,
+}
+
+impl Key {
+    pub(crate) fn new(uid: u32, name: &str) -> Self {
+        Self { name: name.to_owned(), uid }
+    }
+
+    fn of(tenant: &Tenant) -> Self {
+        Self::new(tenant.record().uid, &tenant.record().name)
+    }
+}
 
 #[derive(Default)]
 struct Known {
-    by_name: BTreeMap<String, Entry>,
+    by_key: BTreeMap<Key, Entry>,
     /// A private daemon that is ending takes no more.
     closed: bool,
 }
@@ -95,6 +117,11 @@ pub(crate) struct Tenants {
     tier: Option<(PathBuf, u64)>,
     node: Option<NodeSpec>,
     tier_order: TierOrder,
+    quota: Quota,
+    /// Whose are all of a private daemon's means.
+    private_uid: Option<u32>,
+    /// Held by whoever attaches a process: no process is attached twice.
+    attaching: Mutex<()>,
 }
 
 /// Characters of a name: it becomes part of a path and of a metric.
@@ -107,7 +134,9 @@ pub(crate) fn is_name(name: &str) -> bool {
 
 impl Tenants {
     pub(crate) fn new(inheritance: &Inheritance) -> Self {
-        let Config { tier_path, tier_limit, node, tier_order, .. } = &inheritance.config;
+        use std::os::unix::fs::MetadataExt;
+        let Config { tier_path, tier_limit, node, tier_order, quota, .. } = &inheritance.config;
+        let own_uid = std::fs::metadata("/proc/self").map_or(0, |own| own.uid());
         Self {
             known: Mutex::default(),
             registry: Arc::clone(&inheritance.registry),
@@ -120,6 +149,9 @@ impl Tenants {
                 bytes_per_second: node.bandwidth.0,
             }),
             tier_order: *tier_order,
+            quota: *quota,
+            private_uid: inheritance.private.then_some(own_uid),
+            attaching: Mutex::default(),
         }
     }
 
@@ -134,25 +166,125 @@ impl Tenants {
         if let Some(directory) = &tenant.record().cgroup {
             self.cgroups.hold(directory.as_ref());
         }
-        self.lock().by_name.insert(tenant.record().name.clone(), entry);
+        self.lock().by_key.insert(Key::of(tenant), entry);
     }
 
+    /// All, in order of name.
     pub(crate) fn list(&self) -> Vec<Arc<Tenant>> {
-        self.lock().by_name.values().map(|entry| Arc::clone(&entry.tenant)).collect()
+        self.lock().by_key.values().map(|entry| Arc::clone(&entry.tenant)).collect()
     }
 
-    pub(crate) fn get(&self, name: &str) -> Option<Arc<Tenant>> {
-        self.lock().by_name.get(name).map(|entry| Arc::clone(&entry.tenant))
+    /// At most so many behind `after`, which need not be there, in order; of `uid`, or
+    /// everybody's. And whether there are more.
+    pub(crate) fn page(
+        &self,
+        uid: Option<u32>,
+        after: Option<&Key>,
+        most: usize,
+    ) -> (Vec<Arc<Tenant>>, bool) {
+        use std::ops::Bound;
+        let from = after.map_or(Bound::Unbounded, Bound::Excluded);
+        let known = self.lock();
+        let own = |entry: &&Entry| uid.is_none_or(|uid| entry.tenant.record().uid == uid);
+        let behind = known.by_key.range((from, Bound::Unbounded)).map(|(_, entry)| entry);
+        let mut listed = behind.filter(own).map(|entry| Arc::clone(&entry.tenant));
+        let page: Vec<_> = listed.by_ref().take(most).collect();
+        (page, listed.next().is_some())
+    }
+
+    /// The user's tenant of this name.
+    pub(crate) fn get(&self, uid: u32, name: &str) -> Option<Arc<Tenant>> {
+        self.lock().by_key.get(&Key::new(uid, name)).map(|entry| Arc::clone(&entry.tenant))
     }
 
     pub(crate) fn by_token(&self, token: u64) -> Option<Arc<Tenant>> {
-        self.list().into_iter().find(|tenant| token != 0 && tenant.record().token == token)
+        let known = self.lock();
+        let mut tenants = known.by_key.values().map(|entry| &entry.tenant);
+        tenants.find(|tenant| token != 0 && tenant.record().token == token).cloned()
+    }
+
+    /// The living process that `strata run` was and the program is.
+    pub(super) fn is_starter(&self, tenant: &Tenant, pid: u32) -> bool {
+        if tenant.record().starter != Some(pid) {
+            return false;
+        }
+        let known = self.lock();
+        let starter = known.by_key.get(&Key::of(tenant)).and_then(|entry| entry.starter.as_ref());
+        starter.is_some_and(|starter| !starter.has_exited())
+    }
+
+    /// By the kernel: nobody else can put a process there.
+    pub(super) fn is_in_cgroup(&self, tenant: &Tenant, pid: u32) -> bool {
+        let directory = tenant.record().cgroup.as_ref();
+        directory.is_some_and(|directory| self.cgroups.holds(directory.as_ref(), pid))
+    }
+
+    /// Whether quotas are not for this user: root, and whose private daemon it is.
+    fn is_free(&self, uid: u32) -> bool {
+        uid == 0 || self.private_uid == Some(uid)
+    }
+
+    /// Attaches the process `pid` to a tenant by `attach`, unless its user has as many
+    /// as may be, or it is attached already. The error is one line for the user.
+    pub(crate) fn attach<T>(
+        &self,
+        tenant: &Tenant,
+        pid: u32,
+        attach: impl FnOnce() -> std::io::Result<T>,
+    ) -> std::io::Result<T> {
+        let refused =
+            |why: String| Err(std::io::Error::new(std::io::ErrorKind::QuotaExceeded, why));
+        let until = Instant::now() + FORGETTING;
+        let (_alone, all) = loop {
+            let alone = self.attaching.lock().unwrap_or_else(PoisonError::into_inner);
+            let all = self.list();
+            if all.iter().all(|tenant| tenant.space_of(pid).is_none()) {
+                break (alone, all);
+            }
+            drop(alone);
+            if Instant::now() >= until {
+                return refused(format!("process {pid} is attached already"));
+            }
+            std::thread::sleep(LOOK_EVERY);
+        };
+        let uid = tenant.record().uid;
+        if !self.is_free(uid) {
+            let count = |tenants: &mut dyn Iterator<Item = &Arc<Tenant>>| -> usize {
+                tenants.map(|tenant| tenant.space_count()).sum()
+            };
+            let own = count(&mut all.iter().filter(|tenant| tenant.record().uid == uid));
+            if own >= self.quota.processes as usize {
+                return refused(self.quota.no_more_processes(uid));
+            }
+            let taken = count(&mut all.iter());
+            if taken as u32 + RESERVED_SPACES >= MOST_SPACES {
+                return refused(
+                    "stratad manages as many processes as it may for users other than root".into(),
+                );
+            }
+        }
+        attach()
+    }
+
+    /// Refuses one more tenant of this user, if need be.
+    fn check_quota(&self, known: &Known, uid: u32) -> Result<(), String> {
+        if self.is_free(uid) {
+            return Ok(());
+        }
+        let own = known.by_key.keys().filter(|key| key.uid == uid).count();
+        if own >= self.quota.tenants as usize {
+            return Err(self.quota.no_more_tenants(uid));
+        }
+        if known.by_key.len() + RESERVED_TENANTS >= MOST_TENANTS as usize {
+            return Err("stratad has as many tenants as it may for users other than root".into());
+        }
+        Ok(())
     }
 
     /// Has `tenant` wait for a program. None: it has been taken down.
     pub(crate) fn await_program(&self, tenant: Arc<Tenant>) -> Option<Arriving> {
         let known = self.lock();
-        let entry = known.by_name.get(&tenant.record().name)?;
+        let entry = known.by_key.get(&Key::of(&tenant))?;
         if !Arc::ptr_eq(&entry.tenant, &tenant) {
             return None;
         }
@@ -160,33 +292,14 @@ impl Tenants {
         Some(Arriving { tenant, count: Arc::clone(&entry.arriving) })
     }
 
-    /// Whose process `pid` is, which says that it is `named`'s. A program that a
-    /// clone executes has the original's environment: it belongs to the clone.
-    pub(crate) fn of_descent(&self, pid: u32, named: Arc<Tenant>) -> Arc<Tenant> {
-        let mut family = self.list();
-        family.retain(|tenant| tenant.shares_pages_with(&named));
-        if family.len() < 2 {
-            return named;
-        }
-        let mut ancestor = Some(pid);
-        for _ in 0..MOST_GENERATIONS {
-            let Some(pid) = ancestor.filter(|&pid| pid > 1) else { break };
-            if let Some(tenant) = family.iter().find(|tenant| tenant.pids().contains(&pid)) {
-                return Arc::clone(tenant);
-            }
-            ancestor = parent_of(pid);
-        }
-        named
-    }
-
     pub(crate) fn is_empty(&self) -> bool {
-        self.lock().by_name.is_empty()
+        self.lock().by_key.is_empty()
     }
 
     /// No more tenants from now on, if there are none.
     pub(crate) fn close_if_empty(&self) -> bool {
         let mut known = self.lock();
-        known.closed |= known.by_name.is_empty();
+        known.closed |= known.by_key.is_empty();
         known.closed
     }
 
@@ -205,11 +318,16 @@ impl Tenants {
     }
 
     /// Takes a tenant down that was made in vain.
-    pub(crate) fn discard(&self, name: &str) {
-        let entry = self.lock().by_name.remove(name);
+    pub(crate) fn discard(&self, tenant: &Tenant) {
+        let entry = self.lock().by_key.remove(&Key::of(tenant));
         if let Some(entry) = entry {
             self.take_down(&entry.tenant);
         }
+    }
+
+    /// Removes what ended tenants have left, before the daemon ends.
+    pub(crate) fn finish(&self) {
+        self.cgroups.finish();
     }
 
     fn take_down(&self, tenant: &Arc<Tenant>) {
@@ -217,8 +335,9 @@ impl Tenants {
         let record = tenant.record();
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let seconds = (now.as_secs_f64() - record.started).max(0.0);
-        let line = format!("tenant {} ended after {seconds:.1} s", record.name);
-        logbook::tell(Priority::Notice, line);
+        let line =
+            format!("tenant {} ended after {seconds:.1} s, user {}", record.name, record.uid);
+        logbook::tell_of(record.uid, "ended", Priority::Notice, line);
         if let Some(directory) = &tenant.record().cgroup {
             self.cgroups.release(directory.as_ref());
         }
@@ -226,14 +345,15 @@ impl Tenants {
 
     /// Has `name` be free for a new tenant, if it can be. One that has just ended is
     /// not taken down yet: a service that is restarted does not wait for that.
-    fn make_room(&self, name: &str) -> Result<(), String> {
+    fn make_room(&self, key: &Key) -> Result<(), String> {
+        let name = &key.name;
         let until = Instant::now() + MAKING_ROOM;
         loop {
             let mut known = self.lock();
-            let taken = known.by_name.get_mut(name).map_or(Taken::Free, Entry::taken);
+            let taken = known.by_key.get_mut(key).map_or(Taken::Free, Entry::taken);
             match taken {
                 Taken::Free => {
-                    let entry = known.by_name.remove(name);
+                    let entry = known.by_key.remove(key);
                     drop(known);
                     if let Some(entry) = entry {
                         self.take_down(&entry.tenant);
@@ -247,7 +367,7 @@ impl Tenants {
                 Taken::Ending if Instant::now() >= until => {
                     return Err(format!("the tenant {name} before it has not ended yet"));
                 }
-                Taken::Ending => known.by_name[name].tenant.look_for_ended(),
+                Taken::Ending => known.by_key[key].tenant.look_for_ended(),
             }
             drop(known);
             std::thread::sleep(LOOK_EVERY);
@@ -266,27 +386,31 @@ impl Tenants {
                 ));
             }
             if !wish.of_rule {
-                self.make_room(name)?;
+                self.make_room(&Key::new(wish.uid, name))?;
             }
         }
         let mut known = self.lock();
         if known.closed {
             return Err(ENDING.into());
         }
+        let is_taken = |name: &str| known.by_key.contains_key(&Key::new(wish.uid, name));
         let name = match wish.name {
-            Some(name) if known.by_name.contains_key(&name) => {
+            Some(name) if is_taken(&name) => {
                 return Err(format!("there is a tenant {name} already"));
             }
             Some(name) => name,
-            None => free_name(&known.by_name, wish.command.first()),
+            None => free_name(is_taken, wish.command.first()),
         };
+        self.check_quota(&known, wish.uid)?;
+        let key = Key::new(wish.uid, &name);
         let mut warnings = Vec::new();
         let made = if wish.of_rule {
             Err(std::io::Error::other("programs of a rule stay in their own cgroup"))
         } else {
             // What is on the node counts there too, and not in the budget.
             let node_bytes = self.node.map_or(0, |node| node.limit_bytes);
-            self.cgroups.make(&name, wish.starter, wish.budget_bytes.saturating_add(node_bytes))
+            let memory_bytes = wish.budget_bytes.saturating_add(node_bytes);
+            self.cgroups.make(wish.uid, &name, wish.starter, memory_bytes)
         };
         let cgroup = match made {
             Ok(directory) => Some(directory.to_string_lossy().into_owned()),
@@ -338,21 +462,22 @@ impl Tenants {
             ByteSize(tenant.budget_bytes()),
             record.uid
         );
-        logbook::tell(Priority::Notice, line);
-        known.by_name.insert(name, Entry::new(Arc::clone(&tenant), starter, wish.of_rule));
+        logbook::tell_of(record.uid, "starts", Priority::Notice, line);
+        known.by_key.insert(key, Entry::new(Arc::clone(&tenant), starter, wish.of_rule));
         Ok((tenant, warnings))
     }
 
-    /// The tenant of a rule, made when its first program starts.
+    /// The tenant of a rule, made when its first program starts, which is of the rule's
+    /// user.
     pub(crate) fn of_rule(&self, rule: &Rule, program: &Program) -> Result<Arc<Tenant>, String> {
         let mut refused = String::new();
         for _ in 0..RULE_TRIES {
-            if let Some(tenant) = self.get(&rule.name) {
+            if let Some(tenant) = self.get(rule.user.uid, &rule.name) {
                 return Ok(tenant);
             }
             let made = self.create(Wish {
                 name: Some(rule.name.clone()),
-                uid: program.uid,
+                uid: rule.user.uid,
                 command: program.command.clone(),
                 budget_bytes: rule.dram.0,
                 tier_limit: rule.tier_limit.map(|limit| limit.0),
@@ -373,16 +498,17 @@ impl Tenants {
     pub(crate) fn end_finished(&self) -> bool {
         let finished: Vec<Arc<Tenant>> = {
             let mut known = self.lock();
-            let names: Vec<String> = known
-                .by_name
-                .iter_mut()
-                .filter_map(|(name, entry)| entry.is_finished().then(|| name.clone()))
-                .collect();
-            names.iter().filter_map(|name| known.by_name.remove(name)).map(|e| e.tenant).collect()
+            let ends = |(key, entry): (&Key, &mut Entry)| entry.is_finished().then(|| key.clone());
+            let keys: Vec<Key> = known.by_key.iter_mut().filter_map(ends).collect();
+            keys.iter().filter_map(|key| known.by_key.remove(key)).map(|one| one.tenant).collect()
         };
+        for tenant in &finished {
+            tenant.begin_to_end();
+        }
         for tenant in &finished {
             self.take_down(tenant);
         }
+        self.cgroups.remove_left();
         !finished.is_empty()
     }
 }
@@ -428,10 +554,9 @@ impl Entry {
 
     fn is_empty(&self) -> bool {
         let (_, attached_now) = self.tenant.attachment();
-        let starter_gone = self.starter.as_ref().is_none_or(Pidfd::has_exited);
         !attached_now
             && self.arriving.load(Ordering::Acquire) == 0
-            && starter_gone
+            && self.starter.as_ref().is_none_or(Pidfd::has_exited)
             && !self.waits_for_first()
             && !self.tenant.has_released_process()
             // It can come back.
@@ -454,7 +579,7 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     text
 }
 
-fn free_name(taken: &BTreeMap<String, Entry>, program: Option<&String>) -> String {
+fn free_name(is_taken: impl Fn(&str) -> bool, program: Option<&String>) -> String {
     let base: String = program
         .and_then(|path| path.rsplit('/').next())
         .unwrap_or("tenant")
@@ -465,7 +590,7 @@ fn free_name(taken: &BTreeMap<String, Entry>, program: Option<&String>) -> Strin
     let base = if is_name(&base) { base } else { "tenant".into() };
     (1..)
         .map(|number| if number == 1 { base.clone() } else { format!("{base}-{number}") })
-        .find(|name| !taken.contains_key(name))
+        .find(|name| !is_taken(name))
         .expect("numbers do not run out before tenants")
 }
 
@@ -492,9 +617,10 @@ mod tests {
 
     #[test]
     fn a_name_is_made_of_the_program() {
-        let taken = BTreeMap::new();
-        assert_eq!(free_name(&taken, Some(&"/usr/bin/redis-server".into())), "redis-server");
-        assert_eq!(free_name(&taken, Some(&"/opt/x y".into())), "x-y");
-        assert_eq!(free_name(&taken, None), "tenant");
+        let free = |_: &str| false;
+        assert_eq!(free_name(free, Some(&"/usr/bin/redis-server".into())), "redis-server");
+        assert_eq!(free_name(free, Some(&"/opt/x y".into())), "x-y");
+        assert_eq!(free_name(free, None), "tenant");
+        assert_eq!(free_name(|name| name == "x", Some(&"/bin/x".into())), "x-2");
     }
 }

@@ -19,7 +19,7 @@ use crate::snapshots::{Snapshots, ready, schedules};
 use crate::supervisor::Inheritance;
 use crate::tenants::Tenants;
 use crate::watcher::Watcher;
-use crate::{agents, metrics, statistics, surveyor};
+use crate::{agents, logbook, metrics, statistics, surveyor};
 
 /// Exit status: nothing is left to do.
 pub(crate) const DONE: i32 = 0;
@@ -73,7 +73,11 @@ fn start(inheritance: &Inheritance) -> anyhow::Result<()> {
         inheritance,
     );
     let listener = inheritance.control.try_clone()?;
-    let control = ControlServer::start(listener, Limits::default(), Arc::new(commands))?;
+    let quota = inheritance.config.quota;
+    logbook::set_lines_per_minute(quota.log_lines);
+    let mut limits = Limits::default();
+    limits.room.per_user = quota.connections as usize;
+    let control = ControlServer::start(listener, limits, Arc::new(commands))?;
     if let Some(address) = inheritance.config.metrics {
         let observed = Arc::clone(&tenants);
         let observe = move || {
@@ -99,6 +103,7 @@ fn start(inheritance: &Inheritance) -> anyhow::Result<()> {
             if let Some(watcher) = &watcher {
                 watcher.end();
             }
+            tenants.finish();
             if let Err(error) = control.stop() {
                 // Somebody removed it: nobody comes any more either.
                 log(Priority::Warning, format_args!("its socket is gone: {error}"));
@@ -163,6 +168,7 @@ fn tidy(tenants: &Tenants, snapshots: &Snapshots, private: bool, watcher: Option
             if let Some(watcher) = watcher {
                 watcher.end();
             }
+            tenants.finish();
             std::process::exit(DONE);
         }
     }

@@ -62,7 +62,7 @@ pub use own_memory::OwnMemory;
 pub use pagemap::{ProcessPages, guard_ranges, present_ranges};
 pub use perf::idle_task_event;
 pub use placement::{MappedMemory, PlacementError, advise_memory, memory_tiers, placement_reason};
-pub use poll::{Polled, Poller, poll_readable};
+pub use poll::{Polled, Poller, poll_all, poll_readable};
 pub use process::{
     Mapping, MappingFlags, Pidfd, Presence, ReadOutcome, SIGCONT, SIGKILL, SIGSTOP, SIGTERM,
     anonymous_rss, available_bytes, is_page_present, is_zombie, note_of, noted, page_presence,

@@ -43,6 +43,32 @@ pub fn poll_readable<const N: usize>(
     }))
 }
 
+/// The same for as many as there are.
+pub fn poll_all(fds: &[BorrowedFd<'_>], timeout: Option<Duration>) -> io::Result<Vec<Polled>> {
+    let pollfd =
+        |fd: &BorrowedFd<'_>| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    let mut list: Vec<libc::pollfd> = fds.iter().map(pollfd).collect();
+    let spec = timeout.map(timespec);
+    let spec_pointer = spec.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+    // SAFETY: `list` holds as many pollfds as is said, `spec_pointer` is null or points
+    // to `spec`, which outlives the call.
+    let code = unsafe {
+        libc::ppoll(list.as_mut_ptr(), list.len() as libc::nfds_t, spec_pointer, std::ptr::null())
+    };
+    if code < 0 {
+        let error = io::Error::last_os_error();
+        if error.kind() == io::ErrorKind::Interrupted {
+            return Ok(vec![Polled::default(); fds.len()]);
+        }
+        return Err(error);
+    }
+    let polled = |entry: &libc::pollfd| Polled {
+        readable: entry.revents & libc::POLLIN != 0,
+        hangup: entry.revents & (libc::POLLHUP | libc::POLLERR | libc::POLLNVAL) != 0,
+    };
+    Ok(list.iter().map(polled).collect())
+}
+
 fn timespec(timeout: Duration) -> libc::timespec {
     libc::timespec {
         tv_sec: timeout.as_secs() as libc::time_t,
@@ -125,6 +151,17 @@ mod tests {
 
     use super::*;
     use crate::EventFd;
+
+    #[test]
+    fn all_are_waited_for_at_once() {
+        let (one, two) = (EventFd::new().expect("eventfd"), EventFd::new().expect("eventfd"));
+        two.ring();
+        let ready = poll_all(&[one.as_fd(), two.as_fd()], None).expect("poll");
+        assert_eq!(ready.iter().map(|one| one.readable).collect::<Vec<_>>(), [false, true]);
+        two.clear();
+        let ready = poll_all(&[two.as_fd()], Some(Duration::from_micros(200))).expect("poll");
+        assert_eq!(ready, [Polled::default()]);
+    }
 
     #[test]
     fn a_poller_says_which_descriptor_is_ready_and_says_it_until_it_is_taken() {

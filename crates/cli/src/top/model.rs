@@ -207,7 +207,10 @@ impl Model {
         let seconds = self.last.as_ref().map_or(0.0, |last| (sample.at - last.at).as_secs_f64());
         let before = |now: &Stats| {
             let last = self.last.as_ref()?;
-            last.tenants.iter().find(|old| old.name == now.name).map(|old| (old, seconds))
+            last.tenants
+                .iter()
+                .find(|old| (&old.name, old.uid) == (&now.name, now.uid))
+                .map(|old| (old, seconds))
         };
         self.rows = sample.tenants.iter().map(|now| Row::new(now, before(now))).collect();
         self.last = Some(sample);

@@ -92,7 +92,7 @@ impl Daemon {
     /// One that has `tenants` and says "done" to all else.
     pub(crate) fn with(tenants: Vec<Stats>) -> Self {
         Self::new(move |request| match request {
-            Request::List => Reply::List { tenants: tenants.clone() },
+            Request::List { .. } => Reply::List { tenants: tenants.clone(), next: None },
             _ => Reply::Done { note: "so it is".into() },
         })
     }

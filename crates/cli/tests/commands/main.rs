@@ -67,7 +67,7 @@ fn orders_are_sent_and_notes_printed() {
 #[test]
 fn a_refusal_is_one_line_with_the_daemons_hint() {
     let daemon = Daemon::new(|request| match request {
-        Request::List => Reply::List { tenants: vec![stats("db")] },
+        Request::List { .. } => Reply::List { tenants: vec![stats("db")], next: None },
         _ => Reply::Error { message: "not\nnow".into(), hint: "wait \u{1b}[2J".into() },
     });
     let line = complaint(&daemon.run(&["release", "db"]), 1);
@@ -288,7 +288,7 @@ fn private_daemon_body() {
                 version: "test".into(),
                 pid: std::process::id(),
             },
-            Request::List => Reply::List { tenants: vec![stats("private")] },
+            Request::List { .. } => Reply::List { tenants: vec![stats("private")], next: None },
             _ => Reply::Run {
                 name: "private".into(),
                 dram_bytes: 1 << 30,

@@ -52,7 +52,9 @@ fn daemon() -> Daemon {
 
 fn answer(request: &Request) -> Reply {
     match request {
-        Request::List => Reply::List { tenants: vec![stats("db"), stats("rm"), stats("web")] },
+        Request::List { .. } => {
+            Reply::List { tenants: vec![stats("db"), stats("rm"), stats("web")], next: None }
+        }
         Request::Snapshots { name, .. } => {
             let mut snapshots = kept();
             snapshots.retain(|info| name.as_ref().is_none_or(|name| *name == info.tenant));
@@ -327,7 +329,7 @@ fn whoever_names_a_snapshot_does_not_wait_for_sizes() {
 #[test]
 fn refusals_and_silence_are_one_line() {
     let refusing = Daemon::new(|request| match request {
-        Request::List | Request::Snapshots { .. } => answer(request),
+        Request::List { .. } | Request::Snapshots { .. } => answer(request),
         _ => Reply::Error { message: "a device is open".into(), hint: "close it".into() },
     });
     for (arguments, what) in [
@@ -345,8 +347,8 @@ fn refusals_and_silence_are_one_line() {
         assert!(line.ends_with(": a device is open; close it\n"), "{line}");
     }
     let confused = Daemon::new(|request| match request {
-        Request::List | Request::Snapshots { .. } => answer(request),
-        _ => Reply::List { tenants: vec![] },
+        Request::List { .. } | Request::Snapshots { .. } => answer(request),
+        _ => Reply::List { tenants: vec![], next: None },
     });
     let line = complaint(&confused.run(&["restore", "db@2"]), 1);
     assert!(line.contains("stratad answered something else"), "{line}");

@@ -3,6 +3,7 @@
 //! can be made at once.
 
 mod node;
+mod quotas;
 mod schedules;
 
 use std::net::SocketAddr;
@@ -20,7 +21,7 @@ use super::nearest::nearest;
 use super::{Config, Machine, Problem, Problems, Rule, User, exact_time};
 
 /// All keys of the file.
-pub(super) const KEYS: [&str; 18] = [
+pub(super) const KEYS: [&str; 19] = [
     "socket_dir",
     "default_dram",
     "metrics",
@@ -37,13 +38,15 @@ pub(super) const KEYS: [&str; 18] = [
     "snapshot_dir",
     "snapshot_limit",
     "criu",
+    "quota",
     "manage",
     "snapshot",
 ];
 /// What the kernel keeps of the name that a program is executed by (`comm`).
 const MOST_COMM_BYTES: usize = 15;
 /// All keys of a `[[manage]]` rule.
-const RULE_KEYS: [&str; 7] = ["name", "exe", "user", "cgroup", "dram", "tier_limit", "tier_order"];
+const RULE_KEYS: [&str; 8] =
+    ["name", "exe", "user", "cgroup", "dram", "tier_limit", "tier_order", "required"];
 /// Longest path of a unix socket, without the zero byte at its end.
 const MAX_SOCKET_PATH_BYTES: usize = 107;
 /// Rules at most: each is tried on every new process.
@@ -166,6 +169,7 @@ impl Reader<'_> {
             config.snapshot_limit = limit;
         }
         config.criu = self.get(table, "criu", program);
+        config.quota = self.quota(table);
         config.manage = self.rules(table, config.default_dram);
         config.snapshot = self.schedules(table);
         config
@@ -238,7 +242,8 @@ impl Reader<'_> {
             let Some(rule) = self.rule(whole, table, &element.span(), default_dram) else {
                 continue;
             };
-            if rules.iter().any(|other| other.name == rule.name) {
+            if rules.iter().any(|other| other.name == rule.name && other.user.uid == rule.user.uid)
+            {
                 let at = table.get("name").map_or(element.span(), Spanned::span);
                 let what = format!("a rule named {:?} is there already", rule.name);
                 self.complain(&at, "name", (what, "give each rule its own name".into()));
@@ -273,14 +278,16 @@ impl Reader<'_> {
         let dram = self.get(table, "dram", |value| budget(value, machine));
         let tier_limit = self.get(table, "tier_limit", size);
         let tier_order = self.get(table, "tier_order", tier_order);
+        let required = self.get(table, "required", truth).unwrap_or(false);
         Some(Rule {
             name: name?,
             exe,
-            user,
+            user: user.unwrap_or_else(User::root),
             cgroup,
             dram: dram.unwrap_or(default_dram),
             tier_limit,
             tier_order,
+            required,
         })
     }
 }
@@ -449,6 +456,10 @@ fn library(value: &DeValue<'_>) -> Result<PathBuf, Refusal> {
         return Err((what, "name libstrata.so, or leave the key out".into()));
     }
     Ok(path)
+}
+
+fn truth(value: &DeValue<'_>) -> Result<bool, Refusal> {
+    value.as_bool().ok_or_else(|| wrong_type(value, "true or false, without quotes"))
 }
 
 fn tenant_name(value: &DeValue<'_>) -> Result<String, Refusal> {

@@ -5,7 +5,10 @@ use super::*;
 fn machine() -> Machine {
     Machine {
         memory: ByteSize(8 << 30),
-        user_id: |name| Ok((name == "postgres").then_some(105)),
+        user_id: |name| {
+            let users = [("root", 0), ("postgres", 105), ("redis", 106)];
+            Ok(users.iter().find(|(known, _)| *known == name).map(|(_, uid)| *uid))
+        },
         nodes: || {
             let node = |number, gib: u64, has_cpus| MemoryNode {
                 number,
@@ -58,6 +61,10 @@ snapshot_dir = "/no/such/directory/yet"
 snapshot_limit = "3GiB"
 criu = "/bin/sh"
 
+[quota]
+tenants = 3
+log_lines = 0x10
+
 [[manage]]
 name = "db"
 exe = "/usr/lib/postgresql/15/bin/postgres"
@@ -65,6 +72,7 @@ user = "postgres"
 dram = "2GiB"
 tier_limit = "1000001B"
 tier_order = ["file"]
+required = true
 
 [[manage]]
 name = "cache"
@@ -96,6 +104,12 @@ fn every_key_is_read_and_printing_it_reads_the_same() {
     assert_eq!(config.tier_order, order(["compressed", "node", "file"]));
     assert_eq!(config.manage[0].tier_order, Some(order(["file", "node", "compressed"])));
     assert_eq!(config.manage[1].tier_order, None);
+    assert_eq!(config.manage[0].user.uid, 105);
+    // One that names nobody is root's.
+    assert_eq!((config.manage[1].user.uid, config.manage[1].required), (0, false));
+    assert!(config.manage[0].required);
+    let quota = Quota { tenants: 3, log_lines: 16, ..Quota::default() };
+    assert_eq!(config.quota, quota);
     assert_eq!(config.manage[1].cgroup.as_deref(), Some("/system.slice/redis.service"));
     assert_eq!(config.manage[1].dram, config.default_dram);
     let [db, cache] = &config.snapshot[..] else { panic!("{:?}", config.snapshot) };
@@ -195,6 +209,9 @@ fn each_slip_is_named_with_its_line_and_its_cure() {
             "is more than the file system at /tmp has",
         ),
         ("uffd_users = \"postgres\"", "write a list of users"),
+        ("quota = 3", "write a table"),
+        ("[quota]\ntenants = 0", "t.toml:2: tenants: 0 is no quota"),
+        ("[quota]\ntenant = 1", "did you mean tenants?"),
         (
             "uffd_users = [\n  \"postgres\",\n  \"nobody-here\",\n]",
             "t.toml:3: uffd_users: there is no",

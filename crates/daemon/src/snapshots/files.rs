@@ -103,15 +103,12 @@ impl Snapshots {
         info: &SnapshotInfo,
         fill: impl FnOnce(&Tenant) -> Result<(), String>,
     ) -> Result<Arc<Tenant>, String> {
-        if let Some(tenant) = self.tenants.get(&info.tenant) {
-            if tenant.record().uid != info.uid {
-                return Err(format!("another user has a tenant {}", info.tenant));
-            }
+        if let Some(tenant) = self.tenants.get(info.uid, &info.tenant) {
             return fill(&tenant).map(|()| tenant);
         }
         let (tenant, _) = self.tenants.create(wish_of(info, &info.tenant))?;
         if let Err(why) = fill(&tenant) {
-            self.tenants.discard(&info.tenant);
+            self.tenants.discard(&tenant);
             return Err(why);
         }
         // Not before: without memory and processes it would be taken down.

@@ -46,7 +46,9 @@ impl Snapshots {
     /// `false`: not all, for something is being done with some.
     fn make_ready(&self) -> bool {
         let mut tenants = self.tenants.list();
-        tenants.retain(|tenant| !tenant.snapshot_memories().is_empty());
+        tenants.retain(|tenant| {
+            tenant.record().uid == self.uid && !tenant.snapshot_memories().is_empty()
+        });
         let mut all = true;
         for tenant in tenants {
             let turn = self.turn_now(&tenant.record().name);

@@ -159,7 +159,7 @@ impl Snapshots {
                 Ok(one) => revived.push(one),
                 Err(why) => {
                     for one in revived {
-                        if let Some(tenant) = self.tenants.get(&one.name) {
+                        if let Some(tenant) = self.tenants.get(known.info.uid, &one.name) {
                             tenant.kill();
                         }
                     }
@@ -180,7 +180,7 @@ impl Snapshots {
     /// A name of which no clone is taken.
     fn free_clone_name(&self, tenant: &str, count: u32) -> String {
         let is_free = |base: &String| {
-            (1..=count).all(|index| self.tenants.get(&clone_name(base, index, count)).is_none())
+            (1..=count).all(|index| self.own_tenant(&clone_name(base, index, count)).is_none())
         };
         (1u32..)
             .map(|number| match number {
@@ -252,7 +252,7 @@ impl Snapshots {
                 Ok(Revived { name, pid: life.pid, forwards, notes })
             }
             Err(why) => {
-                self.tenants.discard(&name);
+                self.tenants.discard(&tenant);
                 Err(why)
             }
         }

@@ -43,6 +43,10 @@ impl Snapshots {
         tell: Tell<'_>,
     ) -> Result<Life, String> {
         let name = &tenant.record().name;
+        if self.check_user(tenant.record().uid).is_err() {
+            // Its turns are those of this daemon's user's tenant of that name.
+            return Err(format!("there is no snapshot {named}"));
+        }
         let _turn = self.turn(name)?;
         let (known, origin) = self.fitting(uid, named, tell)?;
         if !tenant.shares_pages_with(&origin) {

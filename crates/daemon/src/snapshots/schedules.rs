@@ -39,7 +39,7 @@ pub(crate) fn start(snapshots: &Arc<Snapshots>, schedules: Vec<Schedule>) -> io:
 
 impl Snapshots {
     fn follow(&self, schedule: &Schedule, carried_out: &mut BTreeMap<String, f64>) {
-        let Some(tenant) = self.tenants.get(&schedule.name) else { return };
+        let Some(tenant) = self.own_tenant(&schedule.name) else { return };
         if !tenant.attachment().1 {
             return;
         }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use super::{Reader, Refusal, duration, tenant_name, wrong_type};
+use super::{Reader, Refusal, duration, tenant_name, truth, wrong_type};
 use crate::config::{DEFAULT_KEEP, Schedule, exact_time};
 
 /// All keys of a `[[snapshot]]` schedule.
@@ -85,8 +85,4 @@ fn count(value: &DeValue<'_>) -> Result<u32, Refusal> {
         Ok(count) if (1..=MAX_KEEP).contains(&count) => Ok(count),
         _ => Err((format!("{} cannot be kept", integer.as_str()), format!("write {wanted}"))),
     }
-}
-
-fn truth(value: &DeValue<'_>) -> Result<bool, Refusal> {
-    value.as_bool().ok_or_else(|| wrong_type(value, "true or false, without quotes"))
 }

@@ -171,7 +171,8 @@ fn likely_directory(name: &str) -> PathBuf {
         let system = PathBuf::from(DEFAULT_SOCKET);
         if system.exists() { system } else { private().unwrap_or(system) }
     });
-    socket.parent().unwrap_or(Path::new("/")).join("guests").join(name)
+    let folder = format!("{}.{name}", place::uid());
+    socket.parent().unwrap_or(Path::new("/")).join("guests").join(folder)
 }
 
 /// Has QEMU print its version.

@@ -94,7 +94,13 @@ impl Guest {
 pub(crate) struct Guests {
     directory: PathBuf,
     tenants: Arc<Tenants>,
+    /// By what their directories are called.
     known: Mutex<BTreeMap<String, Guest>>,
+}
+
+/// What a guest's directory is called. Two users may each have a guest of one name.
+fn folder(uid: u32, name: &str) -> String {
+    format!("{uid}.{name}")
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -110,10 +116,11 @@ impl Guests {
             known: Mutex::default(),
         });
         for tenant in tenants.list() {
-            let name = &tenant.record().name;
-            let Ok(text) = fs::read_to_string(guests.record(name)) else { continue };
+            let record = tenant.record();
+            let (name, folder) = (&record.name, folder(record.uid, &record.name));
+            let Ok(text) = fs::read_to_string(guests.record(&folder)) else { continue };
             match serde_json::from_str(&text) {
-                Ok(spec) => drop(lock(&guests.known).insert(name.clone(), Guest::new(spec))),
+                Ok(spec) => drop(lock(&guests.known).insert(folder, Guest::new(spec))),
                 Err(error) => {
                     let line = format!("{name}: what is known of the guest is lost: {error}");
                     log(Priority::Warning, line);
@@ -131,21 +138,28 @@ impl Guests {
         Ok(guests)
     }
 
-    fn record(&self, name: &str) -> PathBuf {
-        self.directory.join(format!("{RECORD_PREFIX}{name}"))
+    fn record(&self, folder: &str) -> PathBuf {
+        self.directory.join(format!("{RECORD_PREFIX}{folder}"))
+    }
+
+    /// The tenant whose directory is called so.
+    fn tenant(&self, folder: &str) -> Option<Arc<Tenant>> {
+        let (uid, name) = folder.split_once('.')?;
+        self.tenants.get(uid.parse().ok()?, name)
     }
 
     /// A directory for a tenant that is about to become a guest.
     pub(crate) fn make(&self, peer: Peer, tenant: &Tenant, spec: GuestSpec) -> Reply {
-        let name = &tenant.record().name;
+        let record = tenant.record();
+        let (name, folder) = (&record.name, folder(record.uid, &record.name));
         if let Some(problem) = spec.problem() {
             return crate::commands::error(format!("{name} is no guest: {problem}"), "");
         }
         // Against `tidy`, which would take a directory away that nobody has yet.
         let mut known = lock(&self.known);
-        match self.make_directory(peer, name, &spec) {
+        match self.make_directory(peer, &folder, &spec) {
             Ok(directory) => {
-                known.insert(name.clone(), Guest::new(spec));
+                known.insert(folder, Guest::new(spec));
                 Reply::Guest { directory }
             }
             Err(error) => {
@@ -155,19 +169,19 @@ impl Guests {
         }
     }
 
-    fn make_directory(&self, peer: Peer, name: &str, spec: &GuestSpec) -> io::Result<String> {
+    fn make_directory(&self, peer: Peer, folder: &str, spec: &GuestSpec) -> io::Result<String> {
         match DirBuilder::new().mode(0o711).create(&self.directory) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
             // Whatever the umask is.
             _ => fs::set_permissions(&self.directory, Permissions::from_mode(0o711))?,
         }
         // As the kernel names it: that is what the library compares.
-        let directory = self.directory.canonicalize()?.join(name);
+        let directory = self.directory.canonicalize()?.join(folder);
         self.put_aside(&directory)?;
         DirBuilder::new().mode(0o700).create(&directory)?;
         chown(&directory, Some(peer.uid), Some(peer.gid))?;
         let text = serde_json::to_vec(spec).map_err(io::Error::other)?;
-        fs::write(self.record(name), text)?;
+        fs::write(self.record(folder), text)?;
         directory.into_os_string().into_string().map_err(|_| io::ErrorKind::InvalidFilename.into())
     }
 
@@ -195,13 +209,13 @@ impl Guests {
         for entry in entries() {
             let file = entry.file_name();
             let Some(name) = file.to_str() else { continue };
-            let name = name.strip_prefix(RECORD_PREFIX).unwrap_or(name);
-            if !name.starts_with(ASIDE_PREFIX) && self.tenants.get(name).is_none() {
+            let folder = name.strip_prefix(RECORD_PREFIX).unwrap_or(name);
+            if !folder.starts_with(ASIDE_PREFIX) && self.tenant(folder).is_none() {
                 // The next round tries again.
                 let _ = self.put_aside(&entry.path());
             }
         }
-        known.retain(|name, _| self.tenants.get(name).is_some());
+        known.retain(|folder, _| self.tenant(folder).is_some());
         drop(known);
         for entry in entries() {
             if entry.file_name().as_encoded_bytes().starts_with(ASIDE_PREFIX.as_bytes()) {
@@ -213,16 +227,16 @@ impl Guests {
     /// Asks the guests whose time has come.
     fn ask_due(&self) {
         let now = Instant::now();
-        let due = |(name, guest): (&String, &Guest)| (guest.due <= now).then(|| name.clone());
-        let names: Vec<String> = lock(&self.known).iter().filter_map(due).collect();
-        for name in names {
-            let Some(tenant) = self.tenants.get(&name) else { continue };
-            let balloon = match lock(&self.known).get(&name) {
+        let due = |(folder, guest): (&String, &Guest)| (guest.due <= now).then(|| folder.clone());
+        let folders: Vec<String> = lock(&self.known).iter().filter_map(due).collect();
+        for folder in folders {
+            let Some(tenant) = self.tenant(&folder) else { continue };
+            let balloon = match lock(&self.known).get(&folder) {
                 Some(guest) => guest.spec.balloon.clone(),
                 None => continue,
             };
             let outcome = self.ask(&tenant, balloon.as_deref());
-            if let Some(guest) = lock(&self.known).get_mut(&name) {
+            if let Some(guest) = lock(&self.known).get_mut(&folder) {
                 guest.heard(outcome, Instant::now());
             }
         }
@@ -230,7 +244,8 @@ impl Guests {
 
     fn ask(&self, tenant: &Tenant, balloon: Option<&str>) -> Result<GuestState, String> {
         let record = tenant.record();
-        let socket = self.directory.join(&record.name).join(MONITOR_SOCKET_NAME);
+        let folder = folder(record.uid, &record.name);
+        let socket = self.directory.join(folder).join(MONITOR_SOCKET_NAME);
         let stream = UnixStream::connect(socket)
             .map_err(|error| format!("its monitor cannot be reached: {error}"))?;
         let peer =
@@ -247,14 +262,14 @@ impl Guests {
 
     /// Adds what is known of a guest to what is known of it as a tenant.
     pub(crate) fn add(&self, stats: &mut Stats) {
-        stats.guest = lock(&self.known).get(&stats.name).map(Guest::stats);
+        stats.guest = lock(&self.known).get(&folder(stats.uid, &stats.name)).map(Guest::stats);
     }
 
     /// The same in an answer, of all that are in it.
     pub(crate) fn add_to(&self, reply: &mut Reply) {
         match reply {
             Reply::Stats { stats } => self.add(stats),
-            Reply::List { tenants } => tenants.iter_mut().for_each(|stats| self.add(stats)),
+            Reply::List { tenants, .. } => tenants.iter_mut().for_each(|stats| self.add(stats)),
             _ => {}
         }
     }

@@ -66,7 +66,7 @@ def build_programs():
     helper = os.path.join(ROOT, "tests", "lib", "t")
     for source in sorted(glob.glob(os.path.join(ROOT, "tests", "programs", "*.c"))):
         program = os.path.join(BUILD, os.path.basename(source)[:-2])
-        inputs = [source, helper + ".c", helper + ".h"]
+        inputs = [source, helper + ".c", *glob.glob(os.path.join(ROOT, "tests", "lib", "*.h"))]
         if os.path.exists(program) and \
                 os.path.getmtime(program) > max(os.path.getmtime(i) for i in inputs):
             continue

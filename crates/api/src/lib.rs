@@ -313,7 +313,10 @@ impl Request {
     /// must not speak for whoever has its number.
     #[must_use]
     pub fn is_about_the_caller(&self) -> bool {
-        matches!(self, Self::SnapshotSelf { .. } | Self::Place { .. } | Self::Where { .. })
+        matches!(
+            self,
+            Self::Run { .. } | Self::SnapshotSelf { .. } | Self::Place { .. } | Self::Where { .. }
+        )
     }
 
     /// What is wrong with a request to share out, whoever asks; None when nothing

@@ -4,14 +4,14 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use strata_pager::{Hail, Tenant};
-use strata_sys::peer::{Peer, peer_of};
+use strata_pager::{Hail, Space, Tenant};
+use strata_sys::peer::{KnownPeer, Peer, peer_of};
 use strata_sys::{
-    ControlBlock, Priority, Range, SeqPacket, SeqPacketListener, UffdError, Userfaultfd,
-    open_device,
+    ControlBlock, Disproof, Priority, Process, Range, SeqPacket, SeqPacketListener, UffdError,
+    Userfaultfd, open_device,
 };
 use strata_units::wire::{
     AsBytes, Hello, HelloKind, MAGIC, REQUIRED, Ready, TRANSFER_PAGES, Userfaultfd as UffdMessage,
@@ -59,6 +59,8 @@ struct Reception {
     back: u64,
     private_uid: Option<u32>,
     tenants: Arc<Tenants>,
+    /// Processes that are to get a space.
+    comers: Mutex<Vec<Arc<Process>>>,
 }
 
 /// Starts to serve the agents' socket.
@@ -76,6 +78,7 @@ pub(crate) fn serve(inheritance: &Inheritance, tenants: &Arc<Tenants>) -> io::Re
         back: inheritance.back.as_ref().map_or(0, |(_, key)| *key),
         private_uid,
         tenants: Arc::clone(tenants),
+        comers: Mutex::default(),
     };
     lobby::keep("agents", reception, RULES)
 }
@@ -95,7 +98,10 @@ impl House for Reception {
     }
 
     fn serve(&self, Guest { socket, peer }: Guest, door: usize, deadline: Deadline) {
-        if let Err(error) = self.handshake(socket, peer, self.listeners[door].1, deadline) {
+        // Who has ended is refused: its number can be another's by now.
+        let outcome = KnownPeer::of(&socket)
+            .and_then(|known| self.handshake(socket, &known, self.listeners[door].1, deadline));
+        if let Err(error) = outcome {
             let line = format!("agent of process {}, user {}: {error}", peer.pid, peer.uid);
             logbook::tell_of(peer.uid, "hello", Priority::Warning, line);
         }
@@ -147,9 +153,9 @@ fn checked(hello: &Hello) -> io::Result<HelloKind> {
     if sane { Ok(kind) } else { Err(invalid("its hello is of another version, or garbage")) }
 }
 
-fn hail_of(hello: &Hello, peer: Peer) -> Hail {
+fn hail_of(hello: &Hello, process: &Arc<Process>) -> Hail {
     Hail {
-        pid: peer.pid,
+        process: Arc::clone(process),
         transfer: hello.transfer,
         own: Range { start: hello.own_start, end: hello.own_end },
         restart: hello.restart,
@@ -183,10 +189,11 @@ impl Reception {
     fn handshake(
         &self,
         socket: SeqPacket,
-        peer: Peer,
+        known: &KnownPeer,
         door: Door,
         deadline: Deadline,
     ) -> io::Result<()> {
+        let peer = known.peer();
         socket.set_timeout(deadline.time_left()?)?;
         let mut bytes = [0; size_of::<Hello>()];
         let (got, fds) = socket.receive(&mut bytes)?;
@@ -203,10 +210,11 @@ impl Reception {
             return Err(invalid("it is no process of this daemon's, and came by the back door"));
         }
         if kind == HelloKind::Resumed {
-            return self.resume(socket, peer, fds.into_iter().next());
+            drop(fds);
+            return self.resume(socket, known);
         }
         if kind == HelloKind::Restored {
-            return self.restored(socket, peer, &hello);
+            return self.restored(socket, known, &hello);
         }
         let (arriving, required) = match self.tenant_of(&hello, kind, peer)? {
             Belongs::To(arriving, required) => (arriving, required),
@@ -222,11 +230,17 @@ impl Reception {
             }
         };
         let tenant = &arriving.tenant;
+        // From here on nothing goes by its number.
+        let process = Arc::new(Process::of_peer(known).map_err(|error| {
+            io::Error::new(error.kind(), format!("it cannot be looked at: {error}"))
+        })?);
+        let comer = self.comes(&process)?;
         let control = ControlBlock::create()?;
-        let hail = hail_of(&hello, peer);
+        let hail = hail_of(&hello, &process);
         if kind == HelloKind::Forked
             && let Some(space) = tenant.orphan_with(hello.probe, None)
         {
+            space.prove(&process, hello.probe).map_err(disproved)?;
             let uffd = space.userfaultfd()?;
             self.welcome(&socket, Verdict::Adopt, space.id().0, &[&control, &uffd])?;
             tenant.attach_orphan(&space, control, socket, hail)?;
@@ -266,6 +280,10 @@ impl Reception {
             )),
             UffdError::Io(error) => error,
         })?;
+        // One that executed a program leaves the space of its memory before behind, for a
+        // moment: that is no other's.
+        let before: Vec<&Process> = comer.before.iter().map(AsRef::as_ref).collect();
+        process.prove(&uffd, hello.probe, &before).map_err(disproved)?;
         let attach = || tenant.attach(uffd, control, socket, hail);
         let space = self.tenants.attach(tenant, peer.pid, attach)?;
         ready(tenant, space.id())
@@ -273,19 +291,26 @@ impl Reception {
 
     /// A process that came back from a snapshot. Whom it belongs to is known by
     /// its userfaultfd; until it is, its agent asks again.
-    fn restored(&self, socket: SeqPacket, peer: Peer, hello: &Hello) -> io::Result<()> {
+    fn restored(&self, socket: SeqPacket, known: &KnownPeer, hello: &Hello) -> io::Result<()> {
         let tenant = self.tenants.by_token(hello.token);
         let found = tenant.and_then(|tenant| {
-            let space = tenant.orphan_with(hello.probe, Some(peer.pid))?;
-            Some((tenant, space))
+            let space = tenant.orphan_with(hello.probe, Some(known.peer().pid))?;
+            // Opened when it was restored, before it ran.
+            let process = space.held_process().filter(|process| process.is(known))?;
+            Some((tenant, space, process))
         });
-        let Some((tenant, space)) = found else {
+        let Some((tenant, space, process)) = found else {
             return Err(invalid("it is a restored process of no snapshot of this daemon"));
         };
+        let _comer = self.comes(&process)?;
+        if space.process().is_some() {
+            return Err(disproved(Disproof::Known(0)));
+        }
+        space.prove(&process, hello.probe).map_err(disproved)?;
         let control = ControlBlock::create()?;
         let uffd = space.userfaultfd()?;
         self.welcome(&socket, Verdict::Adopt, space.id().0, &[&control, &uffd])?;
-        tenant.attach_restored(&space, control, socket, hail_of(hello, peer))?;
+        tenant.attach_restored(&space, control, socket, hail_of(hello, &process))?;
         ready(&tenant, space.id())?;
         tenant.settle_restored(&space)
     }
@@ -358,6 +383,36 @@ impl Reception {
         Ok(None)
     }
 
+    /// A process that is to get a space. One address space has one: who shares memory with
+    /// a process that has a space, or is about to get one, is refused.
+    fn comes(&self, process: &Arc<Process>) -> io::Result<Comer<'_>> {
+        let comers = || self.comers.lock().unwrap_or_else(PoisonError::into_inner);
+        {
+            let mut comers = comers();
+            let is_here = |other: &Arc<Process>| {
+                other.pid() == process.pid() && !other.has_exited()
+                    || other.shares_memory_with(process)
+            };
+            if comers.iter().any(is_here) {
+                return Err(disproved(Disproof::Known(0)));
+            }
+            comers.push(Arc::clone(process));
+        }
+        let mut comer =
+            Comer { process: Arc::clone(process), before: Vec::new(), comers: &self.comers };
+        for tenant in self.tenants.list() {
+            for other in tenant.processes() {
+                if other.pid() == process.pid() {
+                    // The same process; whether it is the same memory is seen later.
+                    comer.before.push(other);
+                } else if other.shares_memory_with(process) {
+                    return Err(disproved(Disproof::Known(0)));
+                }
+            }
+        }
+        Ok(comer)
+    }
+
     fn may_have_device(&self, peer: Peer) -> bool {
         peer.uid == 0
             || self.private_uid == Some(peer.uid)
@@ -367,19 +422,12 @@ impl Reception {
     /// An agent lost its connection. Only a process that is known is answered:
     /// to be told that it is not managed would make it close its userfaultfd,
     /// and its missing pages would read as zero.
-    fn resume(
-        &self,
-        socket: SeqPacket,
-        peer: Peer,
-        uffd: Option<std::os::fd::OwnedFd>,
-    ) -> io::Result<()> {
-        drop(uffd);
-        let known = self
-            .tenants
-            .list()
-            .into_iter()
-            .find_map(|tenant| Some((tenant.space_of(peer.pid)?, tenant)));
-        let Some((space, tenant)) = known else {
+    fn resume(&self, socket: SeqPacket, known: &KnownPeer) -> io::Result<()> {
+        let is_it = |space: &Space| space.process().is_some_and(|process| process.is(known));
+        let found = self.tenants.list().into_iter().find_map(|tenant| {
+            Some((tenant.space_of(known.peer().pid).filter(|space| is_it(space))?, tenant))
+        });
+        let Some((space, tenant)) = found else {
             return Err(invalid("it belongs to a daemon that is gone"));
         };
         tenant.resume(&space, socket, |socket, control| {
@@ -387,6 +435,25 @@ impl Reception {
         })?;
         ready(&tenant, space.id())
     }
+}
+
+/// See [`Reception::comes`].
+struct Comer<'a> {
+    process: Arc<Process>,
+    /// The same process, as it was when its agent said hello before.
+    before: Vec<Arc<Process>>,
+    comers: &'a Mutex<Vec<Arc<Process>>>,
+}
+
+impl Drop for Comer<'_> {
+    fn drop(&mut self) {
+        let mut comers = self.comers.lock().unwrap_or_else(PoisonError::into_inner);
+        comers.retain(|process| !Arc::ptr_eq(process, &self.process));
+    }
+}
+
+fn disproved(why: Disproof) -> io::Error {
+    io::Error::new(io::ErrorKind::PermissionDenied, why.to_string())
 }
 
 /// Whose a program is that says hello.

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use strata_sys::{Pidfd, Priority, log, parent_of};
 use strata_units::ByteSize;
 
 /// Where the memory controller is.
@@ -118,7 +119,7 @@ impl Cgroups {
         &self,
         uid: u32,
         name: &str,
-        process: Option<u32>,
+        process: Option<(u32, &Pidfd)>,
         memory_bytes: u64,
     ) -> io::Result<PathBuf> {
         let hierarchy =
@@ -133,9 +134,9 @@ impl Cgroups {
             let _used = self.used();
             Self::prepare(hierarchy, root, &directory, memory_bytes)
         };
-        if let Err(error) = prepared
-            .and_then(|()| process.map_or(Ok(()), |process| Self::adopt(&directory, process)))
-        {
+        if let Err(error) = prepared.and_then(|()| {
+            process.map_or(Ok(()), |(pid, pidfd)| Self::adopt(&directory, pid, pidfd))
+        }) {
             self.release(&directory);
             return Err(error);
         }
@@ -181,9 +182,26 @@ impl Cgroups {
         fs::OpenOptions::new().write(true).open(directory.join("tasks")).ok()
     }
 
-    /// Puts a process into a tenant's group.
-    pub(crate) fn adopt(directory: &Path, pid: u32) -> io::Result<()> {
-        fs::write(directory.join("cgroup.procs"), pid.to_string())
+    /// Puts the process of `pidfd` into a tenant's group. The kernel takes its number
+    /// alone: should that be a stranger's by then, the stranger goes back to where it was.
+    pub(crate) fn adopt(directory: &Path, pid: u32, pidfd: &Pidfd) -> io::Result<()> {
+        let ended = || io::Error::from(io::ErrorKind::NotFound);
+        let groups = |pid| fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+        let before = groups(pid);
+        if pidfd.has_exited() {
+            return Err(ended());
+        }
+        let file = directory.join("cgroup.procs");
+        fs::write(&file, pid.to_string())?;
+        if !pidfd.has_exited() {
+            return Ok(());
+        }
+        // Nobody, its next owner or, for what was read before that came, this process's own.
+        if is_among(directory, &groups(pid)) {
+            let parent = parent_of(pid).map(groups).unwrap_or_default();
+            put_back(directory, pid, [&before, &parent]);
+        }
+        Err(ended())
     }
 
     /// Whether a process is in a tenant's group. Asking is cheap, moving one there
@@ -284,6 +302,31 @@ fn group_of<'a>(groups: &'a str, controller: Option<&str>) -> Option<&'a Path> {
     })
 }
 
+/// Moves a process that was put into a tenant's group by mistake to where one of `places`
+/// (texts of `/proc/PID/cgroup`) has been, in the same hierarchy.
+fn put_back(directory: &Path, pid: u32, places: [&str; 2]) {
+    let Some(root) = directory.parent().and_then(Path::parent) else { return };
+    let fits = |line: &&str| {
+        let mut fields = line.splitn(3, ':').skip(1);
+        let controllers = fields.next().unwrap_or_default();
+        let is_ours = controllers.is_empty() || controllers.split(',').any(|one| one == "memory");
+        is_ours && !is_among(directory, line)
+    };
+    let former = places.into_iter().flat_map(|text| text.lines().filter(fits)).find_map(|line| {
+        let group = line.splitn(3, ':').nth(2)?;
+        let procs = root.join(group.trim_start_matches('/')).join("cgroup.procs");
+        procs.exists().then_some(procs)
+    });
+    let former = former.unwrap_or_else(|| root.join("cgroup.procs"));
+    if let Err(error) = fs::write(&former, pid.to_string()) {
+        let text = format!(
+            "process {pid} was put into {} by mistake and cannot be put back: {error}",
+            directory.display()
+        );
+        log(Priority::Warning, text);
+    }
+}
+
 /// Removes a daemon's cgroups that are not in use, and its own if none is left. One
 /// that has processes refuses.
 fn sweep(group: &Path, used: &HashMap<PathBuf, u32>) {
@@ -325,6 +368,50 @@ mod tests {
         groups.release(&other);
         assert!(!root.join("strata-1").exists());
         fs::remove_dir(root).expect("nothing is left in it");
+    }
+
+    #[test]
+    fn a_stranger_goes_back_to_where_it_was() {
+        let root = std::env::temp_dir().join(format!("strata-back-{}", std::process::id()));
+        let directory = root.join("strata-1/web");
+        for place in [&directory, &root.join("a/b"), &root.join("c"), &root.join("other")] {
+            fs::create_dir_all(place).expect("a directory");
+            fs::write(place.join("cgroup.procs"), "").expect("a file");
+        }
+        fs::write(root.join("cgroup.procs"), "").expect("a file");
+        let put = |places: [&str; 2]| {
+            put_back(&directory, 7, places);
+            let mut found = ["a/b", "c", "other", "strata-1/web", "."].map(|place| {
+                let file = root.join(place).join("cgroup.procs");
+                let text = fs::read_to_string(&file).expect("a file");
+                fs::write(&file, "").expect("a file");
+                (text, place)
+            });
+            found.sort();
+            found.into_iter().filter(|(text, _)| text == "7").map(|(_, place)| place).collect()
+        };
+        let back: [Vec<&str>; 4] = [
+            put(["5:cpu:/other\n9:memory:/a/b\n", "9:memory:/c\n"]),
+            // It was read when it was here already: where its parent is, then.
+            put(["9:memory:/strata-1/web\n", "0::/c\n"]),
+            put(["9:memory:/gone\n", ""]),
+            put(["", "5:cpu:/c\n"]),
+        ];
+        fs::remove_dir_all(&root).expect("removed");
+        assert_eq!(back, [["a/b"], ["c"], ["."], ["."]]);
+    }
+
+    #[test]
+    fn who_has_ended_is_put_into_no_group() {
+        let directory = std::env::temp_dir().join(format!("strata-none-{}", std::process::id()));
+        fs::create_dir_all(&directory).expect("a directory");
+        let mut child = std::process::Command::new("true").spawn().expect("a program");
+        let pidfd = Pidfd::open(child.id()).expect("a child");
+        child.wait().expect("it ends");
+        // Its number is this process's by now.
+        Cgroups::adopt(&directory, std::process::id(), &pidfd).expect_err("it has ended");
+        assert!(!directory.join("cgroup.procs").exists());
+        fs::remove_dir_all(&directory).expect("removed");
     }
 
     #[test]

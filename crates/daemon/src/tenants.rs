@@ -404,13 +404,15 @@ impl Tenants {
         self.check_quota(&known, wish.uid)?;
         let key = Key::new(wish.uid, &name);
         let mut warnings = Vec::new();
+        let starter = wish.starter.and_then(|pid| Pidfd::open(pid).ok());
         let made = if wish.of_rule {
             Err(std::io::Error::other("programs of a rule stay in their own cgroup"))
         } else {
             // What is on the node counts there too, and not in the budget.
             let node_bytes = self.node.map_or(0, |node| node.limit_bytes);
             let memory_bytes = wish.budget_bytes.saturating_add(node_bytes);
-            self.cgroups.make(wish.uid, &name, wish.starter, memory_bytes)
+            let starter = starter.as_ref().and_then(|pidfd| Some((wish.starter?, pidfd)));
+            self.cgroups.make(wish.uid, &name, starter, memory_bytes)
         };
         let cgroup = match made {
             Ok(directory) => Some(directory.to_string_lossy().into_owned()),
@@ -454,7 +456,6 @@ impl Tenants {
             }
             format!("cannot make tenant {name}: {}", chain(&error))
         })?;
-        let starter = wish.starter.and_then(|pid| Pidfd::open(pid).ok());
         let record = tenant.record();
         let command = record.command.first().map_or("", |word| word.as_str());
         let line = format!(

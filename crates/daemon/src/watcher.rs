@@ -129,7 +129,11 @@ impl Round {
 
     /// What is seen; none: it was told to end.
     fn look(&mut self, watch: &Watch) -> Result<Option<Vec<Seen>>, DamonRefusal> {
-        self.damon.watch(watch.pid, &watch.ranges)?;
+        // By its number, which it has while it lives: looked at before and after, and what
+        // a stranger's memory would show is dropped.
+        let watched = watch.process.by_number(|pid| self.damon.watch(pid, &watch.ranges));
+        let gone = || DamonRefusal::Refused("pid_target".into(), "the process has ended".into());
+        watched.ok_or_else(gone)??;
         // For a while the kernel divides what is not used alike.
         if self.told.wait(DAMON_PERIOD) {
             return Ok(None);

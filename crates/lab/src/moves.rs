@@ -11,7 +11,7 @@ use std::{
     sync::atomic::{AtomicUsize, Ordering},
     thread,
 };
-use strata_sys::{OwnMemory, Userfaultfd, is_page_present};
+use strata_sys::{OwnMemory, Process, Userfaultfd};
 use strata_units::PageBuffer;
 
 /// Pages moved in one round.
@@ -86,7 +86,7 @@ fn move_all(
         }
         let error = io::Error::from_raw_os_error(-code).to_string();
         *result.errors.entry(error).or_default() += 1;
-        if is_page_present(std::process::id(), target.address(page))? {
+        if Process::open(std::process::id())?.is_page_present(target.address(page))? {
             result.denied += 1;
         }
     }

@@ -25,7 +25,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use strata_store::Put;
-use strata_sys::{Fill, ProcessPages, Range};
+use strata_sys::{Fill, Process, Range};
 use strata_units::{Handle, LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber, SpaceId};
 
 use crate::copied::Copied;
@@ -76,7 +76,7 @@ enum What {
 pub(crate) struct Capture {
     pub(crate) snapshot: SpaceId,
     directory: BTreeMap<Piece, LeafIndex>,
-    pages: Arc<ProcessPages>,
+    pages: Arc<Process>,
     pending: u64,
     /// How much of it the snapshot before did not have, at the freeze.
     unknown: u64,
@@ -301,7 +301,7 @@ impl Capture {
 
 /// Reads pages from `address` on; which of them are what they were when they were
 /// protected.
-fn read_protected(pages: &ProcessPages, address: u64, buffer: &mut [u8]) -> Vec<bool> {
+fn read_protected(pages: &Process, address: u64, buffer: &mut [u8]) -> Vec<bool> {
     let count = buffer.len() / PAGE_SIZE;
     let mut read = vec![true; count];
     let mut next = 0;

@@ -50,7 +50,7 @@ impl Taken {
         let frozen = world.space.freeze(
             &world.tenant,
             id,
-            std::process::id(),
+            &testing::own_process(),
             &maps,
             &Excluded::default(),
             &mut buffer,
@@ -121,7 +121,7 @@ fn pending(world: &World) -> Vec<usize> {
 }
 
 fn arm(world: &World) {
-    world.space.arm(std::process::id(), &Excluded::default()).expect("registered");
+    world.space.arm(&testing::own_process(), &Excluded::default()).expect("registered");
 }
 
 pub(crate) fn fill(world: &World, pages: std::ops::Range<usize>, seed: impl Fn(usize) -> u8) {

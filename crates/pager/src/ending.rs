@@ -123,14 +123,14 @@ impl Tenant {
     /// executed another program, whose agent may be about to come.
     #[must_use]
     pub fn has_ending_process(&self) -> bool {
-        lock(&self.ending_agents).iter().any(|agent| !agent.pidfd.has_exited())
+        lock(&self.ending_agents).iter().any(|agent| !agent.process.has_exited())
     }
 
     /// Whether a process of it lives that is served, or that was released.
     #[must_use]
     pub fn has_living_process(&self) -> bool {
         let lives = |space: &Arc<Space>| match space.agent() {
-            Some(agent) => !agent.pidfd.has_exited(),
+            Some(agent) => !agent.process.has_exited(),
             None => space.uffd.is_alive(),
         };
         self.space_list().iter().any(lives) || self.has_released_process()
@@ -139,9 +139,9 @@ impl Tenant {
     /// Collects processes that have ended.
     pub(crate) fn collect_ended(&self) {
         lock(&self.ending_agents).retain(|agent| {
-            let ended = agent.pidfd.has_exited();
+            let ended = agent.process.has_exited();
             if ended {
-                agent.pidfd.collect();
+                agent.process.pidfd().collect();
             }
             !ended
         });

@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use strata_policy::{Level, exchange, gap};
 use strata_store::Fingerprint;
-use strata_sys::{Range, futex_wait, futex_wake, is_page_present, page_presence};
+use strata_sys::{Range, futex_wait, futex_wake};
 use strata_units::wire::{BATCH_PAGES, Command, Control, RESULT_CANCELLED, RESULT_PENDING};
 use strata_units::{Handle, PAGE_SIZE, PageBuffer, PageId};
 
@@ -182,7 +182,7 @@ impl Space {
         let end = Instant::now() + PARK_PATIENCE;
         loop {
             let is_idle = agent.wait_idle(self, ENDED_WITHIN);
-            if is_idle || agent.pidfd.has_exited() || Instant::now() >= end {
+            if is_idle || agent.process.has_exited() || Instant::now() >= end {
                 return is_idle;
             }
         }
@@ -429,11 +429,11 @@ fn look_what_moved(
 ) -> io::Result<()> {
     let start = agent.ranges.transfer.start + first as u64 * PAGE;
     let mut there = vec![false; results.len()];
-    page_presence(
-        agent.pid,
-        Range { start, end: start + results.len() as u64 * PAGE },
-        |index, _| there[index as usize] = true,
-    )?;
+    agent
+        .process
+        .page_presence(Range { start, end: start + results.len() as u64 * PAGE }, |index, _| {
+            there[index as usize] = true
+        })?;
     let slots = lock(&space.gate).slots[first..first + results.len()].to_vec();
     for ((result, there), address) in results.iter_mut().zip(there).zip(slots) {
         if *result == Moved::Yes || !there {
@@ -441,7 +441,7 @@ fn look_what_moved(
         }
         // A worker that died while it put a page back left it in both places, and
         // the program has gone on with the one that it sees.
-        if address == 0 || !is_page_present(agent.pid, address)? {
+        if address == 0 || !agent.process.is_page_present(address)? {
             *result = Moved::Yes;
         }
     }

@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use strata_policy::{Level, gap};
 use strata_store::Put;
-use strata_sys::{Fill, Range, ReadOutcome, read_process};
+use strata_sys::{Fill, Range, ReadOutcome};
 use strata_units::wire::RESULT_CANCELLED;
 use strata_units::{Handle, PAGE_SIZE, PageId, SpaceId};
 
@@ -71,7 +71,7 @@ impl Evictor {
             add_run(&mut runs, one_page(transfer + slot as u64 * PAGE));
         }
         let bytes = rest.len() * PAGE_SIZE;
-        if read_process(agent.pid, &runs, &mut self.buffer[..bytes]) == ReadOutcome::Failed {
+        if agent.process.read_runs(&runs, &mut self.buffer[..bytes]) == ReadOutcome::Failed {
             // The process is going, or its agent lied about what it moved. The
             // pages stay where they are; nothing is dropped.
             space.has_strays.store(true, Ordering::Release);

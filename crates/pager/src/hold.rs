@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-use strata_sys::{Fill, Range, read_process, thread_id, yield_to_others};
+use strata_sys::{Fill, Range, thread_id, yield_to_others};
 use strata_units::PAGE_SIZE;
 
 use crate::handler::{self, one_page};
@@ -138,16 +138,14 @@ impl Tenant {
 /// Reads from the transfer range, whose pages are missing but for those of a batch
 /// that is under way. The last call returns when the memory is taken down.
 fn read_until_let_go(space: &Space, agent: &Agent) {
-    let mut page = [0; PAGE_SIZE];
     let Range { start, end } = agent.ranges.transfer;
     // Slots are filled from the first one on.
     let slots = (end - start) / PAGE_SIZE as u64;
     for address in (0..slots).rev().map(|slot| start + slot * PAGE_SIZE as u64) {
-        // Its number may be another's by then.
-        if !space.held.is_wanted() || agent.pidfd.has_exited() {
+        if !space.held.is_wanted() || agent.process.has_exited() {
             break;
         }
-        read_process(agent.pid, &[one_page(address)], &mut page);
+        agent.process.wait_for_page(address);
     }
 }
 

@@ -433,7 +433,7 @@ impl Keeper<'_> {
     fn living_spaces(&mut self) -> Vec<Arc<Space>> {
         let mut living = self.tenant.space_list();
         living.retain(|space| {
-            let exited = space.agent().is_some_and(|agent| agent.pidfd.has_exited());
+            let exited = space.agent().is_some_and(|agent| agent.process.has_exited());
             let alive = !exited && !space.is_gone() && space.uffd.is_alive();
             if !alive {
                 self.tenant.bury(space);

@@ -87,7 +87,7 @@ pub(crate) struct Kernel;
 
 impl Mover for Kernel {
     fn divide(&mut self, process: &Agent, addresses: &[u64]) {
-        divide_huge_pages(&process.pidfd, addresses);
+        divide_huge_pages(process.process.pidfd(), addresses);
     }
 
     fn move_to(
@@ -96,11 +96,19 @@ impl Mover for Kernel {
         addresses: &[u64],
         node: u32,
     ) -> Result<Vec<PagePlace>, NodeRefusal> {
-        move_pages(process.pid, addresses, node)
+        // Should its number be a stranger's before the second look: their pages have been
+        // moved to a node, which changes nothing that they hold.
+        process
+            .process
+            .by_number(|pid| move_pages(pid, addresses, node))
+            .unwrap_or(Err(NodeRefusal::Gone))
     }
 
     fn find(&mut self, process: &Agent, addresses: &[u64]) -> Result<Vec<PagePlace>, NodeRefusal> {
-        find_pages(process.pid, addresses)
+        process
+            .process
+            .by_number(|pid| find_pages(pid, addresses))
+            .unwrap_or(Err(NodeRefusal::Gone))
     }
 
     fn room(&mut self, node: u32) -> Option<(u64, u64)> {
@@ -502,5 +510,5 @@ fn count_time(tenant: &Tenant, began: Duration) {
 
 /// The process, if it has not ended: another could have its number by now.
 fn living(space: &Space) -> Option<Arc<Agent>> {
-    space.agent().filter(|agent| !space.is_gone() && !agent.pidfd.has_exited())
+    space.agent().filter(|agent| !space.is_gone() && !agent.process.has_exited())
 }

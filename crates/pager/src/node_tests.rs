@@ -52,7 +52,7 @@ impl Mover for Fake {
         addresses: &[u64],
         node: u32,
     ) -> Result<Vec<PagePlace>, NodeRefusal> {
-        assert_eq!(process.pid, std::process::id());
+        assert_eq!(process.process.pid(), std::process::id());
         let mut machine = lock(&self.0);
         if let Some(refusal) = machine.refuses {
             return Err(refusal);
@@ -110,7 +110,7 @@ fn world(spec: NodeSpec, count: u64) -> Option<World> {
     let tenant = testing::tenant();
     let (ours, _) = UnixDatagram::pair().expect("sockets");
     let (transfer, own) = (BASE / 2, Range { start: 0, end: 0 });
-    let hail = Hail { pid: std::process::id(), transfer, own, restart: 0 };
+    let hail = Hail { process: testing::own_process(), transfer, own, restart: 0 };
     let block = ControlBlock::create().expect("a control block");
     let space = tenant.attach(uffd, block, SeqPacket::adopt(ours.into()), hail).expect("a space");
     let mut gate = lock(&space.gate);

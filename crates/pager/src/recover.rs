@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex};
 
 use strata_store::{Descriptors, Store};
 use strata_sys::{
-    ControlBlock, EventFd, Pidfd, Range, SeqPacket, Userfaultfd, adopt_fd, is_page_present,
+    ControlBlock, EventFd, PROCESS_FDS, Process, Range, SeqPacket, Userfaultfd, adopt_fd,
 };
 use strata_units::{LeafIndex, PAGE_SIZE, SpaceId, TenantId};
 
@@ -28,7 +28,9 @@ use crate::counters::Counter;
 use crate::entry::Entry;
 use crate::events::done_reading;
 use crate::page_map::{PageMap, Piece};
-use crate::registry::{RING_MESSAGES, Registry, SpaceAddress, SpaceField, TenantRecord};
+use crate::registry::{
+    PROCESS_FIELDS, RING_MESSAGES, Registry, SpaceAddress, SpaceField, TenantRecord,
+};
 use crate::space::{Agent, AgentRanges, EVERYTHING, Space, lock};
 use crate::tenant::{Tenant, store_config};
 
@@ -180,9 +182,14 @@ impl Tenant {
         let kick = EventFd::new()?;
         let uffd = Userfaultfd::adopt(fd(SpaceField::Uffd).ok_or(missing("userfaultfd"))?);
         let space = Space::new(id, uffd, kick);
-        // The agent's descriptors were recorded one by one, the control block
-        // last: without it, the agent says hello again.
-        if let (Some(control), Some(pidfd)) = (fd(SpaceField::Control), fd(SpaceField::Pidfd)) {
+        // Descriptors were recorded one by one, the number after those of the process, the
+        // control block last: without it, the agent says hello again.
+        let pid = self.registry.space_field(id, SpaceField::Pid).load(Ordering::Acquire);
+        let process = if pid == 0 { None } else { self.recover_process(id, pid) };
+        if let Some(process) = &process {
+            let _ = space.process.set(Arc::clone(process));
+        }
+        if let (Some(process), Some(control)) = (process, fd(SpaceField::Control)) {
             let address = |field| self.registry.space_address(id, field).load(Ordering::Relaxed);
             let transfer = address(SpaceAddress::Transfer);
             let transfer_bytes = (strata_units::wire::TRANSFER_PAGES * PAGE_SIZE) as u64;
@@ -196,8 +203,7 @@ impl Tenant {
                     },
                 },
                 socket: Mutex::new(fd(SpaceField::Socket).map(SeqPacket::adopt)),
-                pid: self.registry.space_field(id, SpaceField::Pid).load(Ordering::Relaxed),
-                pidfd: Pidfd::adopt(pidfd),
+                process,
                 restart: Some(address(SpaceAddress::Restart)).filter(|&at| at != 0),
             };
             *space.agent.write().unwrap_or_else(std::sync::PoisonError::into_inner) =
@@ -208,10 +214,19 @@ impl Tenant {
         Ok(Arc::new(space))
     }
 
+    /// What the worker before has opened and proved of a process.
+    fn recover_process(&self, id: SpaceId, pid: u32) -> Option<Arc<Process>> {
+        let fds = PROCESS_FIELDS.map(|field| self.registry.space_fd(id, field).and_then(adopt_fd));
+        // All or none: what is left is closed here.
+        let fds: Vec<_> = fds.into_iter().collect::<Option<_>>()?;
+        let fds: [_; PROCESS_FDS] = fds.try_into().ok()?;
+        Some(Arc::new(Process::adopt(pid, fds)))
+    }
+
     /// Counts what is resident, finds what was leaving, settles what was
     /// arriving.
     fn settle_after_death(&self, space: &Space) {
-        let pid = space.pid();
+        let process = space.process();
         let mut gate = lock(&space.gate);
         let pieces = gate.pages_in(EVERYTHING);
         for (_, leaf, part) in pieces {
@@ -237,8 +252,10 @@ impl Tenant {
                     }
                     Entry::Arriving(handle) => {
                         // Unreadable: the process is gone.
-                        let there = |pid| is_page_present(pid, address).unwrap_or(false);
-                        if pid.is_some_and(there) {
+                        let there = |process: &Arc<Process>| {
+                            process.is_page_present(address).unwrap_or(false)
+                        };
+                        if process.as_ref().is_some_and(there) {
                             self.arrived(page, handle, None);
                         } else {
                             self.map.set(page, Entry::Stored(handle));

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use serde::{Deserialize, Serialize};
 use strata_policy::order::TierOrder;
-use strata_sys::{SharedMemory, Userfaultfd};
+use strata_sys::{PROCESS_FDS, SharedMemory, Userfaultfd};
 use strata_units::{SpaceId, TenantId};
 
 use crate::counters::{ALL_BUCKETS, COUNTERS};
@@ -110,7 +110,22 @@ pub(crate) enum SpaceField {
     Socket = 20,
     /// The parent's space + 1, or 0.
     Parent = 24,
+    Directory = 72,
+    Pagemap = 76,
+    Memory = 80,
+    Maps = 84,
+    Smaps = 88,
 }
+
+/// Where the descriptors of a [`strata_sys::Process`] are recorded, in its order.
+pub(crate) const PROCESS_FIELDS: [SpaceField; PROCESS_FDS] = [
+    SpaceField::Pidfd,
+    SpaceField::Directory,
+    SpaceField::Pagemap,
+    SpaceField::Memory,
+    SpaceField::Maps,
+    SpaceField::Smaps,
+];
 
 /// The fields of a space's slot that are addresses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -260,7 +275,9 @@ impl Registry {
         self.memory.write(at, &vec![0; SPACE_BYTES as usize]);
         let serial = self.memory.atomic_u64(H_SERIAL).fetch_add(1, Ordering::Relaxed) + 1;
         self.memory.atomic_u64(at + S_SERIAL).store(serial, Ordering::Relaxed);
-        self.set_space_fd(id, SpaceField::Pidfd, None);
+        for field in PROCESS_FIELDS {
+            self.set_space_fd(id, field, None);
+        }
         self.set_space_fd(id, SpaceField::Control, None);
         self.set_space_fd(id, SpaceField::Socket, None);
         self.space_field(id, SpaceField::Tenant).store(tenant.0, Ordering::Relaxed);
@@ -364,9 +381,8 @@ impl Registry {
             fds.extend(&record.map_fds);
             fds.extend(&record.store_fds);
             for space in self.spaces_of(id) {
-                for field in
-                    [SpaceField::Uffd, SpaceField::Pidfd, SpaceField::Control, SpaceField::Socket]
-                {
+                let others = [SpaceField::Uffd, SpaceField::Control, SpaceField::Socket];
+                for field in others.into_iter().chain(PROCESS_FIELDS) {
                     fds.extend(self.space_fd(space, field));
                 }
                 let (memory, at) = self.ring(space);

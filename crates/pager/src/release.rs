@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use strata_sys::{available_bytes, read_maps};
+use strata_sys::available_bytes;
 use strata_units::PAGE_SIZE;
 
 use crate::entry::Entry;
@@ -178,7 +178,7 @@ fn bring_back(
 /// Ends the management of a space in which every page is in place.
 fn let_go(space: &Arc<Space>, tenant: &Arc<Tenant>) {
     if let Some(agent) = space.agent() {
-        let maps = read_maps(agent.pid).unwrap_or_default();
+        let maps = agent.process.maps().unwrap_or_default();
         // The gate keeps the handler from taking an event in between.
         let gate = lock(&space.gate);
         for mapping in maps.iter().filter(|mapping| mapping.private && mapping.anonymous) {

@@ -6,9 +6,8 @@
 //! registered, by the one who restored it; what is not to be managed (stacks,
 //! small mappings, the agent's own) is brought back whole and let go.
 
-use std::fs::OpenOptions;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -18,7 +17,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use strata_store::Put;
-use strata_sys::{ControlBlock, EventFd, Range, Registration, SeqPacket, Userfaultfd, read_maps};
+use strata_sys::{ControlBlock, EventFd, Process, Range, Registration, SeqPacket, Userfaultfd};
 use strata_units::PageBuffer;
 use strata_units::wire::{RestartError, patch_restart};
 
@@ -52,8 +51,7 @@ impl Space {
 }
 
 impl Tenant {
-    /// Takes a process that is being restored, before it runs; `pid` is its number
-    /// here. With the address of its agent's `wire::Restart`, the agent begins
+    /// Takes a process that is being restored, before it runs. With the address of its agent's `wire::Restart`, the agent begins
     /// a new life there as this tenant's, and calls at `socket`: the snapshot may be
     /// another daemon's.
     ///
@@ -62,17 +60,18 @@ impl Tenant {
     pub fn restore(
         self: &Arc<Self>,
         mut prepared: Prepared,
-        pid: u32,
+        process: Arc<Process>,
         uffd: OwnedFd,
         restart: Option<u64>,
         socket: &Path,
     ) -> io::Result<Arc<Space>> {
         let kick = EventFd::new()?;
+        let uffd = Userfaultfd::of_stranger(uffd)?;
         let id = prepared.slot();
-        self.registry.set_space_fd(id, SpaceField::Uffd, Some(uffd.as_raw_fd()));
+        self.registry.set_space_fd(id, SpaceField::Uffd, Some(uffd.as_fd().as_raw_fd()));
+        let space = Space::new(id, uffd, kick);
         // By which its agent is told from those of its children.
-        self.registry.space_field(id, SpaceField::Pid).store(pid, Ordering::Relaxed);
-        let space = Space::new(id, Userfaultfd::adopt(uffd), kick);
+        space.set_process(&self.registry, process);
         space.transfer_clean.store(true, Ordering::Release);
         lock(&space.gate).directory = prepared.take_directory();
         if let Some(address) = restart {
@@ -114,8 +113,7 @@ impl Tenant {
     /// which is all of it when a stack pointer ends in three zeroes.
     fn patch_in_place(&self, space: &Space, address: u64, socket: &Path) -> io::Result<()> {
         let gone = || io::Error::from(io::ErrorKind::NotFound);
-        let pid = self.restored_pid(space).ok_or_else(gone)?;
-        let memory = OpenOptions::new().read(true).write(true).open(format!("/proc/{pid}/mem"))?;
+        let memory = space.held_process().ok_or_else(gone)?.open_memory_to_write()?;
         let mut page = PageBuffer::zeroed();
         memory.read_exact_at(&mut page.0, address)?;
         let socket = socket.as_os_str().as_bytes();
@@ -192,7 +190,7 @@ impl Tenant {
         socket: SeqPacket,
         hail: Hail,
     ) -> io::Result<()> {
-        let agent = Agent::new(control, socket, hail)?;
+        let agent = Agent::new(control, socket, hail);
         space.attach_agent(&self.registry, agent);
         self.wake_keeper();
         Ok(())
@@ -207,7 +205,7 @@ impl Tenant {
     pub fn settle_restored(&self, space: &Space) -> io::Result<()> {
         let Some(agent) = space.agent() else { return Ok(()) };
         let stacks = stacks_of(agent.control.control());
-        let maps = read_maps(agent.pid)?;
+        let maps = agent.process.maps()?;
         let let_go: Vec<Range> = standings(&maps, agent.ranges, &stacks)
             .into_iter()
             .filter(|(mapping, why)| mapping.private && mapping.fileless && why.is_err())

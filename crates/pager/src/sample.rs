@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use strata_policy::sampler;
-use strata_sys::{Mapping, ProcessPages, Range, Registration, read_maps, stack_pointers};
+use strata_sys::{Mapping, Range, Registration};
 use strata_units::PageId;
 
 use crate::handler;
@@ -75,14 +75,13 @@ impl Pieces {
 /// however large it is. Returns whether the process was there.
 pub(crate) fn register_sample(space: &Arc<Space>, tenant: &Arc<Tenant>, pieces: Pieces) -> bool {
     let Some(agent) = space.agent() else { return true };
-    let Ok(maps) = read_maps(agent.pid) else { return false };
+    let Ok(maps) = agent.process.maps() else { return false };
     let control = agent.control.control();
     if control.thread_overflow.load(Ordering::Relaxed) != 0 {
         return true;
     }
     let mut stacks = stacks_of(control);
-    stacks.extend(stack_pointers(agent.pid));
-    let Ok(pages) = ProcessPages::open(agent.pid) else { return true };
+    stacks.extend(agent.process.stack_pointers());
     let mut present_bytes = 0;
     let mut numbers = Vec::new();
     let large = |mapping: &&Mapping| is_large_data(mapping, agent.ranges, &stacks).is_ok();
@@ -98,7 +97,7 @@ pub(crate) fn register_sample(space: &Arc<Space>, tenant: &Arc<Tenant>, pieces: 
             }
         };
         // Whether it is gone is told where something is registered.
-        if pages.present(mapping.range, found).is_err() {
+        if agent.process.present(mapping.range, found).is_err() {
             return true;
         }
     }
@@ -121,7 +120,7 @@ pub(crate) fn register_sample(space: &Arc<Space>, tenant: &Arc<Tenant>, pieces: 
     if space.uffd.register(agent.ranges.transfer) == Registration::Gone {
         return false;
     }
-    register_all(space, tenant, agent.pid, &new)
+    register_all(space, tenant, &agent.process, &new)
 }
 
 #[cfg(test)]

@@ -8,10 +8,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use strata_sys::{
-    MappingFlags, Range, Registration, page_presence, present_ranges, read_mapping_flags,
-    read_maps, stack_pointers,
-};
+use strata_sys::{MappingFlags, Process, Range, Registration};
 use strata_units::wire::Control;
 use strata_units::{PAGE_SIZE, PageId, SpaceId};
 
@@ -144,7 +141,7 @@ pub(crate) fn register_within(space: &Arc<Space>, tenant: &Arc<Tenant>, range: R
 pub(crate) fn register_whole(space: &Arc<Space>, tenant: &Arc<Tenant>, range: Range) -> bool {
     let _alone = lock(&tenant.placement.registering);
     let Some(agent) = space.agent() else { return true };
-    let Ok(maps) = read_maps(agent.pid) else { return false };
+    let Ok(maps) = agent.process.maps() else { return false };
     let new: Vec<Range> = {
         let gate = lock(&space.gate);
         if !gate.registered.iter().any(|&known| overlaps(known, range)) {
@@ -159,16 +156,21 @@ pub(crate) fn register_whole(space: &Arc<Space>, tenant: &Arc<Tenant>, range: Ra
             .collect()
     };
     tenant.placement.registers.store(true, Ordering::Relaxed);
-    register_all(space, tenant, agent.pid, &new)
+    register_all(space, tenant, &agent.process, &new)
 }
 
 /// Registers `ranges` and enters what is resident there. Returns whether the process was
 /// there.
-pub(crate) fn register_all(space: &Space, tenant: &Tenant, pid: u32, ranges: &[Range]) -> bool {
+pub(crate) fn register_all(
+    space: &Space,
+    tenant: &Tenant,
+    process: &Process,
+    ranges: &[Range],
+) -> bool {
     for few in ranges.chunks(REGISTERED_AT_ONCE.max(ranges.len() / PARTS_OF_MANY)) {
-        let Some(registered) = register(space, pid, few) else { return false };
+        let Some(registered) = register(space, process, few) else { return false };
         for range in registered {
-            note_resident(space, tenant, pid, range);
+            note_resident(space, tenant, process, range);
         }
     }
     true
@@ -176,7 +178,7 @@ pub(crate) fn register_all(space: &Space, tenant: &Tenant, pid: u32, ranges: &[R
 
 fn register_some(space: &Arc<Space>, tenant: &Arc<Tenant>, wanted: impl Fn(Range) -> bool) -> bool {
     let Some(agent) = space.agent() else { return true };
-    let Ok(maps) = read_maps(agent.pid) else { return false };
+    let Ok(maps) = agent.process.maps() else { return false };
     let control = agent.control.control();
     if control.thread_overflow.load(Ordering::Relaxed) != 0 {
         tenant.note(
@@ -201,12 +203,12 @@ fn register_some(space: &Arc<Space>, tenant: &Arc<Tenant>, wanted: impl Fn(Range
     if !new.is_empty() {
         // Threads that nobody recorded: those that a library makes past the
         // wrapper.
-        let more = stack_pointers(agent.pid);
+        let more = agent.process.stack_pointers();
         new.retain(|range| {
             range.len() > LARGEST_UNRECORDED_BYTES || !more.iter().any(|&at| range.contains(at))
         });
     }
-    register_all(space, tenant, agent.pid, &new)
+    register_all(space, tenant, &agent.process, &new)
 }
 
 /// Registers those of `ranges` that are still one mapping each, and remembers
@@ -221,7 +223,7 @@ fn register_some(space: &Arc<Space>, tenant: &Arc<Tenant>, wanted: impl Fn(Range
 /// last: that message cannot be acted on before its range is remembered.
 ///
 /// None: the process is gone.
-fn register(space: &Space, pid: u32, ranges: &[Range]) -> Option<Vec<Range>> {
+fn register(space: &Space, process: &Process, ranges: &[Range]) -> Option<Vec<Range>> {
     let mut gate = lock(&space.gate);
     let mut registered = Vec::with_capacity(ranges.len());
     for &range in ranges {
@@ -232,7 +234,7 @@ fn register(space: &Space, pid: u32, ranges: &[Range]) -> Option<Vec<Range>> {
             Registration::Gone => return None,
         }
     }
-    let maps = read_maps(pid).ok()?;
+    let maps = process.maps().ok()?;
     // What is not whole is looked at again when the map is read the next time.
     registered.retain(|&range| {
         let at = maps.partition_point(|mapping| mapping.range.end <= range.start);
@@ -284,10 +286,10 @@ pub(crate) fn stand_down(space: &Space, tenant: &Tenant) -> bool {
 /// it is entered: a page believed resident that is not reads as zero, which is
 /// what a page discarded meanwhile must read as; and a page that was evicted
 /// meanwhile is not `Untouched`, so nothing is entered.
-fn note_resident(space: &Space, tenant: &Tenant, pid: u32, range: Range) {
+fn note_resident(space: &Space, tenant: &Tenant, process: &Process, range: Range) {
     let mut parts = Vec::new();
     // Gone, then: there is nothing to enter.
-    let _ = present_ranges(pid, range, |found| {
+    let _ = process.present(range, |found| {
         let starts = (found.start..found.end).step_by(CHUNK_BYTES as usize);
         parts
             .extend(starts.map(|start| Range { start, end: (start + CHUNK_BYTES).min(found.end) }));
@@ -311,11 +313,11 @@ fn note_resident(space: &Space, tenant: &Tenant, pid: u32, range: Range) {
 /// page map agree with what the kernel let it inherit. Mappings that the parent
 /// advised to keep from children are missing or empty there.
 pub(crate) fn adjust_child(space: &Space, tenant: &Tenant, agent: &Agent) -> io::Result<()> {
-    let flags = read_mapping_flags(agent.pid)?;
+    let flags = agent.process.mapping_flags()?;
     let stacks = stacks_of(agent.control.control());
     // The child of a process that was just restored inherits registrations of
     // memory that is not to be managed: it is served, and never evicted.
-    let is_managed = managed(&read_maps(agent.pid)?, agent.ranges, &stacks);
+    let is_managed = managed(&agent.process.maps()?, agent.ranges, &stacks);
     let mut gate = lock(&space.gate);
     gate.registered.clear();
     for mapping in flags.iter().filter(|mapping| mapping.registered) {
@@ -385,7 +387,7 @@ pub(crate) fn settle_shared(space: &Space, tenant: &Tenant) {
     let shared = Entry::Resident { shared: true };
     for (_, leaf, part) in pieces {
         let mut present = Vec::new();
-        let read = page_presence(agent.pid, part, |index, presence| {
+        let read = agent.process.page_presence(part, |index, presence| {
             present.push((part.start + index * PAGE, presence.exclusive));
         });
         if read.is_err() {
@@ -436,11 +438,11 @@ mod tests {
         let whole = memory.range();
         // After the memory map was read, half of it goes.
         memory.shrink_to(32);
-        let pid = std::process::id();
-        assert_eq!(register(&space, pid, &[whole]).expect("this process lives"), []);
+        let process = testing::own_process();
+        assert_eq!(register(&space, &process, &[whole]).expect("this process lives"), []);
         assert!(lock(&space.gate).registered.is_empty());
         let half = memory.range();
-        assert_eq!(register(&space, pid, &[half]).expect("this process lives"), [half]);
+        assert_eq!(register(&space, &process, &[half]).expect("this process lives"), [half]);
         assert_eq!(lock(&space.gate).registered, [half]);
     }
 }

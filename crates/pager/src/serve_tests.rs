@@ -145,8 +145,12 @@ impl World {
         let copy = block.as_fd().try_clone_to_owned().expect("a copy");
         let (ours, _) = UnixDatagram::pair().expect("sockets");
         let own = Range { start: 0, end: 0 };
-        let hail =
-            Hail { pid: std::process::id(), transfer: transfer.range().start, own, restart: 0 };
+        let hail = Hail {
+            process: testing::own_process(),
+            transfer: transfer.range().start,
+            own,
+            restart: 0,
+        };
         tenant.under_pressure.store(true, Ordering::Relaxed);
         let space =
             tenant.attach(uffd, block, SeqPacket::adopt(ours.into()), hail).expect("a space");
@@ -314,7 +318,7 @@ fn what_is_not_in_the_transfer_range_is_never_read_as_zero() {
     let transfer = world.space.agent().expect("attached").ranges.transfer;
     let slot = Range { start: transfer.start, end: transfer.start + PAGE_SIZE as u64 };
     let mut buffer = vec![0; PAGE_SIZE];
-    let outcome = strata_sys::read_process(std::process::id(), &[slot], &mut buffer);
+    let outcome = testing::own_process().read_runs(&[slot], &mut buffer);
     assert_eq!(outcome, strata_sys::ReadOutcome::Failed);
     world.end();
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use std::collections::BTreeMap;
 use strata_store::Put;
-use strata_sys::{Range, read_maps, stack_pointers, thread_time};
+use strata_sys::{Process, Range, thread_time};
 use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
 
 use crate::capture::{Capture, RUN_PAGES};
@@ -293,18 +293,18 @@ fn take(
 ) -> Result<Begun, SnapshotError> {
     let mut leaves = 0;
     for space in spaces {
-        let Some(pid) = space.pid() else {
+        let Some(process) = space.process() else {
             return Err(restless("a process of it has no agent"));
         };
-        bring_threads(tenant, space, pid)?;
-        leaves += space.arm(pid, &excluded(space))?;
+        bring_threads(tenant, space, &process)?;
+        leaves += space.arm(&process, &excluded(space))?;
     }
     // For all of them at once: until the freeze none is taken.
     tenant.map.prepare(leaves).map_err(failed)?;
     for space in spaces {
         if !space.park() {
             unpark(spaces);
-            let ends = space.agent().is_none_or(|agent| agent.pidfd.has_exited());
+            let ends = space.agent().is_none_or(|agent| agent.process.has_exited());
             let what = "the agent of a process does not answer";
             return Err(if ends { restless(what) } else { failed(what) });
         }
@@ -350,9 +350,10 @@ fn take(
 
 /// Brings what whoever stops a thread reads of it, and reads without waiting: the
 /// end of its stack, where the C library has the thread's control block.
-fn bring_threads(tenant: &Tenant, space: &Space, pid: u32) -> Result<(), SnapshotError> {
-    let maps = read_maps(pid).map_err(restless)?;
-    let ends: Vec<Range> = stack_pointers(pid)
+fn bring_threads(tenant: &Tenant, space: &Space, process: &Process) -> Result<(), SnapshotError> {
+    let maps = process.maps().map_err(restless)?;
+    let ends: Vec<Range> = process
+        .stack_pointers()
         .into_iter()
         .filter_map(|pointer| maps.iter().find(|mapping| mapping.range.contains(pointer)))
         .map(|mapping| mapping.range)
@@ -390,8 +391,9 @@ impl Taken<'_> {
             }
         }
         for &pid in pids {
-            let space = spaces.iter().find(|space| space.pid() == Some(pid));
-            let Some(space) = space else {
+            let known = spaces.iter().find(|space| space.pid() == Some(pid));
+            let Some((space, process)) = known.and_then(|space| Some((space, space.process()?)))
+            else {
                 return Err(restless(format!("process {pid} is not managed")));
             };
             let snapshot = tenant
@@ -409,8 +411,8 @@ impl Taken<'_> {
                 needed: excluded.within(EVERYTHING),
                 settings: lock(&space.gate).settings.ranges().to_vec(),
             });
-            let maps = read_maps(pid).map_err(failed)?;
-            space.freeze(tenant, snapshot, pid, &maps, &excluded, buffer)?;
+            let maps = process.maps().map_err(failed)?;
+            space.freeze(tenant, snapshot, &process, &maps, &excluded, buffer)?;
         }
         Ok(())
     }

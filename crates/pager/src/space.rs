@@ -8,11 +8,11 @@
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use strata_sys::{ControlBlock, EventFd, Pidfd, Range, SeqPacket, Userfaultfd};
+use strata_sys::{ControlBlock, Disproof, EventFd, Process, Range, SeqPacket, Userfaultfd};
 use strata_units::wire::TRANSFER_PAGES;
 use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber, SpaceId};
 
@@ -20,7 +20,7 @@ use crate::capture::Capture;
 use crate::hold::Held;
 use crate::page_map::{PageMap, Piece};
 use crate::page_set::PageSet;
-use crate::registry::{Registry, SpaceAddress, SpaceField};
+use crate::registry::{PROCESS_FIELDS, Registry, SpaceAddress, SpaceField};
 use crate::settings::Settings;
 use crate::unwritten::{Base, Unwritten};
 
@@ -37,8 +37,7 @@ pub(crate) struct Agent {
     pub(crate) control: ControlBlock,
     pub(crate) ranges: AgentRanges,
     pub(crate) socket: Mutex<Option<SeqPacket>>,
-    pub(crate) pid: u32,
-    pub(crate) pidfd: Pidfd,
+    pub(crate) process: Arc<Process>,
     /// Where it reads, in a restored process, what its new life is.
     pub(crate) restart: Option<u64>,
 }
@@ -81,6 +80,9 @@ pub struct Space {
     pub(crate) id: SpaceId,
     pub(crate) uffd: Userfaultfd,
     pub(crate) agent: RwLock<Option<Arc<Agent>>>,
+    /// Whose memory it is. Of a forked child that is known with its agent; of a restored
+    /// process before.
+    pub(crate) process: OnceLock<Arc<Process>>,
     pub(crate) gate: Mutex<Gate>,
     /// Wakes the handler.
     pub(crate) kick: Arc<EventFd>,
@@ -273,6 +275,7 @@ impl Space {
             id,
             uffd,
             agent: RwLock::new(None),
+            process: OnceLock::new(),
             gate: Mutex::new(Gate::new()),
             kick: Arc::new(kick),
             kicked: Mutex::default(),
@@ -308,15 +311,48 @@ impl Space {
         self.agent.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// The process, once its agent has said hello.
+    /// The number of the process, once its agent has said hello.
     #[must_use]
     pub fn pid(&self) -> Option<u32> {
-        self.agent().map(|agent| agent.pid)
+        self.process().map(|process| process.pid())
+    }
+
+    /// The process, once its agent has said hello.
+    #[must_use]
+    pub fn process(&self) -> Option<Arc<Process>> {
+        self.agent().map(|agent| Arc::clone(&agent.process))
+    }
+
+    /// The process, that of a restored one whose agent has not come yet, too.
+    #[must_use]
+    pub fn held_process(&self) -> Option<Arc<Process>> {
+        self.process.get().cloned()
+    }
+
+    /// Shows that the userfaultfd of this space is that of a process's memory; see
+    /// [`Process::prove`].
+    ///
+    /// # Errors
+    /// It is not shown.
+    pub fn prove(&self, process: &Process, probe: u64) -> Result<(), Disproof> {
+        process.prove(&self.uffd, probe, &[])
+    }
+
+    /// Records and keeps whose memory this is, once and for all.
+    pub(crate) fn set_process(&self, registry: &Registry, process: Arc<Process>) {
+        for (field, fd) in PROCESS_FIELDS.into_iter().zip(process.descriptors()) {
+            registry.set_space_fd(self.id, field, Some(fd));
+        }
+        registry.space_field(self.id, SpaceField::Pid).store(process.pid(), Ordering::Release);
+        let known = Arc::clone(self.process.get_or_init(|| Arc::clone(&process)));
+        assert!(Arc::ptr_eq(&known, &process), "an address space has one process");
     }
 
     /// Records and takes the agent of this space.
     pub(crate) fn attach_agent(&self, registry: &Registry, agent: Agent) {
-        registry.space_field(self.id, SpaceField::Pid).store(agent.pid, Ordering::Relaxed);
+        if self.process.get().is_none() {
+            self.set_process(registry, Arc::clone(&agent.process));
+        }
         for (field, value) in [
             (SpaceAddress::Transfer, agent.ranges.transfer.start),
             (SpaceAddress::OwnStart, agent.ranges.own.start),
@@ -325,7 +361,6 @@ impl Space {
         ] {
             registry.space_address(self.id, field).store(value, Ordering::Relaxed);
         }
-        registry.set_space_fd(self.id, SpaceField::Pidfd, Some(agent.pidfd.as_fd().as_raw_fd()));
         let socket = lock(&agent.socket).as_ref().map(|socket| socket.as_fd().as_raw_fd());
         registry.set_space_fd(self.id, SpaceField::Socket, socket);
         registry.set_space_fd(

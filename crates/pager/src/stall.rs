@@ -1,12 +1,12 @@
 //! How long a tenant waits for its pages. Handlers say when a thread waits and when none
 //! does any more; the keeper makes averages of it.
 
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use strata_policy::stall::{Averages, Stall, Sums};
-use strata_sys::process_time;
+use strata_sys::Process;
 
 use crate::counters::Counter;
 use crate::space::lock;
@@ -83,13 +83,13 @@ impl Tenant {
     }
 
     /// Ends a window of the averages, if one is over; whether one was.
-    pub(crate) fn look_at_stall(&self, pids: impl Iterator<Item = u32>) -> bool {
+    pub(crate) fn look_at_stall(&self, processes: impl Iterator<Item = Arc<Process>>) -> bool {
         let at_ns = self.waiting.ns(Instant::now());
         let mut stall = lock(&self.waiting.stall);
         if !stall.is_due(at_ns) {
             return false;
         }
-        let processor: std::time::Duration = pids.filter_map(process_time).sum();
+        let processor: std::time::Duration = processes.filter_map(|one| one.processor_time()).sum();
         let processor_ns = processor.as_nanos() as u64;
         let full_ns = stall.look(Sums { at_ns, some_ns: self.some_ns(at_ns), processor_ns });
         drop(stall);

@@ -15,7 +15,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use strata_sys::{MappingUse, is_zombie, read_mapping_uses, read_maps, stat_field};
+use strata_sys::{MappingUse, is_zombie, stat_field};
 use strata_units::wire::ENV_TOKEN;
 use strata_units::{ByteSize, PAGE_SIZE};
 
@@ -23,7 +23,7 @@ use crate::scan::stacks_of;
 use crate::space::lock;
 use crate::standing::{Why, standings};
 use crate::tenant::Tenant;
-use crate::usage::{proportional_anonymous, proportional_shared};
+use crate::usage::{proportional_shared, proportional_unattended};
 
 /// A survey that is younger serves whoever asks.
 const FRESH: Duration = Duration::from_secs(2);
@@ -163,8 +163,8 @@ impl Tenant {
         if wants_memory {
             for space in self.space_list() {
                 let Some(agent) = space.agent() else { continue };
-                let Ok(uses) = read_mapping_uses(agent.pid) else { continue };
-                let Ok(maps) = read_maps(agent.pid) else { continue };
+                let Ok(uses) = agent.process.mapping_uses() else { continue };
+                let Ok(maps) = agent.process.maps() else { continue };
                 let stacks = stacks_of(agent.control.control());
                 let standings = standings(&maps, agent.ranges, &stacks);
                 for MappingUse { mapping, anonymous_bytes } in uses {
@@ -207,7 +207,7 @@ impl Tenant {
             if attended.contains(&pid) || is_zombie(pid) || is_young(pid) || is_own_helper(pid) {
                 continue;
             }
-            let Some(bytes) = proportional_anonymous(pid) else { continue };
+            let Some(bytes) = proportional_unattended(pid) else { continue };
             survey.unmanaged.unattended_bytes += bytes;
             survey.unattended_processes += 1;
             if survey.unattended.len() < MOST_NAMED {

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use strata_policy::order::TierOrder;
 use strata_store::{Descriptors, FileConfig, Fingerprint, Store, StoreConfig, StoreStats};
 use strata_sys::{
-    ControlBlock, EventFd, Pidfd, Range, Registration, SIGKILL, SIGSTOP, SeqPacket, Userfaultfd,
+    ControlBlock, EventFd, Process, Range, Registration, SIGKILL, SIGSTOP, SeqPacket, Userfaultfd,
 };
 use strata_units::wire::TRANSFER_PAGES;
 use strata_units::{PAGE_SIZE, PageId, SpaceId, TenantId};
@@ -65,10 +65,10 @@ pub struct TenantSpec {
 }
 
 /// What an agent said of its process.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Hail {
     /// The process, as the kernel knows it.
-    pub pid: u32,
+    pub process: Arc<Process>,
     /// First byte of the transfer range.
     pub transfer: u64,
     /// The agent's own memory.
@@ -327,17 +327,11 @@ impl Tenant {
     pub fn pids(&self) -> Vec<u32> {
         let released: Vec<u32> = lock(&self.released_agents)
             .iter()
-            .filter(|agent| !agent.pidfd.has_exited())
-            .map(|agent| agent.pid)
+            .filter(|agent| !agent.process.has_exited())
+            .map(|agent| agent.process.pid())
             .collect();
-        let number = |space: &Arc<Space>| space.pid().or_else(|| self.restored_pid(space));
+        let number = |space: &Arc<Space>| space.held_process().map(|process| process.pid());
         self.space_list().iter().filter_map(number).chain(released).collect()
-    }
-
-    /// The process of a space that was restored and whose agent has not come yet.
-    pub(crate) fn restored_pid(&self, space: &Space) -> Option<u32> {
-        let pid = self.registry.space_field(space.id, SpaceField::Pid).load(Ordering::Relaxed);
-        Some(pid).filter(|&pid| pid != 0)
     }
 
     /// Whether a process ever attached, and whether any is attached now.
@@ -402,7 +396,7 @@ impl Tenant {
             .iter()
             .filter_map(|space| space.agent())
             .chain(released)
-            .filter(|agent| agent.pidfd.signal(signal))
+            .filter(|agent| agent.process.pidfd().signal(signal))
             .count()
             + self.signal_restored(signal)
     }
@@ -422,8 +416,8 @@ impl Tenant {
         waiting.retain(|space| space.agent().is_none() && space.uffd.is_alive());
         waiting
             .iter()
-            .filter_map(|space| Pidfd::open(self.restored_pid(space)?).ok())
-            .filter(|pidfd| pidfd.signal(signal))
+            .filter_map(|space| space.held_process())
+            .filter(|process| process.pidfd().signal(signal))
             .count()
     }
 
@@ -462,7 +456,7 @@ impl Tenant {
         socket: SeqPacket,
         hail: Hail,
     ) -> io::Result<Arc<Space>> {
-        let agent = Agent::new(control, socket, hail)?;
+        let agent = Agent::new(control, socket, hail);
         let kick = EventFd::new()?;
         let id = self
             .registry
@@ -478,7 +472,7 @@ impl Tenant {
 
     /// A space whose userfaultfd a fork made and whose agent has not come yet,
     /// if the process in which `probe` is mapped is the one; with `restored`, one
-    /// that was restored as that process.
+    /// that was restored as the process of that number.
     ///
     /// A restored process can fork before its agent has come, and its child then
     /// has its probe mapped too: the probe alone does not tell them apart.
@@ -490,11 +484,9 @@ impl Tenant {
         for space in self.space_list() {
             drop(lock(&space.gate));
         }
-        let pid_of = |space: &Space| {
-            self.registry.space_field(space.id, SpaceField::Pid).load(Ordering::Relaxed)
-        };
+        let pid_of = |space: &Space| space.held_process().map(|process| process.pid());
         let mut orphans = self.space_list();
-        orphans.retain(|space| space.agent().is_none() && pid_of(space) == restored.unwrap_or(0));
+        orphans.retain(|space| space.agent().is_none() && pid_of(space) == restored);
         orphans.into_iter().find(|space| {
             let found = space.uffd.register(range) == Registration::Done;
             if found {
@@ -512,7 +504,7 @@ impl Tenant {
         socket: SeqPacket,
         hail: Hail,
     ) -> io::Result<()> {
-        let agent = Agent::new(control, socket, hail)?;
+        let agent = Agent::new(control, socket, hail);
         crate::scan::adjust_child(space, self, &agent)?;
         space.attach_agent(&self.registry, agent);
         self.wake_keeper();
@@ -556,20 +548,29 @@ impl Tenant {
     /// to be another program's, which it has executed.
     #[must_use]
     pub fn has_process(&self, pid: u32) -> bool {
-        let is_it = |agent: &Arc<Agent>| agent.pid == pid && !agent.pidfd.has_exited();
+        let lives = |process: &Process| process.pid() == pid && !process.has_exited();
+        let is_it = |agent: &Arc<Agent>| lives(&agent.process);
         self.space_list().iter().any(|space| match space.agent() {
             Some(agent) => is_it(&agent),
-            None => self.restored_pid(space) == Some(pid) && space.uffd.is_alive(),
+            None => space.held_process().is_some_and(|held| lives(&held)) && space.uffd.is_alive(),
         }) || lock(&self.released_agents).iter().any(is_it)
             || lock(&self.ending_agents).iter().any(is_it)
     }
 
-    /// The living space of a process.
+    /// The living space of the process that lives and has this number.
     #[must_use]
     pub fn space_of(&self, pid: u32) -> Option<Arc<Space>> {
-        self.space_list()
-            .into_iter()
-            .find(|space| space.pid() == Some(pid) && space.uffd.is_alive())
+        let is_it = |space: &Arc<Space>| {
+            space.process().is_some_and(|one| one.pid() == pid && !one.has_exited())
+        };
+        self.space_list().into_iter().find(|space| is_it(space) && space.uffd.is_alive())
+    }
+
+    /// The processes of its spaces that have agents, as far as they live.
+    #[must_use]
+    pub fn processes(&self) -> Vec<Arc<Process>> {
+        let all = self.space_list().into_iter().filter_map(|space| space.process());
+        all.filter(|process| !process.has_exited()).collect()
     }
 
     /// An agent connected again. `greet` sends it the control block's
@@ -597,7 +598,7 @@ impl Tenant {
     /// Whether a process that was released still runs.
     #[must_use]
     pub fn has_released_process(&self) -> bool {
-        lock(&self.released_agents).iter().any(|agent| !agent.pidfd.has_exited())
+        lock(&self.released_agents).iter().any(|agent| !agent.process.has_exited())
     }
 
     pub(crate) fn adopt_space(self: &Arc<Self>, space: Arc<Space>) {
@@ -613,16 +614,15 @@ impl Tenant {
 }
 
 impl Agent {
-    pub(crate) fn new(control: ControlBlock, socket: SeqPacket, hail: Hail) -> io::Result<Self> {
+    pub(crate) fn new(control: ControlBlock, socket: SeqPacket, hail: Hail) -> Self {
         let end = hail.transfer.saturating_add((TRANSFER_PAGES * PAGE_SIZE) as u64);
-        Ok(Self {
+        Self {
             control,
             ranges: AgentRanges { transfer: Range { start: hail.transfer, end }, own: hail.own },
             socket: Mutex::new(Some(socket)),
-            pid: hail.pid,
-            pidfd: Pidfd::open(hail.pid)?,
+            process: hail.process,
             restart: (hail.restart != 0).then_some(hail.restart),
-        })
+        }
     }
 }
 

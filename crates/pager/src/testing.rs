@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 
 use strata_policy::order::TierOrder;
 use strata_store::{Backing, Faults, Faulty, FileConfig, MemoryBacking, Store, StoreConfig};
-use strata_sys::{EventFd, Userfaultfd};
+use strata_sys::{EventFd, Process, Userfaultfd};
 use strata_units::{PAGE_SIZE, PageBuffer, SpaceId};
 
 use crate::node::NodeSpec;
@@ -91,6 +91,11 @@ pub(crate) fn userfaultfd() -> Option<Userfaultfd> {
             None
         }
     }
+}
+
+/// This process, which plays a managed one.
+pub(crate) fn own_process() -> Arc<Process> {
+    Arc::new(Process::open(std::process::id()).expect("this process"))
 }
 
 /// Its number, without an owner: a message names it.

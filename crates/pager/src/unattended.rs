@@ -6,13 +6,13 @@
 //! fork's message does not say so, nor which process it is. So before the first page
 //! out of the store comes, its process is looked for and asked.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use strata_sys::{
-    MappingFlags, all_processes, children_of, processes_with_thread, read_mapping_flags,
+    MappingFlags, Process, all_processes, children_of, processes_with_thread, read_mapping_flags,
 };
-
 use strata_units::SpaceId;
 
 use crate::entry::Entry;
@@ -47,12 +47,12 @@ impl Space {
             }
             *looked = Some(Instant::now());
         }
-        let parent = self.parent_pid(tenant);
-        let found = self.find_process(tenant, parent, asker.thread(), address);
+        let parent = self.parent(tenant);
+        let found = self.find_process(tenant, parent.as_deref(), asker.thread(), address);
         let Some((pid, mut flags)) = found else { return };
         let wiped = |mapping: &MappingFlags| mapping.registered && mapping.wiped_on_fork;
         if flags.iter().any(wiped)
-            && let Some(of_parent) = parent.and_then(|pid| read_mapping_flags(pid).ok())
+            && let Some(of_parent) = parent.and_then(|parent| parent.mapping_flags().ok())
         {
             // Advised in the child itself, by now, that says nothing of this fork.
             for mapping in flags.iter_mut().filter(|mapping| wiped(mapping)) {
@@ -69,16 +69,16 @@ impl Space {
         }
     }
 
-    fn parent_pid(&self, tenant: &Tenant) -> Option<u32> {
+    fn parent(&self, tenant: &Tenant) -> Option<Arc<Process>> {
         let parent = tenant.registry.space_field(self.id, SpaceField::Parent);
         let parent = parent.load(Ordering::Relaxed).checked_sub(1)?;
-        tenant.space(SpaceId(parent))?.pid()
+        tenant.space(SpaceId(parent))?.process()
     }
 
     fn find_process(
         &self,
         tenant: &Tenant,
-        parent: Option<u32>,
+        parent: Option<&Process>,
         tid: u32,
         address: u64,
     ) -> Option<(u32, Vec<MappingFlags>)> {
@@ -94,7 +94,8 @@ impl Space {
         if tid == 0 {
             // The kind of userfaultfd that CRIU makes names no thread; and who has lost
             // its parent is nobody's child here.
-            let children = parent.map(children_of).unwrap_or_default();
+            let children =
+                parent.and_then(|parent| parent.by_number(children_of)).unwrap_or_default();
             return children.into_iter().chain(all_processes()).find_map(is_it);
         }
         processes_with_thread(tid).find_map(is_it)

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use strata_sys::anonymous_rss;
+use strata_sys::Process;
 use strata_units::PAGE_SIZE;
 
 use crate::space::lock;
@@ -108,14 +108,22 @@ pub(crate) fn proportional_shared(pid: u32) -> u64 {
 }
 
 /// Anonymous memory of one process, shared pages in proportion.
-pub(crate) fn proportional_anonymous(pid: u32) -> Option<u64> {
-    let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
-    field(&text, "Pss_Anon").map(|kib| kib << 10)
+pub(crate) fn proportional_anonymous(process: &Process) -> Option<u64> {
+    anonymous_in(&process.read_file(c"smaps_rollup").ok()?)
+}
+
+/// The same of a process that nobody holds: to be shown and counted, by its number.
+pub(crate) fn proportional_unattended(pid: u32) -> Option<u64> {
+    anonymous_in(&fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?)
+}
+
+fn anonymous_in(text: &str) -> Option<u64> {
+    field(text, "Pss_Anon").map(|kib| kib << 10)
 }
 
 /// Whether a process has huge pages. Walks its page table.
-pub(crate) fn has_huge_pages(pid: u32) -> bool {
-    let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap_or_default();
+pub(crate) fn has_huge_pages(process: &Process) -> bool {
+    let text = process.read_file(c"smaps_rollup").unwrap_or_default();
     field(&text, "AnonHugePages").is_some_and(|kib| kib > 0)
 }
 
@@ -123,12 +131,12 @@ pub(crate) fn has_huge_pages(pid: u32) -> bool {
 /// cgroup, which counts a shared page once, or one by one, in proportion.
 pub(crate) fn measure(tenant: &Tenant, policy_bytes: u64) -> Usage {
     let spaces = tenant.space_list();
-    let pids: Vec<u32> = spaces.iter().filter_map(|space| space.pid()).collect();
+    let processes: Vec<_> = spaces.iter().filter_map(|space| space.process()).collect();
     // Processes that no agent is in cost DRAM, too.
     let unattended_bytes = tenant.unattended_bytes.load(Ordering::Relaxed);
-    let anonymous_bytes = match (pids.as_slice(), &tenant.record.cgroup) {
+    let anonymous_bytes = match (processes.as_slice(), &tenant.record.cgroup) {
         ([], _) => 0,
-        ([pid], _) if spaces.len() == 1 => anonymous_rss(*pid).unwrap_or(0) + unattended_bytes,
+        ([one], _) if spaces.len() == 1 => one.anonymous_rss().unwrap_or(0) + unattended_bytes,
         // What is being taken down is charged there, too.
         (_, Some(directory))
             if tenant.memory_held.load(Ordering::Relaxed) == 0
@@ -136,8 +144,8 @@ pub(crate) fn measure(tenant: &Tenant, policy_bytes: u64) -> Usage {
         {
             bytes
         }
-        (pids, _) => {
-            let all = pids.iter().filter_map(|&pid| proportional_anonymous(pid));
+        (processes, _) => {
+            let all = processes.iter().filter_map(|process| proportional_anonymous(process));
             all.sum::<u64>() + unattended_bytes
         }
     };
@@ -180,6 +188,6 @@ mod tests {
         assert_eq!(field("cache 1\ntotal_rss 4096\n", "total_rss "), Some(4096));
         assert_eq!(field("Rss: 12 kB\nPss_Anon:      34 kB\n", "Pss_Anon"), Some(34));
         assert_eq!(field("anon 77\n", "total_rss "), None);
-        assert!(proportional_anonymous(std::process::id()).is_some_and(|bytes| bytes > 0));
+        assert!(proportional_unattended(std::process::id()).is_some_and(|bytes| bytes > 0));
     }
 }

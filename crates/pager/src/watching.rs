@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use strata_sys::Range;
+use strata_sys::{Process, Range};
 use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, SpaceId};
 
 use crate::entry::Entry;
@@ -28,12 +28,12 @@ const SEARCHED_LEAVES: usize = 1 << 14;
 const PAGE: u64 = PAGE_SIZE as u64;
 
 /// Part of a process.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, Debug)]
 pub struct Watch {
     /// The process's space...
     pub space: SpaceId,
-    /// ...and its number.
-    pub pid: u32,
+    /// ...and its process.
+    pub process: Arc<Process>,
     /// What is to be watched, in order, apart from each other.
     pub ranges: Vec<Range>,
     /// It is all that the tenant has on the node.
@@ -82,13 +82,13 @@ impl Tenant {
         for turn in 0..=spaces.len() {
             let space = spaces.get((first + turn) % spaces.len().max(1))?;
             let from = begin.filter(|&(id, _)| turn == 0 && id == space.id).map_or(0, |at| at.1);
-            let living = space.agent().filter(|a| !space.is_gone() && !a.pidfd.has_exited());
-            let Some(pid) = living.map(|agent| agent.pid) else { continue };
+            let living = space.agent().filter(|a| !space.is_gone() && !a.process.has_exited());
+            let Some(process) = living.map(|agent| Arc::clone(&agent.process)) else { continue };
             let (ranges, next) = self.ranges_on_node(space, from, most);
             if !ranges.is_empty() {
                 lock(&self.watching).next = Some((space.id, next.unwrap_or(u64::MAX)));
                 let all = alone && from == 0 && next.is_none();
-                return Some(Watch { space: space.id, pid, ranges, all });
+                return Some(Watch { space: space.id, process, ranges, all });
             }
         }
         None

@@ -22,7 +22,7 @@ fn process(tenant: &Arc<Tenant>, base: u64, runs: &[(u64, bool)]) -> Option<Arc<
     let uffd = testing::userfaultfd()?;
     let (ours, _) = UnixDatagram::pair().expect("sockets");
     let own = Range { start: 0, end: 0 };
-    let hail = Hail { pid: std::process::id(), transfer: 1 << 20, own, restart: 0 };
+    let hail = Hail { process: testing::own_process(), transfer: 1 << 20, own, restart: 0 };
     let block = ControlBlock::create().expect("a control block");
     let space = tenant.attach(uffd, block, SeqPacket::adopt(ours.into()), hail).expect("a space");
     let mut page = base;
@@ -61,7 +61,7 @@ fn runs_on_the_node_are_watched_and_some_in_dram_beside_them() {
     // longest run of the leaf is beside them.
     assert_eq!(told(&watch), [(base, base + 154), (base + 177, base + 377)]);
     assert!(watch.all);
-    assert_eq!(watch.pid, std::process::id());
+    assert_eq!(watch.process.pid(), std::process::id());
     // The round begins anew; what was seen waits for the keeper, the newest alone.
     assert_eq!(tenant.next_watch(512).expect("again").ranges, watch.ranges);
     for hits in [3, 4] {
@@ -110,17 +110,17 @@ fn what_is_too_much_for_one_look_is_gone_round() {
 #[test]
 fn nothing_is_watched_of_who_has_nothing_there() {
     let tenant = testing::tenant();
-    assert_eq!(tenant.next_watch(64), None);
+    assert!(tenant.next_watch(64).is_none());
     let Some(space) = process(&tenant, LEAF, &[(100, false)]) else { return };
-    assert_eq!(tenant.next_watch(64), None);
+    assert!(tenant.next_watch(64).is_none());
     let Some(other) = process(&tenant, 9 * LEAF, &[(2, true)]) else { return };
-    assert_eq!(tenant.next_watch(64), None, "too few to be worth it");
+    assert!(tenant.next_watch(64).is_none(), "too few to be worth it");
     let page = lock(&space.gate).page(LEAF * PAGE).expect("a page");
     for index in 0..10 {
         set(&tenant, PageId::new(page.leaf(), index), true);
     }
     assert_eq!(tenant.next_watch(64).expect("there").space, space.id);
     space.set_gone();
-    assert_eq!(tenant.next_watch(64), None, "its process has ended");
+    assert!(tenant.next_watch(64).is_none(), "its process has ended");
     drop(other);
 }

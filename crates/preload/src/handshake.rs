@@ -81,7 +81,12 @@ impl Probe {
     /// Maps a page somewhere at random.
     pub(crate) fn map() -> Option<Self> {
         let hint = kernel::random() % PROBE_ADDRESSES / PAGE_SIZE as u64 * PAGE_SIZE as u64;
-        kernel::map_anonymous(hint, PAGE_SIZE, libc::PROT_READ | libc::PROT_WRITE).map(Self)
+        let page = kernel::map_anonymous(hint, PAGE_SIZE, libc::PROT_READ | libc::PROT_WRITE)?;
+        // The daemon registers it for a moment: who forks just then must not wait for a
+        // reader of events.
+        // SAFETY: mapped above, no references; the content stays.
+        unsafe { kernel::advise(page, PAGE_SIZE, libc::MADV_DONTFORK) };
+        Some(Self(page))
     }
 
     /// Unmaps it, after Ready.

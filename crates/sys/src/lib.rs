@@ -13,6 +13,7 @@ mod directory;
 mod event;
 mod file;
 mod futex;
+mod handle;
 mod kin;
 mod large_buffer;
 mod launch;
@@ -27,6 +28,7 @@ mod placement;
 mod poll;
 pub mod probe;
 mod process;
+mod proof;
 mod read_queue;
 mod relay;
 mod sched;
@@ -49,6 +51,7 @@ pub use directory::{Access, Directory, open_plain_file, who_may_replace};
 pub use event::EventFd;
 pub use file::{OPEN_NO_LINK, file_system_bytes, try_lock};
 pub use futex::{futex_wait, futex_wake};
+pub use handle::{PROCESS_FDS, Process};
 pub use kin::{all_processes, children_of, processes_with_thread};
 pub use large_buffer::{LARGE_BUFFER_BYTES, LargeBuffer};
 pub use launch::{Launch, Running};
@@ -59,25 +62,24 @@ pub use numa::{
     memory_node, memory_nodes, move_pages,
 };
 pub use own_memory::OwnMemory;
-pub use pagemap::{ProcessPages, guard_ranges, present_ranges};
 pub use perf::idle_task_event;
 pub use placement::{MappedMemory, PlacementError, advise_memory, memory_tiers, placement_reason};
 pub use poll::{Polled, Poller, poll_all, poll_readable};
 pub use process::{
     Mapping, MappingFlags, Pidfd, Presence, ReadOutcome, SIGCONT, SIGKILL, SIGSTOP, SIGTERM,
-    anonymous_rss, available_bytes, is_page_present, is_zombie, note_of, noted, page_presence,
-    parent_of, process_exists, read_mapping_flags, read_maps, read_process, stack_pointers,
-    stat_field, stat_fields, thread_cpu, thread_faults, total_bytes, trim_heap,
+    ThreadFaults, available_bytes, is_zombie, note_of, noted, parent_of, process_exists,
+    read_mapping_flags, read_maps, stat_field, stat_fields, total_bytes, trim_heap,
 };
+pub use proof::Disproof;
 pub use read_queue::{READ_BYTES, ReadId, ReadQueue};
 pub use relay::{Relay, Relayed, end_like};
 pub use sched::{
-    Cpus, current_cpu, idle_time, pin_current_thread, process_time, set_thread_name, thread_id,
-    thread_time, wake_in_time, yield_to_others,
+    Cpus, current_cpu, idle_time, pin_current_thread, set_thread_name, thread_id, thread_time,
+    wake_in_time, yield_to_others,
 };
 pub use secrets::{forbid_core_dumps, give_core_filter};
 pub use shared_memory::{SharedMemory, punch_hole};
-pub use smaps::{MappingUse, read_mapping_uses};
+pub use smaps::MappingUse;
 pub use socket::{SeqPacket, SeqPacketListener, receive_with_fds};
 pub use spawn::{
     Ended, Own, bind_mount, enter_namespaces_of, enter_network_of, own_session, prepare_child,

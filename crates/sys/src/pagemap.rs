@@ -50,31 +50,43 @@ struct Region {
     categories: u64,
 }
 
-/// Calls `each` for the parts of `range` of process `pid` that are present, in
-/// DRAM or in the kernel's swap, in order.
-///
-/// # Errors
-/// When the process is gone, or may not be looked at.
-pub fn present_ranges(pid: u32, range: Range, each: impl FnMut(Range)) -> io::Result<()> {
-    present(&File::open(format!("/proc/{pid}/pagemap"))?, range, each)
-}
-
-/// Calls `each` for the guards (`MADV_GUARD_INSTALL`) in `range` of process `pid`, in
-/// order. None where the kernel does not tell them (before 6.15).
-///
-/// # Errors
-/// When the process is gone, or may not be looked at.
-pub fn guard_ranges(pid: u32, range: Range, mut each: impl FnMut(Range)) -> io::Result<()> {
-    let pagemap = File::open(format!("/proc/{pid}/pagemap"))?;
+/// Calls `each` for the guards (`MADV_GUARD_INSTALL`) in `range`, in order.
+pub(crate) fn guards(pagemap: &File, range: Range, mut each: impl FnMut(Range)) -> io::Result<()> {
     let wanted =
         Wanted { inverted: 0, all: PAGE_IS_GUARD, any: 0, told: PAGE_IS_GUARD, optional: 0 };
-    match scan_for(&pagemap, range, wanted, |found, _| each(found)) {
+    match scan_for(pagemap, range, wanted, |found, _| each(found)) {
         Err(error) if error.kind() == io::ErrorKind::InvalidInput => Ok(()),
         other => other,
     }
 }
 
-fn present(pagemap: &File, range: Range, mut each: impl FnMut(Range)) -> io::Result<()> {
+/// Calls `each` for the parts of `range` that are there, in order, and with whether they
+/// are write-protected by a userfaultfd.
+pub(crate) fn protection(
+    pagemap: &File,
+    range: Range,
+    mut each: impl FnMut(Range, bool),
+) -> io::Result<()> {
+    scan(pagemap, range, PAGE_IS_WRITTEN, |part, written| each(part, written == 0))
+}
+
+/// For each of the `count` pages from `address` on: whether it is there and
+/// write-protected by a userfaultfd.
+pub(crate) fn protected(pagemap: &File, address: u64, count: usize) -> io::Result<Vec<bool>> {
+    const PROTECTED: u64 = 1 << 57;
+    let mut bytes = vec![0; count * 8];
+    let got = pagemap.read_at(&mut bytes, (address >> PAGE_SHIFT) * 8)?;
+    let words = bytes[..got].chunks_exact(8);
+    let mut found: Vec<bool> = words
+        .map(|word| u64::from_le_bytes(word.try_into().expect("chunks of eight")))
+        .map(|word| is_there(word) && word & PROTECTED != 0)
+        .collect();
+    found.resize(count, false);
+    Ok(found)
+}
+
+/// Calls `each` for the parts of `range` that are present, in order.
+pub(crate) fn present(pagemap: &File, range: Range, mut each: impl FnMut(Range)) -> io::Result<()> {
     scan(pagemap, range, 0, |found, _| each(found))
 }
 
@@ -175,85 +187,15 @@ pub(crate) const fn is_there(word: u64) -> bool {
     word & PRESENT != 0 || (word & SWAPPED != 0 && !is_guard)
 }
 
-/// The pages of another process, looked at without ever waiting for whoever
-/// answers its missing pages: a page that a userfaultfd would have to bring is
-/// not brought. Belongs to the address space that the process had when this was
-/// opened, also if it executes another program since.
-#[derive(Debug)]
-pub struct ProcessPages {
-    memory: File,
-    pagemap: File,
-}
-
-impl ProcessPages {
-    /// Opens the pages of a process.
-    ///
-    /// # Errors
-    /// When it is gone, or may not be looked at.
-    pub fn open(pid: u32) -> io::Result<Self> {
-        Ok(Self {
-            memory: File::open(format!("/proc/{pid}/mem"))?,
-            pagemap: File::open(format!("/proc/{pid}/pagemap"))?,
-        })
-    }
-
-    /// Reads from `address` on, as far as pages are there; how many bytes that
-    /// was.
-    #[must_use]
-    pub fn read(&self, address: u64, buffer: &mut [u8]) -> usize {
-        let mut done = 0;
-        while done < buffer.len() {
-            match self.memory.read_at(&mut buffer[done..], address + done as u64) {
-                Ok(0) => break,
-                Ok(more) => done += more,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(_) => break,
-            }
-        }
-        done
-    }
-
-    /// Calls `each` for the parts of `range` that are there, in order.
-    ///
-    /// # Errors
-    /// When the address space is gone.
-    pub fn present(&self, range: Range, each: impl FnMut(Range)) -> io::Result<()> {
-        present(&self.pagemap, range, each)
-    }
-
-    /// Calls `each` for the parts of `range` that are there, in order, and with
-    /// whether they are write-protected by a userfaultfd.
-    ///
-    /// # Errors
-    /// When the address space is gone.
-    pub fn protection(&self, range: Range, mut each: impl FnMut(Range, bool)) -> io::Result<()> {
-        scan(&self.pagemap, range, PAGE_IS_WRITTEN, |part, written| each(part, written == 0))
-    }
-
-    /// For each of the `count` pages from `address` on: whether it is there and
-    /// write-protected by a userfaultfd.
-    ///
-    /// # Errors
-    /// When the address space is gone.
-    pub fn protected(&self, address: u64, count: usize) -> io::Result<Vec<bool>> {
-        const PROTECTED: u64 = 1 << 57;
-        let mut bytes = vec![0; count * 8];
-        let got = self.pagemap.read_at(&mut bytes, (address >> PAGE_SHIFT) * 8)?;
-        let words = bytes[..got].chunks_exact(8);
-        let mut found: Vec<bool> = words
-            .map(|word| u64::from_le_bytes(word.try_into().expect("chunks of eight")))
-            .map(|word| is_there(word) && word & PROTECTED != 0)
-            .collect();
-        found.resize(count, false);
-        Ok(found)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     const PAGE: u64 = 4096;
+
+    fn own() -> crate::Process {
+        crate::Process::open(std::process::id()).expect("this process")
+    }
 
     #[test]
     fn a_few_pages_are_found_in_eight_tebibytes() {
@@ -281,12 +223,13 @@ mod tests {
         }
         let mut pages = Vec::new();
         let range = Range { start, end: start + BYTES as u64 };
-        present_ranges(std::process::id(), range, |found| {
-            pages.extend(
-                (found.start..found.end).step_by(PAGE as usize).map(|at| (at - start) / PAGE),
-            );
-        })
-        .expect("this process can be looked at");
+        own()
+            .present(range, |found| {
+                pages.extend(
+                    (found.start..found.end).step_by(PAGE as usize).map(|at| (at - start) / PAGE),
+                );
+            })
+            .expect("this process can be looked at");
         // SAFETY: the mapping made above.
         unsafe { libc::munmap(base, BYTES) };
         assert_eq!(pages, touched);
@@ -304,21 +247,15 @@ mod tests {
         if unsafe { libc::madvise((start + PAGE) as *mut libc::c_void, PAGE as usize, 102) } != 0 {
             return;
         }
-        let (pid, mut pages) = (std::process::id(), Vec::new());
-        present_ranges(pid, memory.range(), |part| pages.push((part.start, part.end)))
+        let (own, mut pages) = (own(), Vec::new());
+        own.present(memory.range(), |part| pages.push((part.start, part.end)))
             .expect("this process can be looked at");
         assert_eq!(pages, [(start, start + PAGE), (start + 2 * PAGE, start + 4 * PAGE)]);
         let mut found = Vec::new();
-        crate::page_presence(pid, memory.range(), |index, _| found.push(index)).expect("as above");
+        own.page_presence(memory.range(), |index, _| found.push(index)).expect("as above");
         assert_eq!(found, [0, 2, 3]);
         // As Linux 6.13 shows it, which has no bit for it: type 31, marker 4.
         assert!(!is_there(0x4000_0000_0000_009F));
         assert!(is_there(0x4000_0000_0000_0081), "swapped to the second file");
-    }
-
-    #[test]
-    fn a_process_that_is_gone_is_an_error() {
-        let all = Range { start: PAGE, end: 1 << 40 };
-        assert!(present_ranges(u32::MAX >> 1, all, |_| ()).is_err());
     }
 }

@@ -3,7 +3,10 @@
 
 use std::ffi::CString;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd};
+
+use crate::process::{Pidfd, start_of};
+use crate::uffd::own;
 
 /// The process at the other end of a connected unix socket, as the kernel knew
 /// it when it connected. The pid may have been reused since then.
@@ -49,11 +52,51 @@ pub fn peer_of(socket: impl AsFd) -> io::Result<Peer> {
     })
 }
 
-/// Whether the process that connected to `socket` still lives (`SO_PEERPIDFD`,
-/// Linux 6.5): until it has ended nobody else has its number. True where the
-/// kernel cannot tell.
-#[must_use]
-pub fn peer_lives(socket: impl AsFd) -> bool {
+/// The process at the other end of a connected unix socket, held by a descriptor: it
+/// lived when this was made, and cannot be confused with whoever gets its number later.
+#[derive(Debug)]
+pub struct KnownPeer {
+    peer: Peer,
+    pidfd: Pidfd,
+}
+
+impl KnownPeer {
+    /// Asks the kernel who connected to `socket`.
+    ///
+    /// # Errors
+    /// It has ended, or `socket` is not a connected unix socket.
+    pub fn of(socket: impl AsFd) -> io::Result<Self> {
+        let peer = peer_of(&socket)?;
+        let pidfd = match peer_pidfd(&socket) {
+            Err(error) if error.raw_os_error() == Some(libc::ENOPROTOOPT) => by_start(peer.pid)?,
+            Err(_) => return Err(ended()),
+            Ok(pidfd) => pidfd,
+        };
+        if pidfd.has_exited() {
+            return Err(ended());
+        }
+        Ok(Self { peer, pidfd })
+    }
+
+    /// Its numbers.
+    #[must_use]
+    pub fn peer(&self) -> Peer {
+        self.peer
+    }
+
+    /// The process.
+    #[must_use]
+    pub fn pidfd(&self) -> &Pidfd {
+        &self.pidfd
+    }
+}
+
+fn ended() -> io::Error {
+    io::Error::new(io::ErrorKind::NotFound, "the process that connected has ended")
+}
+
+/// The kernel's own answer (`SO_PEERPIDFD`, Linux 6.5).
+fn peer_pidfd(socket: impl AsFd) -> io::Result<Pidfd> {
     let mut raw: libc::c_int = -1;
     let mut length = size_of::<libc::c_int>() as libc::socklen_t;
     // SAFETY: as above; the kernel writes one descriptor number.
@@ -67,15 +110,28 @@ pub fn peer_lives(socket: impl AsFd) -> bool {
         )
     };
     if result != 0 {
-        let error = io::Error::last_os_error().raw_os_error();
-        // ESRCH, ENODATA: it has ended and was collected.
-        return error == Some(libc::ENOPROTOOPT);
+        return Err(io::Error::last_os_error());
     }
-    // SAFETY: a descriptor that was just made for us and that nobody else owns.
-    let pidfd = unsafe { OwnedFd::from_raw_fd(raw) };
-    let mut ended = libc::pollfd { fd: pidfd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-    // SAFETY: one entry, valid for the call, which does not wait.
-    unsafe { libc::poll(&raw mut ended, 1, 0) == 0 }
+    Ok(Pidfd::adopt(own(raw)))
+}
+
+/// Without it: whoever has the number now, if nobody got it meanwhile. (Such a kernel
+/// lacks `UFFDIO_MOVE` as well: no agent gets further.)
+fn by_start(pid: u32) -> io::Result<Pidfd> {
+    let before = start_of(pid).ok_or_else(ended)?;
+    let pidfd = Pidfd::open(pid)?;
+    if start_of(pid) == Some(before) { Ok(pidfd) } else { Err(ended()) }
+}
+
+/// Whether the process that connected to `socket` still lives: until it has ended nobody
+/// else has its number. True where the kernel cannot tell.
+#[must_use]
+pub fn peer_lives(socket: impl AsFd) -> bool {
+    match peer_pidfd(socket) {
+        Ok(pidfd) => !pidfd.has_exited(),
+        // ESRCH, ENODATA: it has ended and was collected.
+        Err(error) => error.raw_os_error() == Some(libc::ENOPROTOOPT),
+    }
 }
 
 /// The C library's headers are older than it.
@@ -142,6 +198,34 @@ mod tests {
         let (a, b) = UnixStream::pair().expect("socket pair");
         assert!(peer_lives(&a) && peer_lives(&b));
         assert!(!peer_lives(std::fs::File::open("/dev/null").expect("/dev/null")));
+    }
+
+    #[test]
+    fn a_peer_that_has_ended_is_nobody() {
+        let (here, there) = UnixStream::pair().expect("socket pair");
+        assert!(KnownPeer::of(&here).is_ok_and(|peer| peer.peer().pid == std::process::id()));
+        drop((here, there));
+        let directory = std::env::temp_dir().join(format!("strata-peer-{}", std::process::id()));
+        let listener = std::os::unix::net::UnixListener::bind(&directory).expect("a socket");
+        // Connects, is accepted, and ends: what it leaves in the queue is a dead one's.
+        let script = "import socket,sys; s=socket.socket(socket.AF_UNIX); s.connect(sys.argv[1])";
+        let mut python = std::process::Command::new("python3");
+        let Ok(status) = python.args(["-c", script]).arg(&directory).status() else {
+            std::fs::remove_file(&directory).expect("removed");
+            return println!("skipped: no python3");
+        };
+        assert!(status.success());
+        let (ended, _) = listener.accept().expect("it had connected");
+        std::fs::remove_file(&directory).expect("removed");
+        assert_ne!(peer_of(&ended).expect("its numbers").pid, 0);
+        assert_eq!(KnownPeer::of(&ended).expect_err("a dead one").kind(), io::ErrorKind::NotFound);
+        assert!(!peer_lives(&ended));
+    }
+
+    #[test]
+    fn a_number_is_a_process_as_long_as_it_starts_alike() {
+        assert!(by_start(std::process::id()).is_ok_and(|pidfd| !pidfd.has_exited()));
+        by_start(u32::MAX >> 1).expect_err("no such process");
     }
 
     #[test]

@@ -1,14 +1,10 @@
 //! What can be learned of another process from outside, and its memory.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
-use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
-use strata_units::{PAGE_SHIFT, PAGE_SIZE};
-
-use crate::pagemap::is_there;
 use crate::poll::poll_readable;
 use crate::supervise::remember;
 use crate::uffd::{Range, own};
@@ -92,7 +88,7 @@ pub fn read_mapping_flags(pid: u32) -> io::Result<Vec<MappingFlags>> {
     Ok(parse_mapping_flags(&fs::read_to_string(format!("/proc/{pid}/smaps"))?))
 }
 
-fn parse_mapping_flags(text: &str) -> Vec<MappingFlags> {
+pub(crate) fn parse_mapping_flags(text: &str) -> Vec<MappingFlags> {
     let mut found = Vec::new();
     let mut range = None;
     for line in text.lines() {
@@ -105,31 +101,6 @@ fn parse_mapping_flags(text: &str) -> Vec<MappingFlags> {
         }
     }
     found
-}
-
-/// The stack pointers of those threads of a process that are waiting in the
-/// kernel, its own agent's too. (What runs just now has its stack in place.)
-#[must_use]
-pub fn stack_pointers(pid: u32) -> Vec<u64> {
-    let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
-    let pointer = |thread: fs::DirEntry| {
-        // "running", or: number, six arguments, stack pointer, program counter.
-        let text = fs::read_to_string(thread.path().join("syscall")).ok()?;
-        let word = text.split_ascii_whitespace().rev().nth(1)?;
-        u64::from_str_radix(word.strip_prefix("0x")?, 16).ok()
-    };
-    threads.filter_map(pointer).collect()
-}
-
-/// Resident anonymous bytes of a process. The kernel keeps this per CPU: it can
-/// be off by some hundred KiB.
-pub fn anonymous_rss(pid: u32) -> io::Result<u64> {
-    let text = fs::read_to_string(format!("/proc/{pid}/statm"))?;
-    let mut fields = text.split_ascii_whitespace().skip(1).map(|field| field.parse::<u64>());
-    match (fields.next(), fields.next()) {
-        (Some(Ok(resident)), Some(Ok(shared))) => Ok(resident.saturating_sub(shared) << PAGE_SHIFT),
-        _ => Err(io::Error::new(io::ErrorKind::InvalidData, "statm has no second and third field")),
-    }
 }
 
 fn meminfo(key: &str) -> io::Result<u64> {
@@ -167,12 +138,6 @@ pub fn stat_field(path: &str, number: usize) -> Option<String> {
     stat_fields(&text)?.nth(number - 3).map(str::to_owned)
 }
 
-/// The CPU that a thread ran on last.
-#[must_use]
-pub fn thread_cpu(pid: u32, tid: u32) -> Option<u32> {
-    stat_field(&format!("/proc/{pid}/task/{tid}/stat"), 39)?.parse().ok()
-}
-
 /// What a thread has faulted, and where it ran last.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ThreadFaults {
@@ -184,24 +149,6 @@ pub struct ThreadFaults {
     pub cpu: u32,
 }
 
-/// The first threads of a process, at most 16: for each a file is read.
-#[must_use]
-pub fn thread_faults(pid: u32) -> Vec<ThreadFaults> {
-    const MOST_THREADS: usize = 16;
-    let Ok(threads) = fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };
-    let numbers = threads.filter_map(|thread| thread.ok()?.file_name().to_str()?.parse().ok());
-    let seen = numbers.take(MOST_THREADS).filter_map(|tid: u32| {
-        let text = fs::read_to_string(format!("/proc/{pid}/task/{tid}/stat")).ok()?;
-        let mut fields = stat_fields(&text)?;
-        // minflt, the tenth; majflt, the twelfth; processor, the 39th.
-        let minor: u64 = fields.nth(7)?.parse().ok()?;
-        let major: u64 = fields.nth(1)?.parse().ok()?;
-        let cpu = fields.nth(26)?.parse().ok()?;
-        Some(ThreadFaults { tid, faults: minor + major, cpu })
-    });
-    seen.collect()
-}
-
 /// A process's parent.
 #[must_use]
 pub fn parent_of(pid: u32) -> Option<u32> {
@@ -210,7 +157,7 @@ pub fn parent_of(pid: u32) -> Option<u32> {
 
 /// When a process started, in the kernel's ticks since the machine did: with its
 /// number, it is no other.
-fn start_of(pid: u32) -> Option<u64> {
+pub(crate) fn start_of(pid: u32) -> Option<u64> {
     stat_field(&format!("/proc/{pid}/stat"), 22)?.parse().ok()
 }
 
@@ -258,46 +205,6 @@ pub struct Presence {
     pub exclusive: bool,
 }
 
-/// Calls `each(page index, presence)` for the pages of `range` that are present
-/// in the process.
-pub fn page_presence(
-    pid: u32,
-    range: Range,
-    mut each: impl FnMut(u64, Presence),
-) -> io::Result<()> {
-    const EXCLUSIVE: u64 = 1 << 56;
-    const CHUNK_PAGES: usize = 4096;
-    let pagemap = File::open(format!("/proc/{pid}/pagemap"))?;
-    let mut buffer = vec![0u8; CHUNK_PAGES * 8];
-    let pages = range.len() >> PAGE_SHIFT;
-    let mut done = 0;
-    while done < pages {
-        let count = (pages - done).min(CHUNK_PAGES as u64) as usize;
-        let at = ((range.start >> PAGE_SHIFT) + done) * 8;
-        let got = pagemap.read_at(&mut buffer[..count * 8], at)? / 8;
-        if got == 0 {
-            return Ok(());
-        }
-        for (index, word) in buffer[..got * 8].chunks_exact(8).enumerate() {
-            let word = u64::from_le_bytes(word.try_into().expect("chunks of eight"));
-            if is_there(word) {
-                let exclusive = word & EXCLUSIVE != 0;
-                each(done + index as u64, Presence { present: true, exclusive });
-            }
-        }
-        done += got as u64;
-    }
-    Ok(())
-}
-
-/// Whether the page at `address` is present in the process.
-pub fn is_page_present(pid: u32, address: u64) -> io::Result<bool> {
-    let one = Range { start: address, end: address + PAGE_SIZE as u64 };
-    let mut there = false;
-    page_presence(pid, one, |_, _| there = true)?;
-    Ok(there)
-}
-
 /// What came of reading another process's memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ReadOutcome {
@@ -307,42 +214,17 @@ pub enum ReadOutcome {
     Failed,
 }
 
-/// Reads `runs` of `pid`'s memory one after the other into `buffer`, whose
-/// length is the sum of theirs. Can wait as long as that process likes.
-pub fn read_process(pid: u32, runs: &[Range], buffer: &mut [u8]) -> ReadOutcome {
-    /// IOV_MAX.
-    const MOST_RUNS: usize = 1024;
-    let mut filled = 0;
-    for runs in runs.chunks(MOST_RUNS) {
-        let bytes: u64 = runs.iter().map(|run| run.len()).sum();
-        let Some(target) = buffer.get_mut(filled..filled + bytes as usize) else {
-            return ReadOutcome::Failed;
-        };
-        let local = libc::iovec { iov_base: target.as_mut_ptr().cast(), iov_len: target.len() };
-        let remote: Vec<libc::iovec> = runs
-            .iter()
-            .map(|run| libc::iovec { iov_base: run.start as *mut _, iov_len: run.len() as usize })
-            .collect();
-        // SAFETY: `local` is a live exclusive buffer; the remote addresses are
-        // the other process's and are checked by the kernel.
-        let got = unsafe {
-            libc::process_vm_readv(
-                pid as libc::pid_t,
-                &raw const local,
-                1,
-                remote.as_ptr(),
-                remote.len() as libc::c_ulong,
-                0,
-            )
-        };
-        if got < 0 || got as u64 != bytes {
-            return ReadOutcome::Failed;
-        }
-        filled += bytes as usize;
-    }
-    debug_assert_eq!(filled, buffer.len());
-    debug_assert!(filled.is_multiple_of(PAGE_SIZE));
-    ReadOutcome::Done
+/// Touches the page at `address` of process `pid`, and waits as long as whoever brings it
+/// likes. What the page holds is dropped.
+pub(crate) fn wait_for_page(pid: u32, address: u64) {
+    let mut word = [0u8; 8];
+    let local = libc::iovec { iov_base: word.as_mut_ptr().cast(), iov_len: word.len() };
+    let remote = libc::iovec { iov_base: address as *mut _, iov_len: word.len() };
+    // SAFETY: `local` is a live exclusive buffer; the remote address is the other process's
+    // and is checked by the kernel.
+    unsafe {
+        libc::process_vm_readv(pid as libc::pid_t, &raw const local, 1, &raw const remote, 1, 0)
+    };
 }
 
 /// What [`Pidfd::signal`] is asked for here.
@@ -440,7 +322,10 @@ impl AsFd for Pidfd {
 
 #[cfg(test)]
 mod tests {
+    use strata_units::PAGE_SIZE;
+
     use super::*;
+    use crate::Process;
 
     #[test]
     fn maps_are_told_apart() {
@@ -467,7 +352,7 @@ mod tests {
             .stdout(Stdio::null())
             .spawn()
             .expect("a program of one thread");
-        let found = thread_faults(child.id());
+        let found = Process::open(child.id()).expect("a child").thread_faults();
         drop(child.stdin.take());
         child.wait().expect("it ends with its input");
         let [thread] = found[..] else { panic!("{found:?}") };
@@ -493,13 +378,14 @@ mod tests {
         let start = (buffer.as_ptr() as u64).next_multiple_of(PAGE_SIZE as u64);
         let range = Range { start, end: start + 63 * PAGE_SIZE as u64 };
         let mut seen = 0;
-        page_presence(std::process::id(), range, |_, presence| {
+        let own = Process::open(std::process::id()).expect("this process");
+        own.page_presence(range, |_, presence| {
             assert!(presence.present);
             seen += 1;
         })
         .expect("own pagemap is readable");
         assert_eq!(seen, 63);
-        assert!(anonymous_rss(std::process::id()).expect("statm") > 63 * PAGE_SIZE as u64);
+        assert!(own.anonymous_rss().expect("statm") > 63 * PAGE_SIZE as u64);
     }
 
     #[test]
@@ -512,11 +398,12 @@ mod tests {
             Range { start: at, end: at + page },
         ];
         let mut buffer = vec![0; 2 * PAGE_SIZE];
-        assert_eq!(read_process(std::process::id(), &runs, &mut buffer), ReadOutcome::Done);
+        let own = Process::open(std::process::id()).expect("this process");
+        assert_eq!(own.read_runs(&runs, &mut buffer), ReadOutcome::Done);
         assert_eq!(buffer[..PAGE_SIZE], data[2 * PAGE_SIZE..]);
         assert_eq!(buffer[PAGE_SIZE..], data[..PAGE_SIZE]);
         let nowhere = [Range { start: page, end: 2 * page }];
         let mut buffer = vec![0; PAGE_SIZE];
-        assert_eq!(read_process(std::process::id(), &nowhere, &mut buffer), ReadOutcome::Failed);
+        assert_eq!(own.read_runs(&nowhere, &mut buffer), ReadOutcome::Failed);
     }
 }

@@ -96,7 +96,7 @@ pub fn thread_time() -> Duration {
 
 /// How long all threads of a process have run so far; none when it is gone.
 #[must_use]
-pub fn process_time(pid: u32) -> Option<Duration> {
+pub(crate) fn process_time(pid: u32) -> Option<Duration> {
     let mut clock: libc::clockid_t = 0;
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     let pid = libc::pid_t::try_from(pid).ok()?;

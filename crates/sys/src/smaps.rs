@@ -1,9 +1,6 @@
 //! What each mapping of a process has in memory. Walks its page tables: for rare
 //! questions only.
 
-use std::fs::File;
-use std::io::{self, BufRead, BufReader};
-
 use crate::process::{Mapping, parse_mapping};
 
 /// A mapping, and what of it is in memory.
@@ -15,24 +12,15 @@ pub struct MappingUse {
     pub anonymous_bytes: u64,
 }
 
-/// The mappings of a process that have resident anonymous memory, in order.
-///
-/// # Errors
-/// It is gone, or may not be looked at.
-pub fn read_mapping_uses(pid: u32) -> io::Result<Vec<MappingUse>> {
-    let mut reader = BufReader::new(File::open(format!("/proc/{pid}/smaps"))?);
-    let mut line = String::new();
+/// The mappings that have resident anonymous memory, in order.
+pub(crate) fn parse_uses(text: &str) -> Vec<MappingUse> {
     let mut uses = Vec::new();
     let mut current = None;
-    loop {
-        line.clear();
-        if reader.read_line(&mut line)? == 0 {
-            return Ok(uses);
-        }
+    for line in text.lines() {
         // "Rss:", "VmFlags:" and so on: a mapping's line begins with its addresses.
         let is_field = line.as_bytes().first().is_some_and(u8::is_ascii_uppercase);
         if !is_field {
-            current = parse_mapping(&line);
+            current = parse_mapping(line);
         } else if let (Some(mapping), Some(rest)) = (current, line.strip_prefix("Anonymous:")) {
             let kib: u64 = rest.trim().trim_end_matches("kB").trim().parse().unwrap_or(0);
             if kib > 0 {
@@ -40,6 +28,7 @@ pub fn read_mapping_uses(pid: u32) -> io::Result<Vec<MappingUse>> {
             }
         }
     }
+    uses
 }
 
 #[cfg(test)]
@@ -51,7 +40,8 @@ mod tests {
     fn what_is_touched_is_found() {
         let memory = OwnMemory::create(16).expect("memory");
         let found = |of: &OwnMemory| {
-            let uses = read_mapping_uses(std::process::id()).expect("this process");
+            let own = crate::Process::open(std::process::id()).expect("this process");
+            let uses = own.mapping_uses().expect("as above");
             let within = |one: &&MappingUse| {
                 one.mapping.range.start <= of.range().start
                     && of.range().end <= one.mapping.range.end
@@ -63,6 +53,5 @@ mod tests {
             memory.write_page(page, &strata_units::PageBuffer([page as u8 + 1; 4096]));
         }
         assert!(found(&memory) >= before + (16 << 12), "{before}");
-        read_mapping_uses(u32::MAX).expect_err("no such process");
     }
 }

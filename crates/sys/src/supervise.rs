@@ -219,9 +219,7 @@ pub fn open_fds() -> io::Result<Vec<RawFd>> {
 /// Whether `fd` is a userfaultfd of an address space that still exists.
 #[must_use]
 pub fn is_living_userfaultfd(fd: RawFd) -> bool {
-    let link = std::fs::read_link(format!("/proc/self/fd/{fd}"));
-    let is_one = link.is_ok_and(|name| name.as_os_str() == "anon_inode:[userfaultfd]");
-    if !is_one {
+    if !crate::uffd::is_userfaultfd(fd) {
         return false;
     }
     // Asked through a copy, which is closed again; without one, assume life.

@@ -260,9 +260,21 @@ impl Userfaultfd {
         count * MESSAGE_BYTES
     }
 
+    /// Takes a descriptor from somebody else, if the kernel calls it a userfaultfd: any
+    /// other file could say what it likes when it is asked for messages.
+    ///
+    /// # Errors
+    /// It is something else.
+    pub fn of_stranger(fd: OwnedFd) -> io::Result<Self> {
+        if is_userfaultfd(fd.as_raw_fd()) {
+            return Ok(Self { fd });
+        }
+        Err(io::Error::new(io::ErrorKind::InvalidData, "the descriptor is no userfaultfd"))
+    }
+
     /// Takes a userfaultfd that a process made and does the API handshake.
     pub fn handshake(fd: OwnedFd) -> Result<Self, UffdError> {
-        let this = Self { fd };
+        let this = Self::of_stranger(fd).map_err(UffdError::Io)?;
         let mut arg = ApiArg { api: UFFD_API_VERSION, features: FEATURES_REQUIRED, ioctls: 0 };
         match this.ioctl(UFFDIO_API, &mut arg) {
             Ok(()) => Ok(this),
@@ -472,6 +484,27 @@ impl AsFd for Userfaultfd {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
+}
+
+/// Whether the kernel calls `fd` a userfaultfd. Its name alone is not enough: a mounted
+/// file system may show what it likes as a file's name. So it is also asked whether it
+/// lies where the kernel keeps what has no file, as an eventfd of ours does.
+pub(crate) fn is_userfaultfd(fd: RawFd) -> bool {
+    let link = std::fs::read_link(format!("/proc/self/fd/{fd}"));
+    let is_called_one = link.is_ok_and(|name| name.as_os_str() == "anon_inode:[userfaultfd]");
+    let device = |fd| {
+        let mut status = std::mem::MaybeUninit::<libc::stat>::zeroed();
+        // SAFETY: an integer and writable memory of the right size, which all zeroes fill
+        // already.
+        let (code, status) =
+            unsafe { (libc::fstat(fd, status.as_mut_ptr()), status.assume_init()) };
+        (code == 0).then_some(status.st_dev)
+    };
+    is_called_one
+        && crate::EventFd::new().is_ok_and(|event| {
+            let nowhere = device(event.as_fd().as_raw_fd());
+            nowhere.is_some() && device(fd) == nowhere
+        })
 }
 
 /// Takes ownership of a descriptor whose number came from a record of ours or

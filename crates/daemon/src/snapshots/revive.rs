@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use strata_api::{Net, PortForward, Progress, SnapshotId, SnapshotRef, Tcp, Unit, clone_name};
 use strata_pager::{Setting, Space, Tenant};
 use strata_snapshot::{Restore, RestoreOptions, Shown, Terminals, is_ending};
-use strata_sys::{Pidfd, Range, SIGKILL, collect_child, give_core_filter};
+use strata_sys::{Pidfd, Process as Held, Range, SIGKILL, collect_child, give_core_filter};
 
 use super::disk::{Known, Place, Process};
 use super::machine::Machine;
@@ -283,8 +283,8 @@ impl Snapshots {
         let mut alive = Vec::new();
         let outcome = self.revive_in(&work, tenant, known, preparing, options, &mut alive);
         if outcome.is_err() {
-            for pidfd in alive {
-                pidfd.signal(SIGKILL);
+            for held in alive {
+                held.pidfd().signal(SIGKILL);
             }
         }
         remove_flat(&work);
@@ -306,7 +306,7 @@ impl Snapshots {
         known: &Known,
         mut preparing: Preparing,
         options: RestoreOptions,
-        alive: &mut Vec<Pidfd>,
+        alive: &mut Vec<Arc<Held>>,
     ) -> Result<Life, String> {
         // Of an earlier life: an ended process that nobody has collected holds its
         // number.
@@ -321,7 +321,8 @@ impl Snapshots {
             // What it starts is there, too. The kernel takes its time for that, in which
             // CRIU reads its images.
             let directory = PathBuf::from(directory);
-            let adopting = move || Cgroups::adopt(&directory, pid);
+            // A child of this process, which collects it last.
+            let adopting = move || Cgroups::adopt(&directory, pid, &Pidfd::open(pid)?);
             // Without the thread each process is put there when it comes.
             let _ = Builder::new().name("adopt".into()).stack_size(64 << 10).spawn(adopting);
         }
@@ -332,7 +333,10 @@ impl Snapshots {
             let is_it = |process: &&Process| process.pid == arrival.old_pid;
             let process = known.processes.iter().find(is_it);
             let process = process.ok_or("CRIU restores a process that is not known")?;
-            alive.push(Pidfd::open(arrival.pid).map_err(|error| error.to_string())?);
+            // A child of CRIU that has not run yet, and whose number nobody has collected.
+            let held = Held::open(arrival.pid).map_err(|error| error.to_string())?;
+            let held = Arc::new(held);
+            alive.push(Arc::clone(&held));
             unfinished::note(work, arrival.pid).map_err(|error| error.to_string())?;
             // One that is gone by now has no dump either.
             let _ = give_core_filter(arrival.pid);
@@ -340,11 +344,11 @@ impl Snapshots {
                 && !Cgroups::has(directory.as_ref(), arrival.pid)
             {
                 // Without it its memory is counted process by process.
-                let _ = Cgroups::adopt(directory.as_ref(), arrival.pid);
+                let _ = Cgroups::adopt(directory.as_ref(), arrival.pid, held.pidfd());
             }
             let prepared = preparing.of(process.pid)?;
             let space = tenant
-                .restore(prepared, arrival.pid, arrival.userfaultfd, process.restart, &agent_socket)
+                .restore(prepared, held, arrival.userfaultfd, process.restart, &agent_socket)
                 .map_err(|error| error.to_string())?;
             let settings = process.settings.iter().filter_map(|&(start, end, number)| {
                 Some((Range { start, end }, Setting::of(number)?))
@@ -354,7 +358,7 @@ impl Snapshots {
                 .map_err(|error| error.to_string())?;
             spaces.push((space, process));
         }
-        for ((space, process), pidfd) in spaces.iter().zip(alive.iter()) {
+        for ((space, process), held) in spaces.iter().zip(alive.iter()) {
             let needed: Vec<Range> = process.needed.iter().map(range).collect();
             let prepared = tenant.restored_stands(
                 space,
@@ -365,7 +369,7 @@ impl Snapshots {
             );
             match prepared {
                 // Somebody has killed it.
-                Err(_) if pidfd.exits_within(GONE_WITHIN) => {}
+                Err(_) if held.pidfd().exits_within(GONE_WITHIN) => {}
                 done => done.map_err(|error| error.to_string())?,
             }
         }
@@ -380,8 +384,8 @@ impl Snapshots {
         }
         let deadline = Instant::now() + HELLO_PATIENCE;
         // One that has ended by then says no more: it found a connection closed, say.
-        let is_there = |((space, _), pidfd): (&(Arc<Space>, _), &Pidfd)| {
-            space.pid().is_some() || pidfd.has_exited()
+        let is_there = |((space, _), held): (&(Arc<Space>, _), &Arc<Held>)| {
+            space.pid().is_some() || held.has_exited()
         };
         while !spaces.iter().zip(alive.iter()).all(is_there) {
             if Instant::now() > deadline {

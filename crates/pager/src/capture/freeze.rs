@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use strata_store::Put;
-use strata_sys::{Fill, Mapping, ProcessPages, Range, Registration};
+use strata_sys::{Fill, Mapping, Process, Range, Registration};
 use strata_units::{Handle, LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber, SpaceId};
 
 use super::{BLOCK_BYTES, Capture, RUN_PAGES};
@@ -29,8 +29,11 @@ impl Space {
     /// Registers everything eligible and write-protects it, while the program
     /// runs: the freeze finds little left to protect. Returns for how many leaves
     /// its copy of the page map needs memory.
-    pub(crate) fn arm(&self, pid: u32, excluded: &Excluded) -> Result<usize, SnapshotError> {
-        let pages = ProcessPages::open(pid).map_err(restless)?;
+    pub(crate) fn arm(
+        &self,
+        process: &Process,
+        excluded: &Excluded,
+    ) -> Result<usize, SnapshotError> {
         let (registered, mut pieces): (_, BTreeSet<Piece>) = {
             let mut gate = lock(&self.gate);
             gate.unwritten = Unwritten { base: gate.base.take(), pages: PageSet::default() };
@@ -46,7 +49,7 @@ impl Space {
             for part in excluded.spared(range) {
                 for start in (part.start..part.end).step_by(ARMED_AT_ONCE as usize) {
                     let end = part.end.min(start + ARMED_AT_ONCE);
-                    self.arm_part(&pages, Range { start, end }, &mut pieces)?;
+                    self.arm_part(process, Range { start, end }, &mut pieces)?;
                 }
             }
         }
@@ -58,7 +61,7 @@ impl Space {
     /// where there are pages to `pieces`.
     fn arm_part(
         &self,
-        pages: &ProcessPages,
+        process: &Process,
         part: Range,
         pieces: &mut BTreeSet<Piece>,
     ) -> Result<(), SnapshotError> {
@@ -71,7 +74,7 @@ impl Space {
                 unwritten.pages.insert(found);
             }
         };
-        pages.protection(part, note).map_err(failed)?;
+        process.protection(part, note).map_err(failed)?;
         // Whatever is not protected now is at the freeze.
         self.uffd.protect(part);
         Ok(())
@@ -83,7 +86,7 @@ impl Space {
         &self,
         tenant: &Tenant,
         snapshot: SpaceId,
-        pid: u32,
+        process: &Arc<Process>,
         maps: &[Mapping],
         excluded: &Excluded,
         buffer: &mut [u8],
@@ -92,7 +95,7 @@ impl Space {
         if maps.iter().any(|mapping| mapping.aio_ring) {
             return Err(failed("it has requests of asynchronous I/O under way"));
         }
-        let pages = Arc::new(ProcessPages::open(pid).map_err(failed)?);
+        let pages = Arc::clone(process);
         let mut gate = lock(&self.gate);
         let mut capture = Capture {
             snapshot,

@@ -4,7 +4,7 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use strata_sys::{pin_current_thread, thread_cpu, thread_faults};
+use strata_sys::{Process, pin_current_thread};
 
 use crate::events::Asker;
 use crate::space::{NO_CPU, Space};
@@ -33,13 +33,13 @@ impl Follow {
         if now < self.due {
             return;
         }
-        let Some(pid) = space.pid() else { return };
+        let Some(process) = space.process() else { return };
         let named = match asker {
-            Asker::Thread(tid) => thread_cpu(pid, tid),
+            Asker::Thread(tid) => process.thread_cpu(tid),
             Asker::Unnamed | Asker::Seen => None,
         };
         // A thread in a container has a number there that is not its number here.
-        let cpu = named.or_else(|| self.busiest(pid));
+        let cpu = named.or_else(|| self.busiest(&process));
         if cpu.is_some() && cpu != self.cpu {
             self.cpu = cpu;
             pin_current_thread(cpu.unwrap_or(0));
@@ -49,8 +49,8 @@ impl Follow {
     }
 
     /// The CPU of the thread that has faulted most since the last look.
-    fn busiest(&mut self, pid: u32) -> Option<u32> {
-        let threads = thread_faults(pid);
+    fn busiest(&mut self, process: &Process) -> Option<u32> {
+        let threads = process.thread_faults();
         let before = |tid| self.had.iter().find(|had| had.0 == tid).map_or(0, |had| had.1);
         let faulted = |tid, faults: u64| faults.saturating_sub(before(tid));
         let most = threads.iter().max_by_key(|thread| faulted(thread.tid, thread.faults))?.cpu;

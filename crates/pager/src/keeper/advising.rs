@@ -14,7 +14,6 @@ use strata_policy::advice::Facts;
 use strata_policy::budget::Observation;
 use strata_policy::sampler::{COLD_PART, LEAST_SECONDS, Sampler};
 use strata_store::Foretelling;
-use strata_sys::process_time;
 use strata_units::PageId;
 
 use crate::advice::{Event, Observed};
@@ -84,8 +83,8 @@ impl ProcessorClock {
         let mut now = BTreeMap::new();
         let mut passed = 0.0;
         for space in tenant.space_list() {
-            let Some(pid) = space.pid() else { continue };
-            let Some(time) = process_time(pid) else { continue };
+            let Some(process) = space.process() else { continue };
+            let (pid, Some(time)) = (process.pid(), process.processor_time()) else { continue };
             // What a process had run before it was first seen does not count.
             let before = self.by_pid.get(&pid).copied().unwrap_or(time);
             passed += time.saturating_sub(before).as_secs_f64();
@@ -345,8 +344,8 @@ impl Keeper<'_> {
             Some(Sampled { next, .. }) if began < next => return,
             Some(Sampled { pieces, .. }) => pieces,
             None => {
-                let mut pids = spaces.iter().filter_map(|space| space.pid());
-                Pieces::new(pids.any(has_huge_pages))
+                let mut processes = spaces.iter().filter_map(|space| space.process());
+                Pieces::new(processes.any(|process| has_huge_pages(&process)))
             }
         };
         pieces.fit_to(seen.unmanaged_bytes);

@@ -1,19 +1,17 @@
 //! What pages hold, wherever they are, without moving any of them: for a sample that is
 //! packed to learn what a tenant's pages will take.
 
-use strata_sys::{ReadOutcome, read_process};
 use strata_units::{PAGE_SIZE, PageId};
 
 use crate::entry::Entry;
 use crate::events::address_of;
-use crate::handler::one_page;
 use crate::tenant::Tenant;
 
 /// Contents of those of `pages` that are at hand: in place, or in the store's DRAM.
 ///
 /// Nothing is locked. A page that comes, goes or is replaced meanwhile may be left out or
 /// read as what is there by then; one that leaves in the microsecond before it is read is
-/// brought back, as for any reader. So no thread runs this that others wait for.
+/// left out.
 pub(super) fn contents(tenant: &Tenant, pages: &[PageId]) -> Vec<[u8; PAGE_SIZE]> {
     pages.iter().filter_map(|&page| content(tenant, page)).collect()
 }
@@ -23,10 +21,10 @@ fn content(tenant: &Tenant, page: PageId) -> Option<[u8; PAGE_SIZE]> {
         Entry::Stored(handle) | Entry::Arriving(handle) => tenant.store.glance(handle),
         entry if entry.is_resident() => {
             let (space, piece) = tenant.map.owner(page.leaf())?;
-            let pid = tenant.space(space)?.pid()?;
+            let process = tenant.space(space)?.process()?;
             let mut content = [0; PAGE_SIZE];
-            let at = one_page(address_of(piece, page.index()));
-            (read_process(pid, &[at], &mut content) == ReadOutcome::Done).then_some(content)
+            let at = address_of(piece, page.index());
+            (process.read(at, &mut content) == PAGE_SIZE).then_some(content)
         }
         _ => None,
     }

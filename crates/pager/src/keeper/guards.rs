@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use strata_sys::{Range, guard_ranges};
+use strata_sys::{Process, Range};
 use strata_units::{PAGE_SIZE, PAGES_PER_LEAF};
 
 use super::Keeper;
@@ -39,7 +39,7 @@ impl Keeper<'_> {
             return;
         }
         for space in spaces {
-            let Some(pid) = space.pid() else { continue };
+            let Some(process) = space.process() else { continue };
             let span = {
                 let gate = lock(&space.gate);
                 let (first, last) = (gate.registered.first(), gate.registered.last());
@@ -49,13 +49,14 @@ impl Keeper<'_> {
             // In order, and so are the pieces in which they are.
             let mut pieces: Vec<u64> = Vec::new();
             // An error: the process is gone.
-            let _ = guard_ranges(pid, span, |guards| {
+            let _ = process.guards(span, |guards| {
                 let first = (guards.start / PIECE_BYTES).max(pieces.last().map_or(0, |p| p + 1));
                 pieces.extend(first..guards.end.div_ceil(PIECE_BYTES));
             });
             for piece in pieces {
                 let start = piece * PIECE_BYTES;
-                self.forget_below_guards(space, pid, Range { start, end: start + PIECE_BYTES });
+                let part = Range { start, end: start + PIECE_BYTES };
+                self.forget_below_guards(space, &process, part);
             }
         }
         let now = Instant::now();
@@ -64,7 +65,7 @@ impl Keeper<'_> {
 
     /// Looks once more, now with the gate: as long as that is held no page comes to
     /// where a guard was, so what the page map has there is from before the guard.
-    fn forget_below_guards(&mut self, space: &Space, pid: u32, part: Range) {
+    fn forget_below_guards(&mut self, space: &Space, process: &Process, part: Range) {
         let tenant = self.tenant;
         let mut gate = lock(&space.gate);
         let mut dead: Vec<Range> = Vec::new();
@@ -83,7 +84,7 @@ impl Keeper<'_> {
                 }
             }
         };
-        if guard_ranges(pid, part, note).is_err() {
+        if process.guards(part, note).is_err() {
             return;
         }
         for range in dead {

@@ -11,11 +11,12 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use strata_policy::budget::Actions;
+use strata_sys::Process;
 
 use super::{Keeper, Progress, QUIET_LOOK, QUIET_ROUNDS, lookout};
 use crate::counters::Counter;
@@ -56,8 +57,12 @@ struct Gauge {
 }
 
 impl Gauge {
-    fn open(path: String) -> Option<Self> {
-        let file = File::open(&path).ok()?;
+    /// `process`: whose file it is, if it is a process's.
+    fn open(path: String, process: Option<&Process>) -> Option<Self> {
+        let file = match process {
+            Some(process) => process.open_file(c"statm").ok()?,
+            None => File::open(&path).ok()?,
+        };
         let mut gauge = Self { path, file, said: ([0; MOST_BYTES], 0) };
         gauge.said = gauge.read()?;
         Some(gauge)
@@ -109,10 +114,10 @@ impl State {
     /// `before`: of an earlier look. None: of this tenant it cannot be told.
     fn of(tenant: &Tenant, before: Option<Self>) -> Option<Self> {
         let seen = Seen::of(tenant)?;
-        let path = gauge_path(tenant)?;
+        let (path, process) = gauge_path(tenant)?;
         let gauge = match before {
             Some(Self { gauge, .. }) if gauge.path == path => gauge.again(),
-            _ => Gauge::open(path),
+            _ => Gauge::open(path, process.as_deref()),
         };
         Some(Self { gauge: gauge?, seen })
     }
@@ -120,7 +125,7 @@ impl State {
     /// What a file says, and a tenant without processes is like.
     #[cfg(test)]
     pub(super) fn of_file(path: &str) -> Option<Self> {
-        let gauge = Gauge::open(path.into())?;
+        let gauge = Gauge::open(path.into(), None)?;
         Some(Self { gauge, seen: Seen { policy_time: 0, hints: Vec::new() } })
     }
 
@@ -209,12 +214,15 @@ impl Keeper<'_> {
 
 /// Where the kernel tells how much memory a tenant has, pages that processes share once,
 /// as [`crate::usage::measure`] counts them.
-fn gauge_path(tenant: &Tenant) -> Option<String> {
+fn gauge_path(tenant: &Tenant) -> Option<(String, Option<Arc<Process>>)> {
     let spaces = tenant.space_list();
     match spaces.as_slice() {
         [] => None,
-        [one] => Some(format!("/proc/{}/statm", one.pid()?)),
-        _ => usage_file(Path::new(tenant.record.cgroup.as_ref()?)),
+        [one] => {
+            let process = one.process()?;
+            Some((format!("/proc/{}/statm", process.pid()), Some(process)))
+        }
+        _ => Some((usage_file(Path::new(tenant.record.cgroup.as_ref()?))?, None)),
     }
 }
 
@@ -243,8 +251,6 @@ fn wait_for_orders(tenant: &Tenant, patience: Duration) -> Option<Vec<Order>> {
 mod tests {
     use std::os::unix::net::UnixDatagram;
     use std::process::{Child, Command, Stdio};
-    use std::sync::Arc;
-
     use strata_sys::{ControlBlock, Range, SeqPacket};
 
     use super::*;
@@ -263,7 +269,8 @@ mod tests {
         let child = child.spawn().expect("a child");
         let (socket, _) = UnixDatagram::pair().expect("sockets");
         let own = Range { start: 0, end: 0 };
-        let hail = Hail { pid: child.id(), transfer: 4096, own, restart: 0 };
+        let process = Arc::new(Process::open(child.id()).expect("a child"));
+        let hail = Hail { process, transfer: 4096, own, restart: 0 };
         let block = ControlBlock::create().expect("a control block");
         tenant.attach_unkept(uffd, block, SeqPacket::adopt(socket.into()), hail).expect("a space");
         Some((tenant, child))
@@ -377,7 +384,8 @@ mod tests {
     fn a_gauge_tells_memory_that_came() {
         let path = std::env::temp_dir().join(format!("strata-gauge-{}", std::process::id()));
         std::fs::write(&path, "4096\n").expect("file");
-        let gauge = Gauge::open(path.to_str().expect("a name").into()).expect("it was written");
+        let gauge =
+            Gauge::open(path.to_str().expect("a name").into(), None).expect("it was written");
         assert_eq!(gauge.read().as_ref(), Some(&gauge.said));
         std::fs::write(&path, "8192\n").expect("file");
         assert_ne!(gauge.read().as_ref(), Some(&gauge.said));
@@ -386,6 +394,6 @@ mod tests {
         std::fs::write(&path, "").expect("file");
         assert!(gauge.read().is_none() && gauge.again().is_none(), "it says nothing");
         std::fs::remove_file(&path).expect("file");
-        assert!(Gauge::open(path.to_str().expect("a name").into()).is_none());
+        assert!(Gauge::open(path.to_str().expect("a name").into(), None).is_none());
     }
 }

@@ -46,7 +46,7 @@ impl Keeper<'_> {
     /// Ends a window of the stall's averages and notes whether the tenant thrashes.
     pub(super) fn say_thrashing(&mut self, spaces: &[Arc<Space>], usage: Usage) {
         let tenant = self.tenant;
-        if !tenant.look_at_stall(spaces.iter().filter_map(|space| space.pid())) {
+        if !tenant.look_at_stall(spaces.iter().filter_map(|space| space.process())) {
             return;
         }
         let some_10_s = tenant.stalled().some[0];

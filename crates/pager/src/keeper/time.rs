@@ -6,7 +6,6 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use strata_policy::Clock;
-use strata_sys::process_time;
 
 use super::Keeper;
 use crate::space::Space;
@@ -30,7 +29,7 @@ impl Keeper<'_> {
             return;
         }
         // Of a process that has ended nothing is known any more: then this is less than before.
-        let work = spaces.iter().filter_map(|space| process_time(space.pid()?)).sum();
+        let work = spaces.iter().filter_map(|space| space.process()?.processor_time()).sum();
         if let Some((_, before)) = self.told.last.replace((arrivals, work)) {
             let resident = tenant.census().resident;
             let units = self.told.clock.advance(work.saturating_sub(before), since, resident);

@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use strata_sys::{
-    Event, Fill, Range, SharedMemory, Userfaultfd, poll_readable, present_ranges, read_maps,
+    Event, Fill, Process, Range, SharedMemory, Userfaultfd, poll_readable, read_maps,
 };
 use strata_units::{PAGE_SIZE, PageBuffer};
 
@@ -54,6 +54,7 @@ fn pages(pid: u32) -> Pages {
     let maps = fs::read_to_string(format!("/proc/{pid}/maps")).expect("its map");
     let stack = maps.lines().find(|line| line.ends_with("[stack]")).expect("a stack");
     let mut found = Pages::new();
+    let process = Process::open(pid).expect("it is there");
     for mapping in read_maps(pid).expect("its map") {
         let is_stack = stack.starts_with(&format!("{:x}-", mapping.range.start));
         if !(mapping.private && (mapping.anonymous || is_stack)) {
@@ -66,7 +67,7 @@ fn pages(pid: u32) -> Pages {
                 found.insert(address, page);
             }
         };
-        present_ranges(pid, mapping.range, copy).expect("its pages");
+        process.present(mapping.range, copy).expect("its pages");
     }
     found
 }

@@ -1,0 +1,135 @@
+"""A user's process that passes another process, or another program, off as its own to a
+daemon of root's. It may get nothing that is not its own, and nobody of root's may be
+signalled or moved. The user is 65534, nobody."""
+
+import contextlib
+import os
+import shutil
+import stat
+import subprocess
+import time
+
+from strata import Failure, Skip, configured
+from suite import case
+from users import NOBODY, publish
+
+LAST_PID = "/proc/sys/kernel/ns_last_pid"
+
+
+@contextlib.contextmanager
+def system_daemon(run):
+    """A daemon of root's that nobody may use; gives the directory of its programs."""
+    place, published = publish(run)
+    shutil.copy(run.built("hostile_identity"), place)
+    mine, run.binaries = run.binaries, published
+    run.daemon.binaries = published
+    os.chmod(run.directory, 0o755)
+    log = os.path.join(run.log_directory, "stratad-identity.log")
+    try:
+        with configured(run.daemon, f'uffd_users = ["{NOBODY}"]\n', place, log):
+            yield place
+    finally:
+        run.binaries = run.daemon.binaries = mine
+        shutil.rmtree(place)
+
+
+def attack(run, place, *arguments):
+    return run.start(os.path.join(place, "hostile_identity"), *arguments, budget="32MiB",
+                     name="theirs", uid=NOBODY)
+
+
+def end(program):
+    program.answer()
+    program.finish(pressed=False)
+
+
+@contextlib.contextmanager
+def in_its_place(number):
+    """A process of root's that has got this number, which nobody has; ends it."""
+    if not os.path.exists(LAST_PID):
+        raise Skip("this kernel gives no process a chosen number")
+    for _ in range(1000):
+        with open(LAST_PID, "w") as file:
+            file.write(str(number - 1))
+        process = subprocess.Popen(["sleep", "600"])
+        if process.pid == number:
+            break
+        process.kill()
+        process.wait()
+    else:
+        raise Failure(f"no process gets the number {number}")
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def register(mode):
+    def body(run):
+        with system_daemon(run) as place:
+            prey = os.path.join(place, "prey")
+            shutil.copy(os.path.join(place, "hostile_identity"), prey)
+            os.chmod(prey, 0o755 | stat.S_ISUID)
+            secret = os.path.join(place, "secret")
+            with open(os.open(secret, os.O_CREAT | os.O_WRONLY, 0o600), "wb") as file:
+                file.write(os.urandom(4096))
+            program = attack(run, place, mode, prey, secret)
+            if program.gate() == "secret":
+                raise Failure("a user has read what only root may read")
+            end(program)
+    case(f"identity-read-{mode}", native=False, own_daemon=True)(body)
+
+
+for mode in ("inherited", "sibling"):
+    register(mode)
+
+
+@case("identity-dead", native=False, own_daemon=True)
+def identity_dead(run):
+    """Who has ended says no hello: its number is a process of root's by now, which lives on
+    when the tenant is stopped."""
+    with system_daemon(run) as place:
+        program = attack(run, place, "dead")
+        with in_its_place(int(program.gate())) as process:
+            program.answer()
+            said = program.gate()
+            run.daemon.strata("stop", "theirs", check=False)
+            time.sleep(0.5)
+            if process.poll() is not None:
+                raise Failure("a process of root's was ended")
+            if said != "refused":
+                raise Failure("a dead process's hello was answered")
+        with contextlib.suppress(OSError):
+            program.answer()
+        program.wait()
+
+
+@case("identity-dead-run", native=False, own_daemon=True)
+def identity_dead_run(run):
+    """Who has ended asks for no tenant: the process of root's that has its number is moved to
+    no group."""
+    with system_daemon(run) as place:
+        program = attack(run, place, "dead-run")
+        with in_its_place(int(program.gate())) as process:
+            path = f"/proc/{process.pid}/cgroup"
+            with open(path) as file:
+                before = file.read()
+            program.answer()
+            said = program.gate()
+            with open(path) as file:
+                if file.read() != before:
+                    raise Failure("a process of root's was moved to a user's group")
+            if said != "refused":
+                raise Failure("a dead process's request was carried out")
+        end(program)
+
+
+@case("identity-many", native=False, own_daemon=True)
+def identity_many(run):
+    """One address space is one space, however often it says hello."""
+    with system_daemon(run) as place:
+        program = attack(run, place, "many")
+        if (ready := program.gate()) != "1":
+            raise Failure(f"one process has got {ready} spaces")
+        end(program)

@@ -16,7 +16,8 @@ _number = 0
 
 
 class Program:
-    """`gate()` waits for the program's next word, `answer()` lets it go on."""
+    """`gate()` waits for the program's next word, `answer()` lets it go on. `budget`: a
+    size, or flags of `strata run` in its place."""
 
     def __init__(self, case, arguments, budget, name=None, env=None, fails=False, uid=None,
                  native=False):
@@ -44,8 +45,8 @@ class Program:
             environment["STRATA_TEST_NATIVE"] = "1"
         else:
             environment["STRATA_SOCKET"] = case.daemon.socket_path
-            command = [case.binaries.strata, "run", "--name", self.name, "--dram", budget,
-                       "--"] + command
+            wish = ["--dram", budget] if isinstance(budget, str) else budget
+            command = [case.binaries.strata, "run", "--name", self.name, *wish, "--"] + command
         self.log_path = os.path.join(case.log_directory, f"{self.name}.log")
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(

@@ -3,7 +3,6 @@
  *   claimant READY USER [capability | low-port | socket PATH | open PATH | setuid PATH]
  *                   becomes USER (a number; its group too) and then has that; makes
  *                   the file READY when it has all of it */
-#define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
 #include <grp.h>

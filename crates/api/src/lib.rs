@@ -15,6 +15,7 @@
 mod advice;
 mod guest;
 mod place;
+mod shares;
 mod snapshot;
 mod stats;
 
@@ -23,6 +24,7 @@ pub use advice::{
 };
 pub use guest::{GuestSpec, GuestStats};
 pub use place::{MAX_PLACE_PAGES, MAX_PLACE_RANGES, PlaceOutcome, PlaceWish, tier_letters};
+pub use shares::{DramClaim, TenantShare};
 pub use snapshot::{
     Claim, MAX_CLONES, MAX_COPY_DIRS, MAX_FORWARDS, MAX_LABEL_BYTES, MAX_PATH_BYTES,
     MIN_SCHEDULE_SECONDS, Net, PortForward, Progress, RevivedTenant, SnapshotId, SnapshotInfo,
@@ -138,6 +140,16 @@ pub enum Request {
         /// The new budget.
         dram_bytes: u64,
     },
+    /// What a tenant claims of the DRAM that the host shares out. From then on its budget
+    /// moves.
+    Claim {
+        /// The tenant.
+        name: String,
+        /// What.
+        claim: DramClaim,
+    },
+    /// How the host's DRAM is shared out just now. Answered by [`Reply::HostShares`].
+    Shares,
     /// How much DRAM does it need? It is watched from now on, for ten minutes
     /// after the last question.
     Advise {
@@ -346,6 +358,8 @@ impl Request {
             | Self::List { .. }
             | Self::Stats { .. }
             | Self::Set { .. }
+            | Self::Claim { .. }
+            | Self::Shares
             | Self::Place { .. }
             | Self::Where { .. }
             | Self::Advise { .. }
@@ -413,6 +427,13 @@ pub enum Reply {
         budgets_bytes: Vec<u64>,
         /// What each loses by it.
         losses: Vec<f64>,
+    },
+    /// To [`Request::Shares`].
+    HostShares {
+        /// All DRAM that is shared out.
+        dram_bytes: u64,
+        /// Those of the caller, by owner and name.
+        tenants: Vec<TenantShare>,
     },
     /// To [`Request::Snapshot`], [`Request::SnapshotSelf`],
     /// [`Request::SnapshotPersist`] and [`Request::SnapshotImport`].

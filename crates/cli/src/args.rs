@@ -71,14 +71,27 @@ pub(crate) enum Command {
         #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = seconds)]
         interval: Duration,
     },
-    /// Change a tenant's budget
+    /// Change a tenant's budget, or what it claims of a host's DRAM
     Set {
         /// The tenant
         #[arg(value_parser = named_tenant)]
         name: String,
-        /// Its new DRAM budget
+        /// Its new DRAM budget; without a claim, it does not move
         #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
-        dram: ByteSize,
+        dram: Option<ByteSize>,
+        /// What it claims.
+        #[command(flatten)]
+        claim: ClaimArguments,
+    },
+    /// Show how a host's DRAM is shared out, and why
+    ///
+    /// For each tenant: what it has, uses and wants, its reserve, limit and weight, how
+    /// long it waited for pages in the last second, what others lose by what it has
+    /// beyond its reserve, and why it has that.
+    Shares {
+        /// Print a JSON array of objects, one for each daemon
+        #[arg(long)]
+        json: bool,
     },
     /// Tell how much DRAM tenants need
     ///
@@ -180,6 +193,20 @@ pub(crate) enum Command {
         #[arg(value_name = "DIR")]
         directory: PathBuf,
     },
+}
+
+/// What a tenant claims of the DRAM that its host shares out: its budget moves then.
+#[derive(Args, Debug, Clone, Copy)]
+pub(crate) struct ClaimArguments {
+    /// DRAM that it always gets back when it wants it
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
+    pub(crate) reserve: Option<ByteSize>,
+    /// The most DRAM that it may have
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
+    pub(crate) limit: Option<ByteSize>,
+    /// Its share of the rest, beside those of others: 1 if it is not named
+    #[arg(long, value_name = "N", allow_hyphen_values = true)]
+    pub(crate) weight: Option<f64>,
 }
 
 /// On whom to advise, and how.
@@ -418,6 +445,9 @@ pub(crate) struct VmRunArguments {
     /// Its DRAM budget, QEMU's own memory included; without one, the daemon's default
     #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
     pub(crate) dram: Option<ByteSize>,
+    /// What it claims of a host's DRAM.
+    #[command(flatten)]
+    pub(crate) claim: ClaimArguments,
     /// Print the command line that would be executed, and start nothing
     #[arg(long)]
     pub(crate) print: bool,
@@ -435,6 +465,9 @@ pub(crate) struct RunArguments {
     /// Its DRAM budget, like 512MiB or 4GiB; without one, the daemon's default
     #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
     pub(crate) dram: Option<ByteSize>,
+    /// What it claims of a host's DRAM.
+    #[command(flatten)]
+    pub(crate) claim: ClaimArguments,
     /// Run the program even if it cannot be managed
     ///
     /// Without this a program that cannot have its budget (it is statically linked, the

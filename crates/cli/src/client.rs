@@ -248,7 +248,7 @@ pub(crate) fn stats(name: &str) -> Result<Stats> {
 pub(crate) fn command(name: &str, request: Request) -> Result<String> {
     let (socket, _) = find(name)?;
     let verb = match &request {
-        Request::Set { .. } => "set the budget of",
+        Request::Set { .. } | Request::Claim { .. } => "set the budget of",
         Request::Release { .. } => "release",
         Request::Advise { .. } => "stop watching",
         _ => "stop",

@@ -14,6 +14,7 @@ mod place;
 mod program;
 mod progress;
 mod run;
+mod shares;
 mod show;
 mod snapshots;
 #[cfg(test)]
@@ -69,11 +70,28 @@ fn execute(command: Command) -> Result<ExitCode> {
         Command::Tiers { name, json, interval } => {
             print(&tiers::tiers(name.as_deref(), json, interval)?)?;
         }
-        Command::Set { name, dram } => {
-            run::check_budget(dram, &format!("cannot set the budget of {name}"))?;
-            let request = Request::Set { name: name.clone(), dram_bytes: dram.0 };
-            print(&client::command(&name, request)?)?;
+        Command::Set { name, dram, claim } => {
+            let what = format!("cannot set the budget of {name}");
+            claim.check(&what)?;
+            if let Some(dram) = dram {
+                run::check_budget(dram, &what)?;
+                let request = Request::Set { name: name.clone(), dram_bytes: dram.0 };
+                print(&client::command(&name, request)?)?;
+            }
+            match claim.claim() {
+                Some(claim) => {
+                    let request = Request::Claim { name: name.clone(), claim };
+                    print(&client::command(&name, request)?)?;
+                }
+                None if dram.is_none() => {
+                    let why = "nothing is named that it should have";
+                    let todo = "name --dram, or --reserve, --limit, --weight";
+                    return Err(Failure::new(what, why).todo(todo));
+                }
+                None => {}
+            }
         }
+        Command::Shares { json } => print(&shares::shares(json)?)?,
         Command::Advise(arguments) => print(&advise::advise(&arguments)?)?,
         Command::Release { name } => {
             print(&client::command(&name, Request::Release { name: name.clone() })?)?;

@@ -12,7 +12,7 @@ use strata_api::{DEFAULT_SOCKET, ENDING, Reply, Request};
 use strata_units::ByteSize;
 use strata_units::wire::ENV_REQUIRED;
 
-use crate::args::RunArguments;
+use crate::args::{ClaimArguments, RunArguments};
 use crate::client::{self, NoReply, ask};
 use crate::failure::{Failure, Result, printable};
 use crate::program::{self, Caller, Program};
@@ -42,6 +42,7 @@ pub(crate) fn run(arguments: &RunArguments) -> Result<Infallible> {
     if let Some(dram) = arguments.dram {
         check_budget(dram, &format!("cannot run {shown}"))?;
     }
+    arguments.claim.check(&format!("cannot run {shown}"))?;
     if let Some(obstacle) = &program.obstacle {
         if !arguments.allow_unmanaged {
             let why = format!("the preload cannot enter: {obstacle}");
@@ -56,6 +57,7 @@ pub(crate) fn run(arguments: &RunArguments) -> Result<Infallible> {
         dram_bytes: arguments.dram.map(|size| size.0),
         command: shown_command(command),
     })?;
+    claim(&tenant, &arguments.claim, &format!("cannot run {shown}"))?;
     for warning in &tenant.warnings {
         warn(warning);
     }
@@ -68,6 +70,17 @@ pub(crate) fn run(arguments: &RunArguments) -> Result<Infallible> {
         return Err(become_parent(&program, command, environment, &tenant.socket, &tenant.name));
     }
     Err(become_program(&program, command, environment))
+}
+
+/// Has a tenant that was just made claim what it is to.
+pub(crate) fn claim(tenant: &Tenant, arguments: &ClaimArguments, what: &str) -> Result<()> {
+    let Some(claim) = arguments.claim() else { return Ok(()) };
+    let request = Request::Claim { name: tenant.name.clone(), claim };
+    match ask(&tenant.socket, &request).map_err(|none| none.failure(what, &tenant.socket))? {
+        Reply::Done { .. } => Ok(()),
+        Reply::Error { message, hint } => Err(client::refused(what, &message, &hint)),
+        _ => Err(client::misunderstood(what)),
+    }
 }
 
 /// Whether the program may run unmanaged, as its library is told: empty, it may. What it

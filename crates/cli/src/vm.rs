@@ -50,6 +50,7 @@ pub(crate) fn run(arguments: &VmRunArguments) -> Result<ExitCode> {
     if let Some(dram) = arguments.dram {
         run::check_budget(dram, &what)?;
     }
+    arguments.claim.check(&what)?;
     Err(start(&program, arguments, version, &plan, &what)?)
 }
 
@@ -66,6 +67,7 @@ fn start(
         dram_bytes: arguments.dram.map(|size| size.0),
         command: run::shown_command(&arguments.command),
     })?;
+    run::claim(&tenant, &arguments.claim, what)?;
     let guest = GuestSpec {
         memory_bytes: plan.memory.0,
         machine: plan.machine.clone(),

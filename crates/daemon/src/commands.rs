@@ -7,10 +7,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use strata_api::{
-    MAX_LINE_BYTES, MAX_LISTED, MAX_LISTED_COMMAND_BYTES, PROTOCOL_VERSION, Reply, Request,
-    RevivedTenant, SnapshotInfo, SnapshotRef, Stats,
+    DramClaim, MAX_LINE_BYTES, MAX_LISTED, MAX_LISTED_COMMAND_BYTES, PROTOCOL_VERSION, Reply,
+    Request, RevivedTenant, SnapshotInfo, SnapshotRef, Stats,
 };
-use strata_pager::{ReleaseRefused, Space, Tenant};
+use strata_pager::{Claim, ReleaseRefused, Space, Tenant};
 use strata_snapshot::{Terminals, is_ending};
 use strata_sys::peer::Peer;
 use strata_sys::{Pidfd, Priority, SIGTERM, collect_child, status_of_collected, total_bytes};
@@ -18,12 +18,12 @@ use strata_units::ByteSize;
 use strata_units::wire::{ENV_SOCKET, ENV_TOKEN};
 
 use crate::advice;
-use crate::cgroup::Cgroups;
 use crate::config::Config;
 use crate::control::Handler;
 use crate::guests::Guests;
 use crate::logbook;
 use crate::place;
+use crate::shares::{self, Shares};
 use crate::snapshots::{CloneWish, ImportWish, Revived, Snapshots, Tell};
 use crate::statistics;
 use crate::supervisor::Inheritance;
@@ -40,6 +40,8 @@ pub(crate) struct Commands {
     tenants: Arc<Tenants>,
     snapshots: Arc<Snapshots>,
     guests: Arc<Guests>,
+    /// None: each tenant has a budget of its own.
+    shares: Option<Arc<Shares>>,
     config: Config,
     private: bool,
     agent_socket: PathBuf,
@@ -86,8 +88,12 @@ impl Commands {
                 stats: Box::new(statistics::of(tenant)),
             }),
             Request::Set { name, dram_bytes } => {
-                self.with(peer, &name, |tenant| set(tenant, dram_bytes))
+                self.with(peer, &name, |tenant| self.set(peer, tenant, dram_bytes))
             }
+            Request::Claim { name, claim } => {
+                self.with(peer, &name, |tenant| self.claim(peer, tenant, &claim))
+            }
+            Request::Shares => self.host_shares(peer),
             Request::Advise { name, stop: false } => {
                 self.with(peer, &name, |tenant| advice::of(tenant))
             }
@@ -251,12 +257,14 @@ impl Commands {
         tenants: Arc<Tenants>,
         snapshots: Arc<Snapshots>,
         guests: Arc<Guests>,
+        shares: Option<Arc<Shares>>,
         inheritance: &Inheritance,
     ) -> Self {
         Self {
             tenants,
             snapshots,
             guests,
+            shares,
             config: inheritance.config.clone(),
             private: inheritance.private,
             agent_socket: inheritance.agent_socket.clone(),
@@ -380,11 +388,18 @@ impl Commands {
                 "let its administrator add you to uffd_users in the configuration",
             );
         }
+        let claim = self.first_claim(peer, dram_bytes);
+        if let (Some(dram), None) = (self.config.dram, claim)
+            && let Err(why) = shares::can_keep(dram.0, &self.tenants.list(), None, budget_bytes)
+        {
+            return error(why, "name less, or a claim instead; strata shares shows who has what");
+        }
         let wish = Wish {
             name,
             uid: peer.uid,
             command,
             budget_bytes,
+            claim,
             tier_limit: None,
             tier_order: None,
             starter: Some(peer.pid),
@@ -410,6 +425,86 @@ impl Commands {
             }
             Err(message) => error(message, "choose another --name, or see stratad's log"),
         }
+    }
+
+    /// Whether a user may be promised DRAM that others then cannot have.
+    fn may_be_promised(&self, peer: Peer) -> bool {
+        peer.uid == 0 || self.private
+    }
+
+    /// What a new tenant claims, where DRAM is shared out. Of a user who may be promised
+    /// none a named budget is a limit.
+    fn first_claim(&self, peer: Peer, dram_bytes: Option<u64>) -> Option<Claim> {
+        self.config.dram?;
+        match dram_bytes {
+            Some(_) if self.may_be_promised(peer) => None,
+            limit_bytes => {
+                let wanted = DramClaim { limit_bytes, ..DramClaim::default() };
+                Some(shares::claim(None, &wanted))
+            }
+        }
+    }
+
+    /// A budget of its own: it does not move any more.
+    fn set(&self, peer: Peer, tenant: &Arc<Tenant>, dram_bytes: u64) -> Reply {
+        if let Err(refused) = check_budget(dram_bytes) {
+            return refused;
+        }
+        if self.config.dram.is_some() && !self.may_be_promised(peer) {
+            let limit = DramClaim { limit_bytes: Some(dram_bytes), ..DramClaim::default() };
+            return self.claim(peer, tenant, &limit);
+        }
+        if let Err(why) = self.can_keep(tenant, dram_bytes) {
+            return error(why, "strata shares shows who has what");
+        }
+        tenant.set_claim(None);
+        let note = shares::set_budget(tenant, dram_bytes).err();
+        Reply::Done { note: note.map_or_else(String::new, |failed| failed.to_string()) }
+    }
+
+    /// From now on its budget moves.
+    fn claim(&self, peer: Peer, tenant: &Arc<Tenant>, wanted: &DramClaim) -> Reply {
+        if self.config.dram.is_none() {
+            let hint = "set dram in its configuration; --dram gives a budget that does not move";
+            return error("this stratad shares no DRAM out", hint);
+        }
+        let takes = wanted.reserve_bytes.is_some_and(|bytes| bytes > 0)
+            || wanted.weight.is_some_and(|weight| weight > 1.0);
+        if takes && !self.may_be_promised(peer) {
+            let what = "only root promises DRAM: a reserve, or a weight above 1";
+            return error(what, "a limit, and a weight of 1 or less, are yours to set");
+        }
+        let claim = shares::claim(tenant.claim(), wanted);
+        if claim.reserve_bytes > claim.limit_bytes {
+            let (reserve, limit) = (ByteSize(claim.reserve_bytes), ByteSize(claim.limit_bytes));
+            let what = format!("its reserve of {reserve} is more than its limit of {limit}");
+            return error(what, "name both");
+        }
+        if let Some(problem) = wanted.problem() {
+            return error(problem, "");
+        }
+        if claim.limit_bytes < LEAST_BUDGET.0 {
+            return error(format!("a limit is at least {LEAST_BUDGET}"), "");
+        }
+        if let Err(why) = self.can_keep(tenant, claim.reserve_bytes) {
+            return error(why, "strata shares shows who has what");
+        }
+        tenant.set_claim(Some(claim));
+        Reply::Done { note: String::new() }
+    }
+
+    fn can_keep(&self, tenant: &Tenant, bytes: u64) -> Result<(), String> {
+        let Some(dram) = self.config.dram else { return Ok(()) };
+        shares::can_keep(dram.0, &self.tenants.list(), Some(tenant), bytes)
+    }
+
+    fn host_shares(&self, peer: Peer) -> Reply {
+        let Some(shares) = &self.shares else {
+            return error("this stratad shares no DRAM out", "set dram in its configuration");
+        };
+        let mut tenants = shares.list();
+        tenants.retain(|share| peer.uid == 0 || peer.uid == share.uid);
+        Reply::HostShares { dram_bytes: shares.dram_bytes(), tenants }
     }
 
     fn stop(&self, tenant: &Arc<Tenant>) -> Reply {
@@ -440,25 +535,6 @@ impl Commands {
             )
         }
     }
-}
-
-fn set(tenant: &Arc<Tenant>, dram_bytes: u64) -> Reply {
-    if let Err(refused) = check_budget(dram_bytes) {
-        return refused;
-    }
-    tenant.set_budget(dram_bytes);
-    let record = tenant.record();
-    let node_bytes = record.node.map_or(0, |node| node.limit_bytes);
-    let memory_bytes = dram_bytes.saturating_add(node_bytes);
-    let followed = record
-        .cgroup
-        .as_ref()
-        .map(|directory| Cgroups::set_budget(directory.as_ref(), memory_bytes));
-    let note = match followed {
-        Some(Err(failed)) => failed.to_string(),
-        _ => String::new(),
-    };
-    Reply::Done { note }
 }
 
 fn release(tenant: &Arc<Tenant>, patience: Duration) -> Reply {

@@ -14,6 +14,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use strata_api::DramClaim;
 use strata_policy::order::TierOrder;
 use strata_sys::MemoryNode;
 use strata_units::ByteSize;
@@ -56,7 +57,7 @@ impl User {
 
 /// Which programs are managed without `strata run`, and how. All conditions
 /// that are given must hold; at least one is.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Debug)]
 pub(crate) struct Rule {
     /// Names the tenant that it makes, among those of `user`.
     pub(crate) name: String,
@@ -70,6 +71,8 @@ pub(crate) struct Rule {
     pub(crate) cgroup: Option<String>,
     /// Its budget.
     pub(crate) dram: ByteSize,
+    /// What it claims of the DRAM that is shared out; none: its budget does not move.
+    pub(crate) claim: Option<DramClaim>,
     /// What it may hold in the file tier; none: the tier's own limit.
     pub(crate) tier_limit: Option<ByteSize>,
     /// The order of its tiers; none: the order of all.
@@ -111,6 +114,8 @@ pub(crate) struct Config {
     pub(crate) socket_dir: PathBuf,
     /// Budget of a tenant that names none.
     pub(crate) default_dram: ByteSize,
+    /// DRAM that is shared out among all tenants; none: each has its own budget.
+    pub(crate) dram: Option<ByteSize>,
     /// Where Prometheus fetches metrics; none: nowhere.
     pub(crate) metrics: Option<SocketAddr>,
     /// Directory of the file tier; none: no file tier.
@@ -221,6 +226,7 @@ impl Config {
             // Half: one tenant that names no budget leaves room for the rest
             // of the machine, and a second one still fits.
             default_dram: ByteSize(machine.memory.0 / 2),
+            dram: None,
             metrics: None,
             tier_path: None,
             tier_limit: DEFAULT_TIER_LIMIT,
@@ -289,6 +295,10 @@ impl Config {
         let path = |path: &Path| quoted(&path.display().to_string());
         writeln!(out, "socket_dir = {}", path(&self.socket_dir))?;
         writeln!(out, "default_dram = {}", exact_size(self.default_dram))?;
+        match self.dram {
+            Some(size) => writeln!(out, "dram = {}", exact_size(size))?,
+            None => writeln!(out, "# dram: not shared out; each tenant has its own budget")?,
+        }
         match self.metrics {
             Some(address) => writeln!(out, "metrics = {}", quoted(&address.to_string()))?,
             None => writeln!(out, "# metrics: off")?,
@@ -338,7 +348,10 @@ impl Config {
             if let Some(cgroup) = &rule.cgroup {
                 writeln!(out, "cgroup = {}", quoted(cgroup))?;
             }
-            writeln!(out, "dram = {}", exact_size(rule.dram))?;
+            match &rule.claim {
+                None => writeln!(out, "dram = {}", exact_size(rule.dram))?,
+                Some(claim) => write_claim(out, claim)?,
+            }
             if let Some(limit) = rule.tier_limit {
                 writeln!(out, "tier_limit = {}", exact_size(limit))?;
             }
@@ -355,6 +368,17 @@ impl Config {
         }
         Ok(())
     }
+}
+
+/// A claim as TOML. One of nothing has a weight of 1.
+fn write_claim(out: &mut String, claim: &DramClaim) -> fmt::Result {
+    if let Some(reserve) = claim.reserve_bytes {
+        writeln!(out, "reserve = {}", exact_size(ByteSize(reserve)))?;
+    }
+    if let Some(limit) = claim.limit_bytes {
+        writeln!(out, "limit = {}", exact_size(ByteSize(limit)))?;
+    }
+    writeln!(out, "weight = {:?}", claim.weight.unwrap_or(1.0))
 }
 
 /// An order as TOML.

@@ -354,6 +354,7 @@ fn parse(line: &[u8]) -> Result<Request, String> {
     // Names of snapshots are checked by their own type.
     let (new, named, dram_bytes) = match &request {
         Request::Ping
+        | Request::Shares
         | Request::List { .. }
         | Request::ShareOut { .. }
         | Request::SnapshotSelf { .. }
@@ -366,6 +367,7 @@ fn parse(line: &[u8]) -> Result<Request, String> {
         Request::Set { name, dram_bytes } => (None, Some(name), Some(*dram_bytes)),
         Request::Stats { name }
         | Request::Guest { name, .. }
+        | Request::Claim { name, .. }
         | Request::Advise { name, .. }
         | Request::Release { name }
         | Request::Stop { name }

@@ -22,6 +22,7 @@ mod places;
 mod program;
 mod quota;
 mod schedule;
+mod shares;
 mod snapshots;
 mod statistics;
 mod supervisor;

@@ -117,6 +117,7 @@ mod tests {
             exe: exe.map(Into::into),
             user: User { name: "105".into(), uid: 105 },
             cgroup: cgroup.map(Into::into),
+            claim: None,
             dram: ByteSize(1 << 30),
             tier_limit: None,
             tier_order: None,

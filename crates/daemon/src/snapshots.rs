@@ -116,6 +116,7 @@ fn wish_of(info: &SnapshotInfo, name: &str) -> Wish {
         uid: info.uid,
         command: info.command.clone(),
         budget_bytes: info.budget_bytes,
+        claim: None,
         tier_limit: None,
         tier_order: None,
         starter: None,

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use strata_api::ENDING;
 use strata_pager::{
-    MOST_SPACES, MOST_TENANTS, NodeSpec, RESERVED_SPACES, Registry, Tenant, TenantSpec,
+    Claim, MOST_SPACES, MOST_TENANTS, NodeSpec, RESERVED_SPACES, Registry, Tenant, TenantSpec,
 };
 use strata_policy::order::TierOrder;
 use strata_sys::{Pidfd, Priority};
@@ -20,6 +20,7 @@ use crate::config::{Config, Rule};
 use crate::logbook;
 use crate::program::Program;
 use crate::quota::{Quota, RESERVED_TENANTS};
+use crate::shares;
 use crate::supervisor::Inheritance;
 
 /// What a new tenant is asked to be.
@@ -29,6 +30,8 @@ pub(crate) struct Wish {
     pub(crate) uid: u32,
     pub(crate) command: Vec<String>,
     pub(crate) budget_bytes: u64,
+    /// Of the host's DRAM; none: its budget does not move.
+    pub(crate) claim: Option<Claim>,
     pub(crate) tier_limit: Option<u64>,
     /// None: the configuration's.
     pub(crate) tier_order: Option<TierOrder>,
@@ -122,6 +125,8 @@ pub(crate) struct Tenants {
     private_uid: Option<u32>,
     /// Held by whoever attaches a process: no process is attached twice.
     attaching: Mutex<()>,
+    /// What is shared out among all.
+    dram_bytes: Option<u64>,
 }
 
 /// Characters of a name: it becomes part of a path and of a metric.
@@ -135,7 +140,8 @@ pub(crate) fn is_name(name: &str) -> bool {
 impl Tenants {
     pub(crate) fn new(inheritance: &Inheritance) -> Self {
         use std::os::unix::fs::MetadataExt;
-        let Config { tier_path, tier_limit, node, tier_order, quota, .. } = &inheritance.config;
+        let Config { tier_path, tier_limit, node, tier_order, quota, dram, .. } =
+            &inheritance.config;
         let own_uid = std::fs::metadata("/proc/self").map_or(0, |own| own.uid());
         Self {
             known: Mutex::default(),
@@ -152,6 +158,7 @@ impl Tenants {
             quota: *quota,
             private_uid: inheritance.private.then_some(own_uid),
             attaching: Mutex::default(),
+            dram_bytes: dram.map(|size| size.0),
         }
     }
 
@@ -403,6 +410,17 @@ impl Tenants {
         };
         self.check_quota(&known, wish.uid)?;
         let key = Key::new(wish.uid, &name);
+        let claim = wish.claim.or_else(|| origin?.claim()).filter(|_| self.dram_bytes.is_some());
+        let mut budget_bytes = wish.budget_bytes;
+        if let Some(dram_bytes) = self.dram_bytes {
+            let others: Vec<_> =
+                known.by_key.values().map(|entry| Arc::clone(&entry.tenant)).collect();
+            let kept = claim.map_or(budget_bytes, |claim| claim.reserve_bytes);
+            shares::can_keep(dram_bytes, &others, None, kept)?;
+            if let Some(claim) = &claim {
+                budget_bytes = shares::first_budget(dram_bytes, &others, claim);
+            }
+        }
         let mut warnings = Vec::new();
         let starter = wish.starter.and_then(|pid| Pidfd::open(pid).ok());
         let made = if wish.of_rule {
@@ -410,7 +428,7 @@ impl Tenants {
         } else {
             // What is on the node counts there too, and not in the budget.
             let node_bytes = self.node.map_or(0, |node| node.limit_bytes);
-            let memory_bytes = wish.budget_bytes.saturating_add(node_bytes);
+            let memory_bytes = budget_bytes.saturating_add(node_bytes);
             let starter = starter.as_ref().and_then(|pidfd| Some((wish.starter?, pidfd)));
             self.cgroups.make(wish.uid, &name, starter, memory_bytes)
         };
@@ -439,7 +457,7 @@ impl Tenants {
             uid: wish.uid,
             token: random_token().map_err(|error| format!("no random numbers: {error}"))?,
             command: wish.command,
-            budget_bytes: wish.budget_bytes,
+            budget_bytes,
             cgroup: cgroup.clone(),
             tier,
             node: self.node,
@@ -456,6 +474,7 @@ impl Tenants {
             }
             format!("cannot make tenant {name}: {}", chain(&error))
         })?;
+        tenant.set_claim(claim);
         let record = tenant.record();
         let command = record.command.first().map_or("", |word| word.as_str());
         let line = format!(
@@ -481,6 +500,7 @@ impl Tenants {
                 uid: rule.user.uid,
                 command: program.command.clone(),
                 budget_bytes: rule.dram.0,
+                claim: rule.claim.as_ref().map(|wanted| shares::claim(None, wanted)),
                 tier_limit: rule.tier_limit.map(|limit| limit.0),
                 tier_order: rule.tier_order,
                 starter: None,

@@ -15,6 +15,7 @@ use strata_sys::{
 use crate::commands::Commands;
 use crate::control::{ControlServer, Limits};
 use crate::guests::Guests;
+use crate::shares::Shares;
 use crate::snapshots::{Snapshots, ready, schedules};
 use crate::supervisor::Inheritance;
 use crate::tenants::Tenants;
@@ -66,10 +67,13 @@ fn start(inheritance: &Inheritance) -> anyhow::Result<()> {
     ready::start(&snapshots)?;
     schedules::start(&snapshots, inheritance.config.snapshot.clone())?;
     let guests = Guests::start(&inheritance.config.socket_dir, &tenants)?;
+    let dram = inheritance.config.dram;
+    let shares = dram.map(|dram| Shares::start(dram.0, &tenants)).transpose()?;
     let commands = Commands::new(
         Arc::clone(&tenants),
         Arc::clone(&snapshots),
         Arc::clone(&guests),
+        shares,
         inheritance,
     );
     let listener = inheritance.control.try_clone()?;

@@ -14,6 +14,7 @@ mod capture;
 #[cfg(test)]
 mod capture_tests;
 mod charge;
+mod claim;
 mod copied;
 mod copies;
 mod counters;
@@ -76,6 +77,7 @@ mod testing;
 mod watching_tests;
 
 pub use advice::{Advice, AdviceState};
+pub use claim::{Claim, Demand};
 pub use counters::{Counter, Counters, Latencies};
 pub use ending::Revival;
 pub use hold::Hold;

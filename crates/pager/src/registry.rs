@@ -40,6 +40,8 @@ const REGISTRY_BYTES: u64 = SPACES_AT + SPACES as u64 * SPACE_BYTES;
 // Within a tenant's slot.
 const T_RELEASED: u64 = 0;
 const T_BUDGET: u64 = 8;
+/// Reserve, limit, weight: see `Claim`.
+const T_CLAIM: u64 = 16;
 const T_COUNTERS: u64 = 64;
 const T_BUCKETS: u64 = T_COUNTERS + 8 * COUNTERS as u64;
 const T_RECORD: u64 = 12288;
@@ -247,6 +249,11 @@ impl Registry {
 
     pub(crate) fn budget(&self, id: TenantId) -> &AtomicU64 {
         self.memory.atomic_u64(Self::tenant_at(id) + T_BUDGET)
+    }
+
+    /// Reserve, limit and weight.
+    pub(crate) fn claim(&self, id: TenantId) -> [&AtomicU64; 3] {
+        [0, 8, 16].map(|field| self.memory.atomic_u64(Self::tenant_at(id) + T_CLAIM + field))
     }
 
     pub(crate) fn released(&self, id: TenantId) -> &AtomicU32 {

@@ -82,6 +82,11 @@ impl Tenant {
         counted + if waits { at_ns.saturating_sub(since_ns) } else { 0 }
     }
 
+    /// The same, up to now.
+    pub(crate) fn waited_ns(&self) -> u64 {
+        self.some_ns(self.waiting.ns(Instant::now()))
+    }
+
     /// Ends a window of the averages, if one is over; whether one was.
     pub(crate) fn look_at_stall(&self, processes: impl Iterator<Item = Arc<Process>>) -> bool {
         let at_ns = self.waiting.ns(Instant::now());

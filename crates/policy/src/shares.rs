@@ -480,7 +480,7 @@ fn costs(seen: &[Seen], past: &[Past], budgets: &[u64]) -> Vec<f64> {
             lacks.iter().enumerate().filter(|&(other, &(_, lack))| other != own && lack > 0);
         let lacking: u64 = others.clone().map(|(_, &(_, lack))| lack).sum();
         let part = (above as f64 / lacking.max(1) as f64).min(1.0);
-        others.map(|(_, &(stall, _))| stall * part).sum()
+        others.map(|(_, &(stall, _))| stall * part).fold(0.0, |sum, cost| sum + cost)
     };
     (0..seen.len()).map(cost).collect()
 }

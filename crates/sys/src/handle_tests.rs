@@ -1,6 +1,6 @@
 //! What is held of a process stays that process's, and that memory's.
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Write, pipe};
 use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd};
 use std::process::{Child, Command, Stdio};
 
@@ -144,7 +144,7 @@ fn only_what_the_kernel_calls_a_userfaultfd_is_one() {
     std::fs::create_dir_all(&directory).expect("a directory");
     let named = directory.join("anon_inode:[userfaultfd]");
     std::fs::write(&named, [0; 64]).expect("a file");
-    let (reader, _writer) = std::io::pipe().expect("a pipe");
+    let (reader, _writer) = pipe().expect("a pipe");
     let strangers: [OwnedFd; 4] = [
         File::open(&named).expect("the file").into(),
         crate::EventFd::new().expect("an eventfd").as_fd().try_clone_to_owned().expect("a copy"),

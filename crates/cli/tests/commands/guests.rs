@@ -114,7 +114,10 @@ fn only_guests_are_listed() {
     assert_eq!(said.lines().count(), 2, "{said}");
     assert!(said.contains("web1") && said.contains("4.0 GiB"), "{said}");
     let json = stdout(&daemon.run(&["vm", "ls", "--json"]));
-    assert_eq!(serde_json::from_str::<Vec<Stats>>(&json).expect("JSON"), [web1.clone()]);
+    assert_eq!(
+        serde_json::from_str::<Vec<Stats>>(&json).expect("JSON"),
+        std::slice::from_ref(&web1)
+    );
     let json = stdout(&daemon.run(&["vm", "stats", "web1", "--json"]));
     assert_eq!(serde_json::from_str::<Stats>(&json).expect("JSON"), web1);
     let said = stdout(&daemon.run(&["vm", "stats", "web1"]));

@@ -2,6 +2,7 @@
 //! hand, because only then each complaint can name its line, and all complaints
 //! can be made at once.
 
+mod claims;
 mod node;
 mod quotas;
 mod schedules;
@@ -21,8 +22,9 @@ use super::nearest::nearest;
 use super::{Config, Machine, Problem, Problems, Rule, User, exact_time};
 
 /// All keys of the file.
-pub(super) const KEYS: [&str; 19] = [
+pub(super) const KEYS: [&str; 20] = [
     "socket_dir",
+    "dram",
     "default_dram",
     "metrics",
     "tier_path",
@@ -45,8 +47,19 @@ pub(super) const KEYS: [&str; 19] = [
 /// What the kernel keeps of the name that a program is executed by (`comm`).
 const MOST_COMM_BYTES: usize = 15;
 /// All keys of a `[[manage]]` rule.
-const RULE_KEYS: [&str; 8] =
-    ["name", "exe", "user", "cgroup", "dram", "tier_limit", "tier_order", "required"];
+const RULE_KEYS: [&str; 11] = [
+    "name",
+    "exe",
+    "user",
+    "cgroup",
+    "dram",
+    "reserve",
+    "limit",
+    "weight",
+    "tier_limit",
+    "tier_order",
+    "required",
+];
 /// Longest path of a unix socket, without the zero byte at its end.
 const MAX_SOCKET_PATH_BYTES: usize = 107;
 /// Rules at most: each is tried on every new process.
@@ -139,6 +152,7 @@ impl Reader<'_> {
         if let Some(directory) = self.get(table, "socket_dir", socket_directory) {
             config.socket_dir = directory;
         }
+        config.dram = self.get(table, "dram", |value| budget(value, machine));
         if let Some(size) = self.get(table, "default_dram", |value| budget(value, machine)) {
             config.default_dram = size;
         }
@@ -171,6 +185,7 @@ impl Reader<'_> {
         config.criu = self.get(table, "criu", program);
         config.quota = self.quota(table);
         config.manage = self.rules(table, config.default_dram);
+        self.claims(table, &mut config);
         config.snapshot = self.schedules(table);
         config
     }
@@ -276,6 +291,7 @@ impl Reader<'_> {
         let user = self.get(table, "user", |value| user(value, machine.user_id));
         let cgroup = self.get(table, "cgroup", control_group);
         let dram = self.get(table, "dram", |value| budget(value, machine));
+        let claim = self.claim(whole, table);
         let tier_limit = self.get(table, "tier_limit", size);
         let tier_order = self.get(table, "tier_order", tier_order);
         let required = self.get(table, "required", truth).unwrap_or(false);
@@ -285,6 +301,7 @@ impl Reader<'_> {
             user: user.unwrap_or_else(User::root),
             cgroup,
             dram: dram.unwrap_or(default_dram),
+            claim,
             tier_limit,
             tier_order,
             required,

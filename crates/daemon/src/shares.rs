@@ -1,0 +1,281 @@
+//! The host's DRAM, shared out among the tenants once a second: what is seen of each is
+//! gathered here, what each gets is decided in `strata_policy::shares`, and its keeper
+//! obeys the budget as it does any other.
+//!
+//! Only where the configuration says how much DRAM there is (`dram`). A tenant takes part
+//! when it has a claim (reserve, limit, weight); one that was given a budget and no claim
+//! keeps that, and the others share what is left.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use strata_api::{DramClaim, TenantShare};
+use strata_pager::{Claim, Demand, Tenant};
+use strata_policy::shares::{Past, Seen, Share, Why, share};
+use strata_units::ByteSize;
+
+use crate::cgroup::Cgroups;
+use crate::commands::LEAST_BUDGET;
+use crate::tenants::Tenants;
+
+const EVERY: Duration = Duration::from_secs(1);
+/// A weight of 1.
+const THOUSANDTHS: f64 = 1000.0;
+
+/// See the module's text.
+pub(crate) struct Shares {
+    dram_bytes: u64,
+    tenants: Arc<Tenants>,
+    last: Mutex<Vec<TenantShare>>,
+}
+
+/// What is remembered of a tenant from second to second, by its token.
+#[derive(Default)]
+struct Remembered {
+    past: Past,
+    demand: Option<Demand>,
+}
+
+impl Shares {
+    /// Starts to share out `dram_bytes`.
+    pub(crate) fn start(dram_bytes: u64, tenants: &Arc<Tenants>) -> io::Result<Arc<Self>> {
+        let shares =
+            Arc::new(Self { dram_bytes, tenants: Arc::clone(tenants), last: Mutex::default() });
+        let own = Arc::clone(&shares);
+        std::thread::Builder::new().name("shares".into()).stack_size(256 << 10).spawn(
+            move || {
+                let mut remembered = HashMap::new();
+                let mut looked = Instant::now();
+                loop {
+                    std::thread::sleep(EVERY);
+                    let seconds = looked.elapsed().as_secs_f64();
+                    looked = Instant::now();
+                    own.look(&mut remembered, seconds);
+                }
+            },
+        )?;
+        Ok(shares)
+    }
+
+    /// All the DRAM that is shared out.
+    pub(crate) fn dram_bytes(&self) -> u64 {
+        self.dram_bytes
+    }
+
+    /// What each tenant has, as of the last second.
+    pub(crate) fn list(&self) -> Vec<TenantShare> {
+        self.last.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
+    }
+
+    fn look(&self, remembered: &mut HashMap<u64, Remembered>, seconds: f64) {
+        let all = self.tenants.list();
+        let all: Vec<_> = all.into_iter().filter(|tenant| takes_dram(tenant)).collect();
+        remembered.retain(|token, _| all.iter().any(|tenant| tenant.record().token == *token));
+        let fixed: u64 = all
+            .iter()
+            .filter(|tenant| tenant.claim().is_none())
+            .map(|tenant| tenant.budget_bytes())
+            .fold(0, u64::saturating_add);
+        let moving: Vec<(Arc<Tenant>, Claim)> =
+            all.iter().filter_map(|tenant| Some((Arc::clone(tenant), tenant.claim()?))).collect();
+        let mut seen = Vec::new();
+        let mut past = Vec::new();
+        for (tenant, claim) in &moving {
+            let known = remembered.entry(tenant.record().token).or_default();
+            let demand = tenant.demand();
+            seen.push(seen_of(tenant, claim, &demand, known.demand.as_ref(), seconds));
+            known.demand = Some(demand);
+            past.push(known.past);
+        }
+        let shares = share(self.dram_bytes.saturating_sub(fixed), &seen, &mut past, seconds);
+        let mut list = Vec::new();
+        for (index, (tenant, claim)) in moving.iter().enumerate() {
+            remembered.entry(tenant.record().token).or_default().past = past[index];
+            give(tenant, shares[index].budget_bytes);
+            list.push(described(tenant, claim, &seen[index], &shares[index]));
+        }
+        list.extend(
+            all.iter().filter(|tenant| tenant.claim().is_none()).map(|tenant| fixed_share(tenant)),
+        );
+        list.sort_by(|a, b| (a.uid, &a.name).cmp(&(b.uid, &b.name)));
+        *self.last.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = list;
+    }
+}
+
+/// Whether the host can keep `bytes` for a tenant (`but`: that one, if it is there) beside
+/// what it has promised the others: reserves, and budgets that do not move.
+///
+/// # Errors
+/// Why not, as a sentence.
+pub(crate) fn can_keep(
+    dram_bytes: u64,
+    tenants: &[Arc<Tenant>],
+    but: Option<&Tenant>,
+    bytes: u64,
+) -> Result<(), String> {
+    let is_other = |tenant: &&Arc<Tenant>| {
+        but.is_none_or(|one| one.record().token != tenant.record().token) && takes_dram(tenant)
+    };
+    let promised = tenants
+        .iter()
+        .filter(is_other)
+        .map(|tenant| {
+            tenant.claim().map_or_else(|| tenant.budget_bytes(), |claim| claim.reserve_bytes)
+        })
+        .fold(0, u64::saturating_add);
+    if promised.saturating_add(bytes) <= dram_bytes {
+        return Ok(());
+    }
+    Err(format!(
+        "{} cannot be kept for it: of the {} that this host shares out, {} are promised to others",
+        ByteSize(bytes),
+        ByteSize(dram_bytes),
+        ByteSize(promised)
+    ))
+}
+
+/// A budget to begin with, until the next second shares out: half of what nobody uses.
+pub(crate) fn first_budget(dram_bytes: u64, tenants: &[Arc<Tenant>], claim: &Claim) -> u64 {
+    let used = tenants
+        .iter()
+        .filter(|tenant| takes_dram(tenant))
+        .map(|tenant| match tenant.claim() {
+            Some(_) => tenant.usage().total_bytes().min(tenant.budget_bytes()),
+            None => tenant.budget_bytes(),
+        })
+        .fold(0, u64::saturating_add);
+    let half = dram_bytes.saturating_sub(used) / 2;
+    half.max(claim.reserve_bytes).min(claim.limit_bytes).max(LEAST_BUDGET.0)
+}
+
+/// Whether a tenant has DRAM that counts: one that was released, or has ended, is not
+/// kept to any budget.
+fn takes_dram(tenant: &Tenant) -> bool {
+    let (was_there, is_there) = tenant.attachment();
+    !tenant.is_released() && (is_there || !was_there)
+}
+
+/// Changes a budget that moves, and the backstop with it.
+fn give(tenant: &Tenant, bytes: u64) {
+    let bytes = bytes.max(LEAST_BUDGET.0);
+    if tenant.budget_bytes() != bytes {
+        set_budget(tenant, bytes).ok();
+    }
+}
+
+/// Sets a tenant's budget, and its memory cgroup's: an error is that of the cgroup.
+pub(crate) fn set_budget(tenant: &Tenant, bytes: u64) -> io::Result<()> {
+    tenant.set_budget(bytes);
+    let record = tenant.record();
+    let node_bytes = record.node.map_or(0, |node| node.limit_bytes);
+    record.cgroup.as_ref().map_or(Ok(()), |directory| {
+        Cgroups::set_budget(directory.as_ref(), bytes.saturating_add(node_bytes))
+    })
+}
+
+/// What a tenant claims, after `wanted` was asked for on top of `before`.
+pub(crate) fn claim(before: Option<Claim>, wanted: &DramClaim) -> Claim {
+    let before = before.unwrap_or(Claim {
+        reserve_bytes: 0,
+        limit_bytes: u64::MAX,
+        weight_thousandths: THOUSANDTHS as u64,
+    });
+    Claim {
+        reserve_bytes: wanted.reserve_bytes.unwrap_or(before.reserve_bytes),
+        limit_bytes: wanted.limit_bytes.unwrap_or(before.limit_bytes),
+        weight_thousandths: wanted
+            .weight
+            .map_or(before.weight_thousandths, |weight| (weight * THOUSANDTHS).round() as u64)
+            .max(1),
+    }
+}
+
+fn seen_of(
+    tenant: &Tenant,
+    claim: &Claim,
+    now: &Demand,
+    before: Option<&Demand>,
+    seconds: f64,
+) -> Seen {
+    let before = before.unwrap_or(now);
+    let since = |now: u64, before: u64| now.saturating_sub(before);
+    let nanoseconds = seconds.max(0.001) * 1e9;
+    let curve = tenant
+        .advice_known()
+        .filter(|advice| advice.state == strata_pager::AdviceState::Steady)
+        .map(|advice| advice.points)
+        .unwrap_or_default();
+    Seen {
+        reserve_bytes: claim.reserve_bytes,
+        limit_bytes: claim.limit_bytes,
+        weight: claim.weight_thousandths as f64 / THOUSANDTHS,
+        least_bytes: now.least_bytes.saturating_add(LEAST_BUDGET.0),
+        budget_bytes: tenant.budget_bytes(),
+        used_bytes: now.used_bytes,
+        whole_bytes: now.whole_bytes.max(now.used_bytes),
+        growth_bytes: since(now.whole_bytes, before.whole_bytes),
+        returned_bytes: since(now.returned_bytes, before.returned_bytes),
+        stall: (since(now.waited_ns, before.waited_ns) as f64 / nanoseconds).min(1.0),
+        busy: since(now.processor_ns, before.processor_ns) as f64 / 1e9,
+        curve,
+    }
+}
+
+fn described(tenant: &Tenant, claim: &Claim, seen: &Seen, share: &Share) -> TenantShare {
+    let record = tenant.record();
+    let (why, reason) = match share.why {
+        Why::Content => ("content", "it waits for nothing".to_owned()),
+        Why::Reserve => ("reserve", "it has its reserve; more would save others more".to_owned()),
+        Why::Rising => {
+            let lacks = ByteSize(share.goal_bytes.saturating_sub(share.budget_bytes));
+            ("rising", format!("it waits for pages, and gets {lacks} more"))
+        }
+        Why::Outbid => {
+            ("outbid", "it waits for pages, and others lose more by the same DRAM".to_owned())
+        }
+        Why::Quiet => ("quiet", "it does nothing, and others use what it does not".to_owned()),
+        Why::Limit => {
+            ("limit", "it waits for pages, and has its limit: strata set --limit".to_owned())
+        }
+    };
+    TenantShare {
+        name: record.name.clone(),
+        uid: record.uid,
+        budget_bytes: share.budget_bytes,
+        moves: true,
+        used_bytes: seen.used_bytes,
+        wants_bytes: share.wants_bytes,
+        goal_bytes: share.goal_bytes,
+        reserve_bytes: claim.reserve_bytes,
+        limit_bytes: (claim.limit_bytes != u64::MAX).then_some(claim.limit_bytes),
+        weight: seen.weight,
+        stall: seen.stall,
+        costs_others: share.costs_others,
+        why: why.to_owned(),
+        reason,
+    }
+}
+
+fn fixed_share(tenant: &Tenant) -> TenantShare {
+    let record = tenant.record();
+    let budget_bytes = tenant.budget_bytes();
+    let some = tenant.stalled().some;
+    TenantShare {
+        name: record.name.clone(),
+        uid: record.uid,
+        budget_bytes,
+        moves: false,
+        used_bytes: tenant.usage().total_bytes(),
+        wants_bytes: budget_bytes,
+        goal_bytes: budget_bytes,
+        reserve_bytes: budget_bytes,
+        limit_bytes: Some(budget_bytes),
+        weight: 1.0,
+        stall: some[0],
+        costs_others: 0.0,
+        why: "fixed".to_owned(),
+        reason: "it was given this budget: strata set --weight lets it move".to_owned(),
+    }
+}

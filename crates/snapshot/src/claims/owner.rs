@@ -174,8 +174,11 @@ pub(super) fn beyond(
         What::SparedByOomKiller(score) => *score >= 0,
         What::Limit(which, value) => owner.limits.allow(*which, *value),
         What::LockedMemory(bytes) => owner.limits.allow(LOCKED, *bytes),
+        // One of root's has no name and gives nothing; the agent's control block is one.
         What::MemoryFile(user, group, mode) => {
-            *user == owner.user && owner.groups.contains(group) && mode & 0o6000 == 0
+            (*user == 0 || *user == owner.user)
+                && (*group == 0 || owner.groups.contains(group))
+                && mode & 0o6000 == 0
         }
         What::File(path, flags) => {
             let opened = if flags & !PLAIN_FLAGS == 0 {

@@ -421,6 +421,8 @@ const KINDS: &[Kind] = &[
     Kind { name: "tty-info", magic: 0x5945_3036, form: Form::Beginning },
     Kind { name: "tty-data", magic: 0x5941_3026, form: Form::Beginning },
     Kind { name: "stats-dump", magic: 0, form: Form::Ignored },
+    // CRIU is told to leave cgroups alone (`IGNORE_CGROUPS`).
+    Kind { name: "cgroup", magic: 0x5938_3330, form: Form::Ignored },
 ];
 
 /// An image by its name: its kind, and the number in the name, if that kind has one.
@@ -561,7 +563,6 @@ mod tests {
             "autofs-1.img",
             "apparmor.img",
             "creds-1.img",
-            "cgroup.img",
             ".img",
             "",
         ];

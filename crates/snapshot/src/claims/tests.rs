@@ -424,9 +424,9 @@ fn what_is_around_a_process_is_its_own_or_refused() {
     let claims = read(&mapping(1 << 20, 2 << 20, 0x2022, 0x201));
     let locked = Claim { process: Some(7), what: What::LockedMemory(1 << 20) };
     assert!(claims.contains(&locked));
-    let memory_file = numbers(&[(2, 0), (3, u64::from(USER)), (4, 9), (9, 0o777)]).saying(1, b"x");
+    let memory_file = numbers(&[(2, 5), (3, u64::from(USER)), (4, 9), (9, 0o777)]).saying(1, b"x");
     let refused = change("memfd.img", image(MEMORY_FILES, &[memory_file]));
-    assert_refused(&refused, "the snapshot: memory file of user 0");
+    assert_refused(&refused, "the snapshot: memory file of user 5");
     let lease =
         change("filelocks.img", image(LOCKS, &[numbers(&[(1, 32), (2, 0), (3, 7), (4, 0)])]));
     assert_refused(&lease, "process 7: file lock of kind 0x20");

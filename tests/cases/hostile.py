@@ -49,7 +49,7 @@ def register(mode):
     case(f"agent-{mode}", native=False, own_daemon=True)(body)
 
 
-for mode in ("garbage", "crowd", "half", "wrong-descriptor", "impostor", "liar", "mute",
+for mode in ("garbage", "crowd", "hoarder", "half", "wrong-descriptor", "impostor", "liar", "mute",
              "scribbler", "stuck", "dam", "leaver", "meddler", "foreign-transfer"):
     register(mode)
 

@@ -67,6 +67,17 @@ static void crowd(void)
     }
 }
 
+static void hoarder(void)
+{
+    /* One process, several address spaces: each would be a thread and descriptors of the
+       daemon's. */
+    whole_way();
+    for (int n = 0; n < 3; n++) {
+        struct hello hello = honest_hello();
+        T_ASSERT(!half_way(&hello), "a process was attached twice");
+    }
+}
+
 static void half(void)
 {
     struct hello hello = honest_hello();
@@ -263,6 +274,7 @@ int main(int argc, char **argv)
         void (*body)(void);
     } modes[] = {
         {"garbage", garbage},   {"crowd", crowd},
+        {"hoarder", hoarder},
         {"half", half},         {"wrong-descriptor", wrong_descriptor},
         {"impostor", impostor}, {"liar", liar},
         {"mute", mute},         {"scribbler", scribbler},

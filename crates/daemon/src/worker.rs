@@ -40,7 +40,7 @@ const PRIVATE_IDLE: Duration = Duration::from_secs(10);
 pub(crate) fn run(inheritance: &Inheritance) -> i32 {
     inheritance.registry.worker_pid().store(std::process::id(), Ordering::Release);
     let first = inheritance.registry.workers().fetch_add(1, Ordering::AcqRel) == 0;
-    match start(inheritance) {
+    match start(inheritance, first) {
         Ok(()) => DONE,
         Err(error) => {
             log(Priority::Error, format_args!("{error:#}"));
@@ -49,8 +49,12 @@ pub(crate) fn run(inheritance: &Inheritance) -> i32 {
     }
 }
 
-fn start(inheritance: &Inheritance) -> anyhow::Result<()> {
-    close_litter(inheritance)?;
+fn start(inheritance: &Inheritance, first: bool) -> anyhow::Result<()> {
+    // Nobody was there before the first one; what its supervisor, which has the same table,
+    // is just reading is none.
+    if !first {
+        close_litter(inheritance)?;
+    }
     adopt_orphans();
     let tenants = Arc::new(Tenants::new(inheritance));
     for (name, recovered) in Tenant::recover_all(&inheritance.registry) {

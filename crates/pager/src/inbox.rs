@@ -1,5 +1,5 @@
-//! A tenant's keeper from outside: what it is asked to do, its start with the first process
-//! or order, and its end.
+//! A tenant's keeper from outside: what it is asked to do, its start with the first
+//! process, and its end.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -60,7 +60,7 @@ impl Tenant {
     pub fn begin_to_end(self: &Arc<Self>) {
         let keeper = lock(&self.keeper);
         if keeper.is_some() {
-            self.leave(Order::End);
+            self.order(Order::End);
             return;
         }
         // Nobody ever attached, so that there is nothing to bury.
@@ -70,12 +70,7 @@ impl Tenant {
 
     /// Leaves an order for the keeper. One that has ended takes none, nor those that
     /// came before it ended: whoever waits for an answer is disconnected.
-    pub(crate) fn order(self: &Arc<Self>, order: Order) {
-        self.start_keeper();
-        self.leave(order);
-    }
-
-    fn leave(&self, order: Order) {
+    pub(crate) fn order(&self, order: Order) {
         let mut inbox = lock(&self.inbox);
         if !inbox.closed {
             inbox.orders.push(order);

@@ -112,7 +112,8 @@ fn world(spec: NodeSpec, count: u64) -> Option<World> {
     let (transfer, own) = (BASE / 2, Range { start: 0, end: 0 });
     let hail = Hail { process: testing::own_process(), transfer, own, restart: 0 };
     let block = ControlBlock::create().expect("a control block");
-    let space = tenant.attach(uffd, block, SeqPacket::adopt(ours.into()), hail).expect("a space");
+    let space =
+        tenant.attach_unkept(uffd, block, SeqPacket::adopt(ours.into()), hail).expect("a space");
     let mut gate = lock(&space.gate);
     gate.add_registered(Range { start: BASE, end: BASE + count * PAGE });
     let page = |n| gate.page_or_new(&tenant.map, space.id, BASE + n * PAGE).expect("room");

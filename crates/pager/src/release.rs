@@ -56,7 +56,7 @@ impl Progress {
 /// Has the keeper release `tenant`. It gives up when no page came back for
 /// `patience`; whoever asks gives up on a keeper that shows no progress for half as
 /// long again, so that it can find out for itself.
-pub(crate) fn ask(tenant: &Arc<Tenant>, patience: Duration) -> Result<(), ReleaseRefused> {
+pub(crate) fn ask(tenant: &Tenant, patience: Duration) -> Result<(), ReleaseRefused> {
     let (sender, receiver) = mpsc::channel();
     let progress = Arc::new(Progress::new(patience));
     tenant.order(Order::Release(sender, Arc::clone(&progress)));

@@ -152,8 +152,9 @@ impl World {
             restart: 0,
         };
         tenant.under_pressure.store(true, Ordering::Relaxed);
-        let space =
-            tenant.attach(uffd, block, SeqPacket::adopt(ours.into()), hail).expect("a space");
+        let space = tenant
+            .attach_unkept(uffd, block, SeqPacket::adopt(ours.into()), hail)
+            .expect("a space");
         lock(&space.gate).add_registered(memory.range());
         let stop = Arc::new(AtomicBool::new(false));
         let agent = Agent {

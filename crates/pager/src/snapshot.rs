@@ -187,7 +187,7 @@ impl Tenant {
     /// # Errors
     /// See [`SnapshotError`]: there is no snapshot then, and the tenant runs on.
     pub fn snapshot(
-        self: &Arc<Self>,
+        &self,
         request: SnapshotRequest,
         mut tell: impl FnMut(u64, u64),
     ) -> Result<Freeze, SnapshotError> {

@@ -158,7 +158,11 @@ impl Tenant {
         };
         lock(&QUESTIONS).1 = Some(began);
         let mut survey = self.survey_processes();
-        self.unattended_bytes.store(survey.unmanaged.unattended_bytes, Ordering::Relaxed);
+        let unattended_bytes = survey.unmanaged.unattended_bytes;
+        if self.unattended_bytes.swap(unattended_bytes, Ordering::Relaxed) != unattended_bytes {
+            // It may rest, and nobody else tells it.
+            self.wake_keeper();
+        }
         self.note_unattended(&survey);
         if wants_memory {
             for space in self.space_list() {

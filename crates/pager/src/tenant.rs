@@ -178,7 +178,7 @@ pub struct Tenant {
 }
 
 impl Tenant {
-    /// Makes a tenant. Its keeper starts with its first process, or its first order.
+    /// Makes a tenant. Its keeper starts with its first process.
     pub fn create(registry: &Arc<Registry>, spec: TenantSpec) -> io::Result<Arc<Self>> {
         let map = Arc::new(PageMap::create()?);
         let store = Store::create(store_config(&spec.tier)).map_err(io::Error::other)?;
@@ -386,6 +386,8 @@ impl Tenant {
     /// Gives every page back and stops managing; the program runs on natively.
     /// Waits as long as pages come back, and gives up when none did for `patience`.
     pub fn release(self: &Arc<Self>, patience: Duration) -> Result<(), ReleaseRefused> {
+        // One without a process has none yet.
+        self.start_keeper();
         release::ask(self, patience)
     }
 

@@ -24,7 +24,8 @@ fn process(tenant: &Arc<Tenant>, base: u64, runs: &[(u64, bool)]) -> Option<Arc<
     let own = Range { start: 0, end: 0 };
     let hail = Hail { process: testing::own_process(), transfer: 1 << 20, own, restart: 0 };
     let block = ControlBlock::create().expect("a control block");
-    let space = tenant.attach(uffd, block, SeqPacket::adopt(ours.into()), hail).expect("a space");
+    let space =
+        tenant.attach_unkept(uffd, block, SeqPacket::adopt(ours.into()), hail).expect("a space");
     let mut page = base;
     for &(count, on_node) in runs {
         for _ in 0..count {

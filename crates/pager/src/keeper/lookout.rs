@@ -23,10 +23,19 @@ const TOGETHER: Duration = Duration::from_micros(500);
 /// Who is read for together with others is looked at itself this often at least.
 const OWN_LOOK: Duration = Duration::from_millis(250);
 
-static RESTING: Mutex<BTreeMap<usize, Resting>> = Mutex::new(BTreeMap::new());
+/// How often it is counted anew who is in which group.
+const COUNT_EVERY: Duration = Duration::from_secs(1);
+
+static RESTING: Mutex<All> = Mutex::new(All { resting: BTreeMap::new(), groups: BTreeMap::new() });
 static CAME: Condvar = Condvar::new();
 /// Whether there is such a thread; the first to rest starts it.
 static THERE: OnceLock<bool> = OnceLock::new();
+
+/// Who rests, and the groups that some of them are in.
+struct All {
+    resting: BTreeMap<usize, Resting>,
+    groups: BTreeMap<PathBuf, Group>,
+}
 
 struct Resting {
     tenant: Arc<Tenant>,
@@ -48,6 +57,8 @@ struct Group {
     /// The shortest of theirs.
     every: Duration,
     due: Instant,
+    /// When all of them are looked at themselves.
+    own_look: Instant,
 }
 
 /// What became of a tenant while it rested.
@@ -59,8 +70,14 @@ pub(super) struct Went {
 }
 
 /// Takes `state`, and wakes the keeper when its tenant is not like that any more, found
-/// out `every` so often. Who was taken must [`leave`]; false: nobody would look.
-pub(super) fn enter(tenant: &Arc<Tenant>, state: &mut Option<State>, every: Duration) -> bool {
+/// out `every` so often, by itself if it is `alone`. Who was taken must [`leave`]; false:
+/// nobody would look.
+pub(super) fn enter(
+    tenant: &Arc<Tenant>,
+    state: &mut Option<State>,
+    every: Duration,
+    alone: bool,
+) -> bool {
     let start = || {
         let thread = std::thread::Builder::new().name("lookout".into());
         thread.spawn(look_out).is_ok()
@@ -71,15 +88,17 @@ pub(super) fn enter(tenant: &Arc<Tenant>, state: &mut Option<State>, every: Dura
     let Some(state) = state.take() else { return false };
     let now = Instant::now();
     let due = now + every;
-    let group = group_of(tenant);
+    let group = if alone { None } else { group_of(tenant) };
     let tenant = Arc::clone(tenant);
-    let resting =
+    let mut resting =
         Resting { state, every, due, looked: now, group, looks: 0, changed: false, tenant };
     let mut all = lock(&RESTING);
-    // It sleeps until somebody is due, and this one may be due before.
-    let is_first = all.values().filter(|other| !other.changed).all(|other| due < other.due);
-    all.insert(key(&resting.tenant), resting);
-    if is_first {
+    let before = all.next_due();
+    all.join_group(&mut resting, now);
+    all.resting.insert(key(&resting.tenant), resting);
+    // It sleeps until somebody is due, and this one, or its group, may be due before.
+    let next = all.next_due();
+    if next.is_some_and(|next| before.is_none_or(|before| next < before)) {
         CAME.notify_one();
     }
     true
@@ -87,7 +106,7 @@ pub(super) fn enter(tenant: &Arc<Tenant>, state: &mut Option<State>, every: Dura
 
 /// The keeper looks itself again.
 pub(super) fn leave(tenant: &Arc<Tenant>) -> Option<Went> {
-    let Resting { state, looks, changed, .. } = lock(&RESTING).remove(&key(tenant))?;
+    let Resting { state, looks, changed, .. } = lock(&RESTING).resting.remove(&key(tenant))?;
     Some(Went { state, looks, changed })
 }
 
@@ -104,72 +123,101 @@ fn group_of(tenant: &Tenant) -> Option<PathBuf> {
     Path::new(tenant.record.cgroup.as_ref()?).parent().map(Path::to_owned)
 }
 
-/// Reads for all of a group at once, where it is time to: has those looked at whose group
-/// is charged another sum than before.
-fn read_for_groups(
-    groups: &mut BTreeMap<PathBuf, Group>,
-    all: &mut BTreeMap<usize, Resting>,
-    now: Instant,
-) {
-    for group in groups.values_mut() {
-        group.every = OWN_LOOK;
-    }
-    let mut members = 0;
-    for resting in all.values().filter(|one| !one.changed) {
-        let Some(path) = &resting.group else { continue };
-        members += 1;
-        if !groups.contains_key(path)
-            && let Some(usage) = usage_file(path)
-        {
-            let group = Group { usage, said: Vec::new(), every: OWN_LOOK, due: now };
-            groups.insert(path.clone(), group);
+impl All {
+    /// Enters a tenant's group, if it is in one that can be read.
+    fn join_group(&mut self, resting: &mut Resting, now: Instant) {
+        let Some(path) = &resting.group else { return };
+        if !self.groups.contains_key(path) {
+            let Some(usage) = usage_file(path) else {
+                resting.group = None;
+                return;
+            };
+            let (every, own_look) = (resting.every, now + OWN_LOOK);
+            let group = Group { usage, said: Vec::new(), every, due: now, own_look };
+            self.groups.insert(path.clone(), group);
         }
-        if let Some(group) = groups.get_mut(path) {
+        if let Some(group) = self.groups.get_mut(path) {
             group.every = group.every.min(resting.every);
+            group.due = group.due.min(now + group.every);
         }
     }
-    if members == 0 {
-        groups.clear();
-        return;
-    }
-    for (path, group) in groups {
-        group.due = group.due.min(now + group.every);
-        if group.due > now + TOGETHER {
-            continue;
+
+    /// Forgets groups that nobody is in, and how often those wanted to be read for who
+    /// have gone.
+    fn count_groups(&mut self) {
+        let mut every: BTreeMap<&Path, Duration> = BTreeMap::new();
+        for resting in self.resting.values().filter(|one| !one.changed) {
+            if let Some(path) = &resting.group {
+                let least = every.entry(path).or_insert(resting.every);
+                *least = resting.every.min(*least);
+            }
         }
-        group.due = now + group.every;
-        // What says nothing may have changed.
-        let now_said = std::fs::read(&group.usage).unwrap_or_default();
-        if now_said.is_empty() || now_said != group.said {
-            group.said = now_said;
-            for resting in all.values_mut().filter(|one| one.group.as_ref() == Some(path)) {
-                resting.due = resting.due.min(resting.looked + resting.every);
+        self.groups.retain(|path, group| {
+            let least = every.get(path.as_path());
+            group.every = least.copied().unwrap_or(group.every);
+            least.is_some()
+        });
+    }
+
+    /// Reads for all of a group at once, where it is time to: has those looked at whose
+    /// group is charged another sum than before.
+    fn read_for_groups(&mut self, now: Instant) {
+        for (path, group) in &mut self.groups {
+            if group.due > now + TOGETHER {
+                continue;
+            }
+            group.due = now + group.every;
+            // What says nothing may have changed.
+            let said = std::fs::read(&group.usage).unwrap_or_default();
+            if said.is_empty() || said != group.said {
+                group.said = said;
+                let members = self.resting.values_mut();
+                for resting in members.filter(|one| one.group.as_ref() == Some(path)) {
+                    resting.due = resting.due.min(resting.looked + resting.every);
+                }
             }
         }
     }
-}
 
-fn look_out() {
-    strata_sys::set_thread_name("lookout");
-    let mut groups: BTreeMap<PathBuf, Group> = BTreeMap::new();
-    let mut all = lock(&RESTING);
-    loop {
-        let now = Instant::now();
-        read_for_groups(&mut groups, &mut all, now);
-        for resting in all.values_mut().filter(|one| !one.changed && one.due <= now + TOGETHER) {
+    /// Looks at those who are due themselves.
+    fn look(&mut self, now: Instant) {
+        for group in self.groups.values_mut().filter(|group| group.own_look <= now + TOGETHER) {
+            group.own_look = now + OWN_LOOK;
+        }
+        let due = |one: &&mut Resting| !one.changed && one.due <= now + TOGETHER;
+        for resting in self.resting.values_mut().filter(due) {
             resting.looks += 1;
             resting.looked = now;
-            let is_read_for = resting.group.as_ref().is_some_and(|path| groups.contains_key(path));
-            let after = if is_read_for { OWN_LOOK.max(resting.every) } else { resting.every };
-            resting.due = now + after;
+            let group = resting.group.as_ref().and_then(|path| self.groups.get(path));
+            // All of a group together, so that the lookout sleeps in between.
+            let together = group.map(|group| group.own_look.max(now + resting.every));
+            resting.due = together.unwrap_or(now + resting.every);
             if !resting.state.is_unchanged(&resting.tenant) {
                 resting.changed = true;
                 resting.tenant.wake_keeper();
             }
         }
-        let own = all.values().filter(|one| !one.changed).map(|one| one.due);
-        let due = own.chain(groups.values().map(|group| group.due)).min();
-        all = match due {
+    }
+
+    fn next_due(&self) -> Option<Instant> {
+        let own = self.resting.values().filter(|one| !one.changed).map(|one| one.due);
+        own.chain(self.groups.values().map(|group| group.due)).min()
+    }
+}
+
+fn look_out() {
+    strata_sys::set_thread_name("lookout");
+    let mut counted = Instant::now();
+    let mut all = lock(&RESTING);
+    loop {
+        let now = Instant::now();
+        if now >= counted + COUNT_EVERY {
+            all.count_groups();
+            counted = now;
+        }
+        all.read_for_groups(now);
+        all.look(now);
+        all = match all.next_due() {
             Some(due) => {
                 let patience = due.saturating_duration_since(Instant::now());
                 CAME.wait_timeout(all, patience).unwrap_or_else(PoisonError::into_inner).0
@@ -201,14 +249,15 @@ mod tests {
         std::fs::write(&usage, "4096\n").expect("a file");
         let now = Instant::now();
         let every = Duration::from_millis(4);
-        let Some(one) = resting(&group, now, every) else { return };
+        let Some(mut one) = resting(&group, now, every) else { return };
         let far = one.due;
-        let mut all = BTreeMap::from([(1, one)]);
-        let mut groups = BTreeMap::new();
-        let mut due_after = |all: &mut BTreeMap<usize, Resting>, ms| {
-            all.get_mut(&1).expect("it rests").due = far;
-            read_for_groups(&mut groups, all, now + Duration::from_millis(ms));
-            all[&1].due
+        let mut all = All { resting: BTreeMap::new(), groups: BTreeMap::new() };
+        all.join_group(&mut one, now);
+        all.resting.insert(1, one);
+        let due_after = |all: &mut All, ms| {
+            all.resting.get_mut(&1).expect("it rests").due = far;
+            all.read_for_groups(now + Duration::from_millis(ms));
+            all.resting[&1].due
         };
         // What was charged before is not known; then it stays, changes, and is gone.
         assert_eq!(due_after(&mut all, 0), now + every);
@@ -220,8 +269,13 @@ mod tests {
         assert_eq!(due_after(&mut all, 30), far);
         std::fs::remove_dir_all(&group).expect("removed");
         assert_eq!(due_after(&mut all, 40), now + every);
-        all.clear();
-        read_for_groups(&mut groups, &mut all, now);
-        assert!(groups.is_empty());
+        all.count_groups();
+        assert_eq!(all.groups.len(), 1);
+        all.resting.clear();
+        all.count_groups();
+        assert!(all.groups.is_empty());
+        let mut other = resting(&group, now, every).expect("as before");
+        all.join_group(&mut other, now);
+        assert!(other.group.is_none() && all.groups.is_empty(), "it cannot be read");
     }
 }

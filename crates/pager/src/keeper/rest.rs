@@ -28,6 +28,8 @@ const LONGEST: Duration = Duration::from_millis(100);
 /// ...and one of which nothing is registered, after it has rested so often, this many
 /// times doubled: every six seconds.
 const DOUBLED: u32 = 6;
+/// After so many rests it is read for together with others.
+const TOGETHER_AFTER: u32 = 3;
 /// Looks left out by a keeper itself, before the lookout does it for all that rest.
 const OWN_READS: u32 = 16;
 /// More than the files that are read have.
@@ -129,6 +131,11 @@ impl State {
         Some(Self { gauge, seen: Seen { policy_time: 0, hints: Vec::new() } })
     }
 
+    /// Whether its programs have ever said something of their memory.
+    fn has_hints(&self) -> bool {
+        self.seen.hints.iter().any(|&given| given > 0)
+    }
+
     /// Whether the tenant is like that still.
     pub(super) fn is_unchanged(&self, tenant: &Tenant) -> bool {
         self.gauge.read().as_ref() == Some(&self.gauge.said)
@@ -169,7 +176,11 @@ impl Keeper<'_> {
 
     /// How long the tenant may rest if nothing changes.
     pub(super) fn longest_rest(&self) -> Duration {
-        match self.tenant.under_pressure.load(Ordering::Relaxed) {
+        let tenant = self.tenant;
+        // These can grow where nobody reads of it while it rests.
+        let elsewhere = tenant.unattended_bytes.load(Ordering::Relaxed) > 0
+            || lock(&tenant.usage).shared_bytes > 0;
+        match elsewhere || tenant.under_pressure.load(Ordering::Relaxed) {
             true => LONGEST,
             false => LONGEST * (1 << self.rests.min(DOUBLED)),
         }
@@ -177,7 +188,11 @@ impl Keeper<'_> {
 
     fn wait_for_the_lookout(&mut self, every: Duration, left: Duration, rests: u32) -> Vec<Order> {
         let tenant = self.tenant;
-        if !lookout::enter(tenant, &mut self.state, every) {
+        // Who has given hints may give more, and these are seen only where it is looked
+        // at itself.
+        let hints = self.state.as_ref().is_some_and(State::has_hints);
+        let alone = rests < TOGETHER_AFTER || hints;
+        if !lookout::enter(tenant, &mut self.state, every, alone) {
             self.left_out = 0;
             return wait_for_orders(tenant, every).unwrap_or_default();
         }

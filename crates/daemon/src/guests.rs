@@ -22,6 +22,7 @@ use strata_sys::peer::{Peer, peer_of};
 use strata_sys::{Priority, log};
 use strata_vm::{GuestState, MONITOR_SOCKET_NAME, Monitor, look};
 
+use crate::commands::error;
 use crate::tenants::Tenants;
 
 /// The guests' directories, in the directory of the sockets.
@@ -153,7 +154,10 @@ impl Guests {
         let record = tenant.record();
         let (name, folder) = (&record.name, folder(record.uid, &record.name));
         if let Some(problem) = spec.problem() {
-            return crate::commands::error(format!("{name} is no guest: {problem}"), "");
+            return error(format!("{name} is no guest: {problem}"), "");
+        }
+        if tenant.attachment().0 {
+            return error(format!("{name} runs already, and what runs becomes no guest"), "");
         }
         // Against `tidy`, which would take a directory away that nobody has yet.
         let mut known = lock(&self.known);
@@ -162,9 +166,9 @@ impl Guests {
                 known.insert(folder, Guest::new(spec));
                 Reply::Guest { directory }
             }
-            Err(error) => {
-                let what = format!("no directory for the guest {name}: {error}");
-                crate::commands::error(what, "see to stratad's socket_dir")
+            Err(why) => {
+                let what = format!("no directory for the guest {name}: {why}");
+                error(what, "see to stratad's socket_dir")
             }
         }
     }

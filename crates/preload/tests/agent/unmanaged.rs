@@ -26,6 +26,8 @@ fn only_what_is_documented_is_exported() {
             "chroot",
             "initgroups",
             "madvise",
+            "mmap",
+            "mmap64",
             "mremap",
             "process_madvise",
             "pthread_create",

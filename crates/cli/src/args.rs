@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::error::ErrorKind;
-use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
+use clap::{ArgGroup, Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use strata_api::{MAX_CLONES, Net, PortForward, Request, SnapshotRef, Tcp, Which};
 use strata_units::ByteSize;
 
@@ -72,6 +72,10 @@ pub(crate) enum Command {
         interval: Duration,
     },
     /// Change a tenant's budget, or what it claims of a host's DRAM
+    #[command(group(
+        ArgGroup::new("wish").required(true).multiple(true)
+            .args(["dram", "reserve", "limit", "weight"])
+    ))]
     Set {
         /// The tenant
         #[arg(value_parser = named_tenant)]

@@ -78,17 +78,9 @@ fn execute(command: Command) -> Result<ExitCode> {
                 let request = Request::Set { name: name.clone(), dram_bytes: dram.0 };
                 print(&client::command(&name, request)?)?;
             }
-            match claim.claim() {
-                Some(claim) => {
-                    let request = Request::Claim { name: name.clone(), claim };
-                    print(&client::command(&name, request)?)?;
-                }
-                None if dram.is_none() => {
-                    let why = "nothing is named that it should have";
-                    let todo = "name --dram, or --reserve, --limit, --weight";
-                    return Err(Failure::new(what, why).todo(todo));
-                }
-                None => {}
+            if let Some(claim) = claim.claim() {
+                let request = Request::Claim { name: name.clone(), claim };
+                print(&client::command(&name, request)?)?;
             }
         }
         Command::Shares { json } => print(&shares::shares(json)?)?,

@@ -92,7 +92,11 @@ fn a_killed_worker_loses_nothing() {
     let mut in_file = 0;
     let mut dictionaries = 0;
     let mut held: Option<(Descriptors<File>, File)> = None;
-    for round in 0..ROUNDS {
+    for round in 0..10 * ROUNDS {
+        // On a busy machine a worker may get too little done for either.
+        if round >= ROUNDS && in_file > 0 && dictionaries > 0 {
+            break;
+        }
         let source = match &held {
             None => "new".to_owned(),
             Some((descriptors, map)) => format!(

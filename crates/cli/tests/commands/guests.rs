@@ -1,5 +1,6 @@
 //! `strata vm`: what it asks, what it says, and how the program that it becomes is told.
 
+use std::os::unix::fs::MetadataExt;
 use strata_api::{GuestSpec, GuestStats, Reply, Request, Stats};
 
 use crate::fake::{Daemon, Directory, complaint, stats, stdout};
@@ -100,7 +101,8 @@ fn printing_starts_nothing() {
     let said = stdout(&output);
     assert!(output.status.success() && said.lines().count() == 1, "{output:?}");
     assert!(said.starts_with(&format!("{qemu} -m 1G -append 'a b' -object ")), "{said}");
-    let directory = daemon.directory.0.join("guests/web1");
+    let uid = std::fs::metadata(&daemon.directory.0).expect("its directory").uid();
+    let directory = daemon.directory.0.join(format!("guests/{uid}.web1"));
     assert!(said.contains(&format!("mem-path={}/strata-ram", directory.display())), "{said}");
     assert_eq!(daemon.last_request(), None);
 }

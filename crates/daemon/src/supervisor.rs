@@ -67,6 +67,8 @@ pub(crate) fn run(config: Config, private: bool) -> anyhow::Result<ExitCode> {
             format_args!("core dumps of stratad may hold pages of its tenants: {error}"),
         );
     }
+    // Before anything is made there, and once more when nobody can make it any more.
+    places::check(&config)?;
     make_directory(&config.socket_dir, private)?;
     places::check(&config)?;
     let control_socket = config.control_socket();

@@ -5,8 +5,8 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use strata_api::{
-    Net, PortForward, Progress, Reply, Request, RevivedTenant, SnapshotInfo, SnapshotState, Tcp,
-    Unit,
+    Claim, Net, PortForward, Progress, Reply, Request, RevivedTenant, SnapshotInfo, SnapshotState,
+    Tcp, Unit,
 };
 
 use crate::fake::{Daemon, Directory, complaint, output, stats, stdout};
@@ -59,6 +59,11 @@ fn answer(request: &Request) -> Reply {
             let mut snapshots = kept();
             snapshots.retain(|info| name.as_ref().is_none_or(|name| *name == info.tenant));
             Reply::Snapshots { snapshots }
+        }
+        Request::SnapshotImport { dry_run: true, .. } => {
+            let claim = |text: &str, is_beyond| Claim { text: text.into(), is_beyond };
+            let claims = vec![claim("process 7: user 1", false), claim("process 7:\u{1b}[m", true)];
+            Reply::Claims { owner: Some(1000), claims }
         }
         Request::Snapshot { .. }
         | Request::SnapshotPersist { .. }
@@ -225,6 +230,19 @@ fn files_are_made_and_read_only_where_they_can_be() {
         any_cpu: true,
         trust: false,
         dry_run: false,
+    };
+    assert_eq!(daemon.last_request(), Some(expected));
+    let shown = run(&["snapshot", "import", "there", "--trust", "--dry-run"]);
+    assert!(shown.status.success());
+    let lines: Vec<String> = stdout(&shown).lines().map(str::to_owned).collect();
+    assert_eq!(lines[0], "process 7: user 1");
+    assert!(lines[1].ends_with("; more than user 1000 may") && !lines[1].contains('\u{1b}'));
+    let expected = Request::SnapshotImport {
+        path: path("there"),
+        name: None,
+        any_cpu: false,
+        trust: true,
+        dry_run: true,
     };
     assert_eq!(daemon.last_request(), Some(expected));
 

@@ -100,9 +100,7 @@ def identity_dead(run):
                 raise Failure("a process of root's was ended")
             if said != "refused":
                 raise Failure("a dead process's hello was answered")
-        with contextlib.suppress(OSError):
-            program.answer()
-        program.wait()
+        end(program)
 
 
 @case("identity-dead-run", native=False, own_daemon=True)

@@ -189,7 +189,9 @@ static void sibling(char **argv)
         fat = t_map(FAT);
         t_fill(fat, FAT, 1);
         link_fd = dial();
-        char *stack = t_map(MIB);
+        /* In memory that never leaves. */
+        char *stack = T_SYS(mmap(NULL, MIB, PROT_READ | PROT_WRITE,
+                                 MAP_SHARED | MAP_ANONYMOUS, -1, 0));
         T_SYS(clone(thief, stack + MIB, CLONE_VM | SIGCHLD, NULL));
         become_prey(argv);
     }
@@ -274,7 +276,7 @@ int main(int argc, char **argv)
         if (strcmp(modes[m].name, argv[1]) != 0)
             continue;
         modes[m].body(argv);
-        return 0;
+        t_done();
     }
     t_fail("no mode '%s'", argv[1]);
 }

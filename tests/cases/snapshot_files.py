@@ -25,9 +25,9 @@ class Machine:
         self.log = os.path.join(run.log_directory, f"stratad-{name}.log")
         os.mkdir(self.home)
 
-    def daemon(self):
+    def daemon(self, mask=0o022):
         return configured(self.run.daemon, f'snapshot_dir = "{self.directory}"\n', self.home,
-                          self.log)
+                          self.log, mask=mask)
 
     def assert_nothing_left(self, but=()):
         """No trace of a snapshot, whole or not, besides these."""
@@ -55,30 +55,27 @@ def persist(run):
     """Persisted at once, later, or not at all: the next daemon with the directory
     has the first two, with the numbers going on; they bring the program back."""
     machine = Machine(run, "here")
-    mask = os.umask(0)
-    try:
-        with machine.daemon():
-            program = Moment(run, "plain", 32, "16MiB")
-            program.pressed()
-            first = program.take("--label", "kept", "--persist")
-            later = program.take()
-            plain = program.take()
-            if run.daemon.strata("snapshot", "persist", later).stdout.strip() != later:
-                raise Failure("persist does not print what it persisted")
-            run.daemon.strata("snapshot", "persist", later)  # once more is no error
-            kept = {first: "persisted", later: "persisted"}
-            assert_states(program, {**kept, plain: "usable"}, "persisted")
-            listed = program.list()
-            for one in kept:
-                size = os.stat(os.path.join(machine.directory, one, "memory")).st_size
-                if listed[one]["file_bytes"] != size or not 1 << 20 < size < 32 << 20:
-                    raise Failure(f"{one}: {listed[one]['file_bytes']} bytes said, {size} there")
-            program.roll(first)
-            assert_private(machine.directory)
-            program.report()
-            program.kill()
-    finally:
-        os.umask(mask)
+    # What a careless starter leaves to the daemon.
+    with machine.daemon(mask=0):
+        program = Moment(run, "plain", 32, "16MiB")
+        program.pressed()
+        first = program.take("--label", "kept", "--persist")
+        later = program.take()
+        plain = program.take()
+        if run.daemon.strata("snapshot", "persist", later).stdout.strip() != later:
+            raise Failure("persist does not print what it persisted")
+        run.daemon.strata("snapshot", "persist", later)  # once more is no error
+        kept = {first: "persisted", later: "persisted"}
+        assert_states(program, {**kept, plain: "usable"}, "persisted")
+        listed = program.list()
+        for one in kept:
+            size = os.stat(os.path.join(machine.directory, one, "memory")).st_size
+            if listed[one]["file_bytes"] != size or not 1 << 20 < size < 32 << 20:
+                raise Failure(f"{one}: {listed[one]['file_bytes']} bytes said, {size} there")
+        program.roll(first)
+        assert_private(machine.directory)
+        program.report()
+        program.kill()
     # What CRIU wrote beside the file may not have been on the device when the
     # machine went down.
     for name in os.listdir(os.path.join(machine.directory, first, "images")):
@@ -163,58 +160,54 @@ def export(run):
     is there already is never replaced."""
     here, there = Machine(run, "here"), Machine(run, "there")
     file = os.path.join(run.directory, "moment.strata")
-    mask = os.umask(0)
-    try:
-        with here.daemon():
-            program = Moment(run, "threads", 32, "20MiB")
-            program.pressed()
-            snapshot = program.take("--label", "good")
-            run.daemon.strata("snapshot", "export", snapshot, file)
-            if mode := stat.S_IMODE(os.stat(file).st_mode) & 0o177:
-                raise Failure(f"an exported file has mode {mode:o} and more")
-            whole = open(file, "rb").read()
-            elsewhere = os.path.join(run.directory, "no", "such")
-            for target in (file, run.directory, elsewhere, "/proc/1/none"):
-                refused(run.daemon.strata("snapshot", "export", snapshot, target, check=False),
-                        target)
-            link = os.path.join(run.directory, "link")
-            os.symlink("nowhere", link)
-            refused(run.daemon.strata("snapshot", "export", snapshot, link, check=False), link)
-            if open(file, "rb").read() != whole or os.path.lexists(
-                    os.path.join(run.directory, "nowhere")):
-                raise Failure("a refused export wrote")
-            program.goes_on()
-            program.check()
-            program.report()
-            program.kill()
-        with there.daemon():
-            own = program.name
-            imported = run.daemon.strata("snapshot", "import", file).stdout.strip()
-            again = run.daemon.strata("snapshot", "import", file).stdout.strip()
-            renamed = run.daemon.strata("snapshot", "import", file, "--name", "guest").stdout.strip()
-            if (imported, again, renamed) != (f"{own}@1", f"{own}@2", "guest@1"):
-                raise Failure(f"they are called {imported}, {again}, {renamed}")
-            labels = {id: one["label"] for name in (own, "guest")
-                      for id, one in program.list(name).items()}
-            if labels != {imported: "good", again: None, renamed: "good"}:
-                raise Failure(f"their labels are {labels}")
-            assert_private(there.directory)
-            program.moments[renamed] = program.moments[snapshot]
-            program.brought_back(renamed, lambda: program.restore("guest@good", "guest"))
-            program.pressed()
-            program.check()
-            program.roll(renamed)
-            # Its own snapshots go on from there.
-            if (new := program.take("--persist")) != "guest@2":
-                raise Failure(f"the next one is {new}")
-            program.roll(new)
-            program.assert_clean()
-            program.kill()
-            for bad in (os.path.join(run.directory, "no"), run.directory, "/dev/null",
-                        program.board_path):
-                refused(run.daemon.strata("snapshot", "import", bad, check=False), bad)
-    finally:
-        os.umask(mask)
+    with here.daemon(mask=0):
+        program = Moment(run, "threads", 32, "20MiB")
+        program.pressed()
+        snapshot = program.take("--label", "good")
+        run.daemon.strata("snapshot", "export", snapshot, file)
+        if mode := stat.S_IMODE(os.stat(file).st_mode) & 0o177:
+            raise Failure(f"an exported file has mode {mode:o} and more")
+        whole = open(file, "rb").read()
+        elsewhere = os.path.join(run.directory, "no", "such")
+        for target in (file, run.directory, elsewhere, "/proc/1/none"):
+            refused(run.daemon.strata("snapshot", "export", snapshot, target, check=False),
+                    target)
+        link = os.path.join(run.directory, "link")
+        os.symlink("nowhere", link)
+        refused(run.daemon.strata("snapshot", "export", snapshot, link, check=False), link)
+        if open(file, "rb").read() != whole or os.path.lexists(
+                os.path.join(run.directory, "nowhere")):
+            raise Failure("a refused export wrote")
+        program.goes_on()
+        program.check()
+        program.report()
+        program.kill()
+    with there.daemon(mask=0):
+        own = program.name
+        imported = run.daemon.strata("snapshot", "import", file).stdout.strip()
+        again = run.daemon.strata("snapshot", "import", file).stdout.strip()
+        renamed = run.daemon.strata("snapshot", "import", file, "--name", "guest").stdout.strip()
+        if (imported, again, renamed) != (f"{own}@1", f"{own}@2", "guest@1"):
+            raise Failure(f"they are called {imported}, {again}, {renamed}")
+        labels = {id: one["label"] for name in (own, "guest")
+                  for id, one in program.list(name).items()}
+        if labels != {imported: "good", again: None, renamed: "good"}:
+            raise Failure(f"their labels are {labels}")
+        assert_private(there.directory)
+        program.moments[renamed] = program.moments[snapshot]
+        program.brought_back(renamed, lambda: program.restore("guest@good", "guest"))
+        program.pressed()
+        program.check()
+        program.roll(renamed)
+        # Its own snapshots go on from there.
+        if (new := program.take("--persist")) != "guest@2":
+            raise Failure(f"the next one is {new}")
+        program.roll(new)
+        program.assert_clean()
+        program.kill()
+        for bad in (os.path.join(run.directory, "no"), run.directory, "/dev/null",
+                    program.board_path):
+            refused(run.daemon.strata("snapshot", "import", bad, check=False), bad)
 
 
 def blocks(data):

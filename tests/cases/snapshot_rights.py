@@ -96,11 +96,10 @@ def rights(run):
     directory = os.path.join(run.directory, "kept")
     text = f'uffd_users = ["{NOBODY}"]\nsnapshot_dir = "{directory}"\n'
     log = os.path.join(run.log_directory, "stratad-rights.log")
-    # What a careless starter leaves to the daemon.
-    mask = os.umask(0)
     try:
         os.chmod(run.directory, 0o755)
-        with configured(run.daemon, text, place, log):
+        # What a careless starter leaves to the daemon.
+        with configured(run.daemon, text, place, log, mask=0):
             program = Moment(run, "plain", 32, "256MiB")
             snapshot = program.take("--label", "mine")
             program.report()
@@ -130,7 +129,6 @@ def rights(run):
             program.check()
             program.kill()
     finally:
-        os.umask(mask)
         shutil.rmtree(place)
 
 

@@ -208,13 +208,15 @@ def worker_of(supervisor):
 
 
 @contextlib.contextmanager
-def configured(daemon, text, directory, log_path, environment=None):
+def configured(daemon, text, directory, log_path, environment=None, mask=0o022):
     """A `stratad --config` with `text` (less its socket_dir, which is below
     `directory`) takes the place of the private daemon; gives its pid.
-    `environment`: instead of the runner's."""
+    `environment`: instead of the runner's; `mask`: its umask."""
     sockets = os.path.join(directory, "run")
     os.makedirs(sockets, exist_ok=True)
-    os.chmod(sockets, 0o755)  # whatever the mask is: the daemon takes no directory that others may write to
+    for place in (directory, sockets):
+        # Whatever the runner's umask is: a daemon takes nothing that others write to.
+        os.chmod(place, os.stat(place).st_mode & 0o7755)
     configuration = os.path.join(directory, "stratad.toml")
     with open(configuration, "w") as file:
         file.write(f'socket_dir = "{sockets}"\n{text}')
@@ -222,7 +224,7 @@ def configured(daemon, text, directory, log_path, environment=None):
     with open(log_path, "ab") as log:
         process = subprocess.Popen([daemon.binaries.stratad, "--config", configuration],
                                    stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                   env=environment)
+                                   env=environment, umask=mask)
     try:
         daemon.socket_path = os.path.join(sockets, "control.sock")
         daemon.wait_until(daemon.answers, "the daemon with a configuration answers")

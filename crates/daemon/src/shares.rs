@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use strata_api::{DramClaim, TenantShare};
 use strata_pager::{Claim, Demand, Tenant};
+use strata_policy::advice::Point;
 use strata_policy::shares::{Past, Seen, Share, Why, share};
 use strata_units::ByteSize;
 
@@ -21,6 +22,8 @@ use crate::commands::LEAST_BUDGET;
 use crate::tenants::Tenants;
 
 const EVERY: Duration = Duration::from_secs(1);
+/// For so long tenants are watched after not all got what they wanted.
+const WATCHED_FOR: Duration = Duration::from_secs(120);
 /// A weight of 1.
 const THOUSANDTHS: f64 = 1000.0;
 
@@ -36,6 +39,8 @@ pub(crate) struct Shares {
 struct Remembered {
     past: Past,
     demand: Option<Demand>,
+    /// What the advisor said when it was asked last.
+    curve: Vec<Point>,
 }
 
 impl Shares {
@@ -48,11 +53,11 @@ impl Shares {
             move || {
                 let mut remembered = HashMap::new();
                 let mut looked = Instant::now();
-                loop {
+                for turn in 0usize.. {
                     std::thread::sleep(EVERY);
                     let seconds = looked.elapsed().as_secs_f64();
                     looked = Instant::now();
-                    own.look(&mut remembered, seconds);
+                    own.look(&mut remembered, turn, seconds);
                 }
             },
         )?;
@@ -69,7 +74,8 @@ impl Shares {
         self.last.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
     }
 
-    fn look(&self, remembered: &mut HashMap<u64, Remembered>, seconds: f64) {
+    /// `turn`: whose curve is looked up this time, for that takes a while.
+    fn look(&self, remembered: &mut HashMap<u64, Remembered>, turn: usize, seconds: f64) {
         let all = self.tenants.list();
         let all: Vec<_> = all.into_iter().filter(|tenant| takes_dram(tenant)).collect();
         remembered.retain(|token, _| all.iter().any(|tenant| tenant.record().token == *token));
@@ -85,11 +91,13 @@ impl Shares {
         for (tenant, claim) in &moving {
             let known = remembered.entry(tenant.record().token).or_default();
             let demand = tenant.demand();
-            seen.push(seen_of(tenant, claim, &demand, known.demand.as_ref(), seconds));
-            known.demand = Some(demand);
+            let curve = known.curve.clone();
+            let before = known.demand.replace(demand);
+            seen.push(seen_of(tenant, claim, curve, [&demand, &before.unwrap_or(demand)], seconds));
             past.push(known.past);
         }
         let shares = share(self.dram_bytes.saturating_sub(fixed), &seen, &mut past, seconds);
+        self.have_advised(&moving, &shares, remembered, turn);
         let mut list = Vec::new();
         for (index, (tenant, claim)) in moving.iter().enumerate() {
             remembered.entry(tenant.record().token).or_default().past = past[index];
@@ -101,6 +109,27 @@ impl Shares {
         );
         list.sort_by(|a, b| (a.uid, &a.name).cmp(&(b.uid, &b.name)));
         *self.last.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = list;
+    }
+
+    /// Where not all get what they want, the advisor watches them; of one of them it is
+    /// asked what it knows by now.
+    fn have_advised(
+        &self,
+        moving: &[(Arc<Tenant>, Claim)],
+        shares: &[Share],
+        remembered: &mut HashMap<u64, Remembered>,
+        turn: usize,
+    ) {
+        let wanted = shares.iter().fold(0u64, |sum, share| sum.saturating_add(share.wants_bytes));
+        if wanted > self.dram_bytes {
+            moving.iter().for_each(|(tenant, _)| tenant.keep_advising(WATCHED_FOR));
+        }
+        let Some((tenant, _)) = moving.get(turn % moving.len().max(1)) else { return };
+        let steady =
+            |advice: &strata_pager::Advice| advice.state == strata_pager::AdviceState::Steady;
+        let advice = tenant.advice_known().filter(steady);
+        remembered.entry(tenant.record().token).or_default().curve =
+            advice.map(|advice| advice.points).unwrap_or_default();
     }
 }
 
@@ -195,18 +224,12 @@ pub(crate) fn claim(before: Option<Claim>, wanted: &DramClaim) -> Claim {
 fn seen_of(
     tenant: &Tenant,
     claim: &Claim,
-    now: &Demand,
-    before: Option<&Demand>,
+    curve: Vec<Point>,
+    [now, before]: [&Demand; 2],
     seconds: f64,
 ) -> Seen {
-    let before = before.unwrap_or(now);
     let since = |now: u64, before: u64| now.saturating_sub(before);
     let nanoseconds = seconds.max(0.001) * 1e9;
-    let curve = tenant
-        .advice_known()
-        .filter(|advice| advice.state == strata_pager::AdviceState::Steady)
-        .map(|advice| advice.points)
-        .unwrap_or_default();
     Seen {
         reserve_bytes: claim.reserve_bytes,
         limit_bytes: claim.limit_bytes,

@@ -197,6 +197,16 @@ impl Tenant {
         self.advisor.say(FRESH_FOR)
     }
 
+    /// Has it watched for so long from now on at least, if it was not; nothing is said.
+    pub fn keep_advising(&self, time: Duration) {
+        let end = Instant::now() + time;
+        let mut until = lock(&self.advisor.until);
+        if until.is_none_or(|until| until < Instant::now()) {
+            self.wake_keeper();
+        }
+        *until = Some(until.map_or(end, |until| until.max(end)));
+    }
+
     /// It is not watched any more.
     pub fn stop_advising(&self) {
         *lock(&self.advisor.until) = None;

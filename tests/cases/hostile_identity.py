@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 import subprocess
+import threading
 import time
 
 from strata import Failure, Skip, configured
@@ -14,6 +15,8 @@ from suite import case
 from users import NOBODY, publish
 
 LAST_PID = "/proc/sys/kernel/ns_last_pid"
+# Two cases that choose numbers at once take them from each other.
+CHOOSING = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -49,9 +52,10 @@ def in_its_place(number):
     if not os.path.exists(LAST_PID):
         raise Skip("this kernel gives no process a chosen number")
     for _ in range(1000):
-        with open(LAST_PID, "w") as file:
-            file.write(str(number - 1))
-        process = subprocess.Popen(["sleep", "600"])
+        with CHOOSING:
+            with open(LAST_PID, "w") as file:
+                file.write(str(number - 1))
+            process = subprocess.Popen(["sleep", "600"])
         if process.pid == number:
             break
         process.kill()

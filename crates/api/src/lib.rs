@@ -55,6 +55,9 @@ pub const PRIVATE_DIRECTORY_PREFIX: &str = "strata-";
 pub const PRIVATE_SNAPSHOTS_NAME: &str = "snapshots";
 /// What a daemon answers that takes no more tenants: a private one, with its last.
 pub const ENDING: &str = "this daemon is ending";
+/// The hint of a daemon that has no room for a connection just now: nothing was done, and
+/// a moment later there may be.
+pub const NO_ROOM_NOW: &str = "try again in a moment";
 /// What a daemon answers where the caller has no tenant of this name, whoever else may.
 #[must_use]
 pub fn no_tenant(name: &str) -> String {

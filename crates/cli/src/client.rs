@@ -5,15 +5,20 @@
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use strata_api::{ENV_CONTROL_SOCKET, MAX_LINE_BYTES, Progress, Reply, Request, Stats};
+use strata_api::{
+    ENV_CONTROL_SOCKET, MAX_LINE_BYTES, NO_ROOM_NOW, Progress, Reply, Request, Stats,
+};
 
 use crate::failure::{Failure, Result};
 use crate::place;
 
 /// For a daemon to answer what it knows already.
 const QUICK: Duration = Duration::from_secs(10);
+/// For room to be asked in, and how often it is looked for.
+const ROOM_PATIENCE: Duration = Duration::from_secs(10);
+const ROOM_PAUSE: Duration = Duration::from_millis(50);
 /// For a daemon to bring back all pages of a tenant, from a slow disk perhaps, to
 /// end its processes with the grace that the configuration gives them, or to go
 /// on with a snapshot. Ctrl-C ends the waiting, not the work.
@@ -58,8 +63,25 @@ pub(crate) fn ask(socket: &Path, request: &Request) -> std::result::Result<Reply
     ask_watching(socket, request, &mut |_| {})
 }
 
-/// Asks the daemon at `socket`; shows `watch` how far it is, where it says so.
+/// Asks the daemon at `socket`; shows `watch` how far it is, where it says so. Of many who
+/// start something at once, some wait for their turn.
 pub(crate) fn ask_watching(
+    socket: &Path,
+    request: &Request,
+    watch: &mut dyn FnMut(&Progress),
+) -> std::result::Result<Reply, NoReply> {
+    let until = Instant::now() + ROOM_PATIENCE;
+    loop {
+        let reply = ask_once(socket, request, watch)?;
+        let is_full = matches!(&reply, Reply::Error { hint, .. } if hint == NO_ROOM_NOW);
+        if !is_full || Instant::now() >= until {
+            return Ok(reply);
+        }
+        std::thread::sleep(ROOM_PAUSE);
+    }
+}
+
+fn ask_once(
     socket: &Path,
     request: &Request,
     watch: &mut dyn FnMut(&Progress),
@@ -285,6 +307,25 @@ mod tests {
         let line = daemon.join().expect("daemon");
         assert_eq!(line, "{\"request\":\"stats\",\"name\":\"db\"}\n");
         reply
+    }
+
+    #[test]
+    fn who_finds_no_room_asks_again() {
+        let directory = Directory::new("room");
+        let socket = directory.path().join("s");
+        let listener = UnixListener::bind(&socket).expect("bind");
+        let full = Reply::Error { message: "full".into(), hint: NO_ROOM_NOW.into() };
+        let done = Reply::Done { note: "done".into() };
+        let answers = [full.clone(), full, done.clone()];
+        let daemon = std::thread::spawn(move || {
+            for answer in answers {
+                let (mut client, _) = listener.accept().expect("accept");
+                let line = serde_json::to_string(&answer).expect("a reply");
+                writeln!(client, "{line}").expect("a reader");
+            }
+        });
+        assert_eq!(ask(&socket, &Request::Ping).ok(), Some(done));
+        daemon.join().expect("daemon");
     }
 
     #[test]

@@ -15,7 +15,9 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
-use strata_api::{MAX_LINE_BYTES, Progress, Reply, Request, name_problem, named_problem};
+use strata_api::{
+    MAX_LINE_BYTES, NO_ROOM_NOW, Progress, Reply, Request, name_problem, named_problem,
+};
 use strata_sys::peer::{Peer, peer_lives, peer_of};
 
 use crate::admission::{Deadline, Gate, Place, Room};
@@ -213,7 +215,7 @@ fn admit(shared: &Arc<Shared>, stream: UnixStream) {
 /// Tells a client that there is no room, without waiting for it: this runs on
 /// the accepting thread.
 fn refuse_at_once(mut stream: UnixStream, why: &str) {
-    let reply = Reply::Error { message: why.to_owned(), hint: "try again in a moment".into() };
+    let reply = Reply::Error { message: why.to_owned(), hint: NO_ROOM_NOW.into() };
     if stream.set_nonblocking(true).is_ok() {
         // A client that does not even take one line gets none.
         let _ = stream.write(&encode(&reply));

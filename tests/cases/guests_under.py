@@ -16,7 +16,7 @@ MEMORY_MIB, FILLED_MIB, BUDGET_MIB, FREED_MIB = 320, 200, 180, 60
 
 
 def directory_of(run, name):
-    return os.path.join(run.daemon.directory, "guests", name)
+    return os.path.join(run.daemon.directory, "guests", f"{os.getuid()}.{name}")
 
 
 def started(run, guest):

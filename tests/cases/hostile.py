@@ -61,7 +61,11 @@ def refuse_release(mode):
             program.gate("acted")
             done = run.daemon.strata("release", "hostile", check=False,
                                      timeout_s=run.seconds_left())
-            if done.returncode != 1 or len(done.stderr.splitlines()) != 1 \
+            # The dam holds nobody up, and what it says has moved is where it was: that can
+            # be given back, unless it is being said just now.
+            if mode == "dam" and (done.returncode, done.stderr) == (0, ""):
+                pass
+            elif done.returncode != 1 or len(done.stderr.splitlines()) != 1 \
                     or not done.stderr.startswith("strata: cannot release hostile: ") \
                     or done.stderr.count("hostile:") != 1:
                 raise Failure(f"release: status {done.returncode}, {done.stderr!r}")

@@ -40,7 +40,10 @@ def name_again_at_once(run):
         raise Failure(f"{len(refused)} of {run.times(RESTARTS)} did not start: {refused[0]}")
     living = run.daemon.start_strata("run", "--name", "again", "--", "sleep", "60")
     try:
-        run.daemon.wait_until(lambda: (s := run.daemon.stats("again")) and s["pids"], "it runs")
+        # Not the one before, of which something may be left.
+        run.daemon.wait_until(
+            lambda: (s := run.daemon.stats("again")) and s["pids"] and s["command"][0] == "sleep",
+            "it runs")
         second = run.daemon.strata("run", "--name", "again", "--", "true", check=False)
         if second.returncode == 0 or "there is a tenant again already" not in second.stderr:
             raise Failure(f"a second one beside it: {second.returncode} {second.stderr!r}")

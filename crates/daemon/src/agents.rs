@@ -5,7 +5,7 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use strata_pager::{Hail, Space, Tenant};
 use strata_sys::peer::{KnownPeer, Peer, peer_of};
@@ -38,6 +38,8 @@ const RULES: Rules = Rules {
     patience: PATIENCE,
     stack_bytes: 256 << 10,
 };
+/// How long an agent waits for another one of its process to be done with.
+const COMING: Duration = Duration::from_millis(500);
 /// Highest address of a process that we manage (47 bits).
 const HIGHEST: u64 = 1 << 47;
 
@@ -244,6 +246,7 @@ impl Reception {
             let uffd = space.userfaultfd()?;
             self.welcome(&socket, Verdict::Adopt, space.id().0, &[&control, &uffd])?;
             tenant.attach_orphan(&space, control, socket, hail)?;
+            drop(comer);
             return ready(tenant, space.id());
         }
         // It has been answered before, and has not heard it: a worker died over it.
@@ -253,6 +256,7 @@ impl Reception {
             tenant.resume(&space, socket, |socket, control| {
                 self.welcome(socket, Verdict::Adopt, space.id().0, &[control, &uffd])
             })?;
+            drop(comer);
             return ready(tenant, space.id());
         }
         if !self.may_have_device(peer) {
@@ -286,6 +290,8 @@ impl Reception {
         process.prove(&uffd, hello.probe, &before).map_err(disproved)?;
         let attach = || tenant.attach(uffd, control, socket, hail);
         let space = self.tenants.attach(tenant, peer.pid, attach)?;
+        // From here on it may execute another program, whose agent then comes.
+        drop(comer);
         ready(tenant, space.id())
     }
 
@@ -302,7 +308,7 @@ impl Reception {
         let Some((tenant, space, process)) = found else {
             return Err(invalid("it is a restored process of no snapshot of this daemon"));
         };
-        let _comer = self.comes(&process)?;
+        let comer = self.comes(&process)?;
         if space.process().is_some() {
             return Err(disproved(Disproof::Known(0)));
         }
@@ -311,6 +317,7 @@ impl Reception {
         let uffd = space.userfaultfd()?;
         self.welcome(&socket, Verdict::Adopt, space.id().0, &[&control, &uffd])?;
         tenant.attach_restored(&space, control, socket, hail_of(hello, &process))?;
+        drop(comer);
         ready(&tenant, space.id())?;
         tenant.settle_restored(&space)
     }
@@ -387,16 +394,23 @@ impl Reception {
     /// a process that has a space, or is about to get one, is refused.
     fn comes(&self, process: &Arc<Process>) -> io::Result<Comer<'_>> {
         let comers = || self.comers.lock().unwrap_or_else(PoisonError::into_inner);
-        {
+        let is_here = |other: &Arc<Process>| {
+            other.pid() == process.pid() && !other.has_exited() || other.shares_memory_with(process)
+        };
+        // A program that was executed in the middle of the handshake of the one before has
+        // that end in a moment.
+        let until = Instant::now() + COMING;
+        loop {
             let mut comers = comers();
-            let is_here = |other: &Arc<Process>| {
-                other.pid() == process.pid() && !other.has_exited()
-                    || other.shares_memory_with(process)
-            };
-            if comers.iter().any(is_here) {
+            if !comers.iter().any(is_here) {
+                comers.push(Arc::clone(process));
+                break;
+            }
+            drop(comers);
+            if Instant::now() >= until {
                 return Err(disproved(Disproof::Known(0)));
             }
-            comers.push(Arc::clone(process));
+            std::thread::sleep(COMING / 100);
         }
         let mut comer =
             Comer { process: Arc::clone(process), before: Vec::new(), comers: &self.comers };

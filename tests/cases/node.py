@@ -483,7 +483,7 @@ def looks(run, other_than=None):
     return run.daemon.wait_until(looking, "the kernel watches the node for Strata", 60)
 
 
-@case("node-damon", native=False, own_daemon=True, seconds=240)
+@case("node-damon", native=False, own_daemon=True, alone=True, seconds=240)
 def node_damon(run):
     """What is used on the node is seen by DAMON, and by probes alone where DAMON is
     somebody else's: that one is left as it is. A soak says how long each takes."""

@@ -190,7 +190,7 @@ pub fn kill_process(pid: u32, signal: i32) {
 }
 
 /// Allows as many descriptors as the hard limit does: each managed process
-/// takes five.
+/// takes ten.
 pub fn raise_descriptor_limit() {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: `limit` is live; both calls only copy it.

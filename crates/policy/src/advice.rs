@@ -224,12 +224,8 @@ pub fn share_out(tenants: &[Vec<Point>], total_bytes: u64) -> Option<Vec<u64>> {
     let mut left = total_bytes.checked_sub(least)?;
     let mut segments: Vec<(f64, usize, u64)> = Vec::new();
     for (tenant, points) in tenants.iter().enumerate() {
-        let hull = lower_hull(points);
-        for pair in hull.windows(2) {
-            let bytes = pair[1].budget_bytes - pair[0].budget_bytes;
-            let saved = (expected(pair[0]) - expected(pair[1])).max(0.0);
-            segments.push((saved / bytes.max(1) as f64, tenant, bytes));
-        }
+        segments
+            .extend(hull_segments(points).into_iter().map(|(bytes, saved)| (saved, tenant, bytes)));
     }
     // Stable: the segments of a hull stay in order.
     segments.sort_by(|a, b| b.0.total_cmp(&a.0));
@@ -249,7 +245,17 @@ fn expected(point: Point) -> f64 {
     f64::midpoint(point.loss, point.loss_at_most.max(point.loss))
 }
 
-pub(crate) fn lower_hull(points: &[Point]) -> Vec<Point> {
+/// The segments of a curve's lower convex hull, in order: bytes, and how much loss each
+/// byte saves.
+pub(crate) fn hull_segments(points: &[Point]) -> Vec<(u64, f64)> {
+    let segment = |pair: &[Point]| {
+        let bytes = pair[1].budget_bytes - pair[0].budget_bytes;
+        (bytes, (expected(pair[0]) - expected(pair[1])).max(0.0) / bytes.max(1) as f64)
+    };
+    lower_hull(points).windows(2).map(segment).collect()
+}
+
+fn lower_hull(points: &[Point]) -> Vec<Point> {
     let mut hull: Vec<Point> = Vec::new();
     for &point in points {
         while let [.., a, b] = hull[..] {

@@ -15,7 +15,7 @@
 //! hardly anything stay as they are, so that two of a kind do not swing. The budgets
 //! never add up to more than there is, and what has not left yet is given to nobody.
 
-use crate::advice::Point;
+use crate::advice::{Point, between, hull_segments};
 
 const MIB: u64 = 1 << 20;
 
@@ -129,41 +129,26 @@ pub struct Share {
     pub costs_others: f64,
 }
 
-/// What a tenant loses with how many bytes: from a point to the next it falls evenly.
-/// Bytes rise, losses (by weight) fall.
+/// What a tenant loses with how many bytes, by weight: from a point to the next it falls
+/// evenly.
 #[derive(Clone, Debug)]
-struct Losses(Vec<(u64, f64)>);
+struct Losses(Vec<Point>);
+
+/// It is as sure as it is.
+fn point(budget_bytes: u64, loss: f64) -> Point {
+    Point { budget_bytes, misses_per_second: 0.0, loss, loss_at_most: loss }
+}
 
 impl Losses {
     fn at(&self, bytes: u64) -> f64 {
-        let after = self.0.partition_point(|&(at, _)| at < bytes);
-        match (after.checked_sub(1).map(|before| self.0[before]), self.0.get(after)) {
-            (None, None) => 0.0,
-            (Some((_, loss)), None) | (None, Some(&(_, loss))) => loss,
-            (Some((from, high)), Some(&(to, low))) => {
-                high + (low - high) * ((bytes - from) as f64 / (to - from).max(1) as f64)
-            }
-        }
+        between(&self.0, bytes, |point| point.loss)
     }
 
     /// Segments of the lower convex hull from `floor` on: bytes, and what each saves.
     fn segments(&self, floor: u64) -> Vec<(u64, f64)> {
-        let mut hull = vec![(floor, self.at(floor))];
-        for &(bytes, loss) in self.0.iter().filter(|&&(bytes, _)| bytes > floor) {
-            let slope =
-                |from: (u64, f64), to: (u64, f64)| (to.1 - from.1) / (to.0 - from.0).max(1) as f64;
-            while let [.., a, b] = hull[..]
-                && slope(b, (bytes, loss)) <= slope(a, b)
-            {
-                hull.pop();
-            }
-            hull.push((bytes, loss));
-        }
-        let segment = |pair: &[(u64, f64)]| {
-            let bytes = pair[1].0 - pair[0].0;
-            (bytes, (pair[0].1 - pair[1].1).max(0.0) / bytes.max(1) as f64)
-        };
-        hull.windows(2).map(segment).collect()
+        let mut points = vec![point(floor, self.at(floor))];
+        points.extend(self.0.iter().filter(|point| point.budget_bytes > floor));
+        hull_segments(&points)
     }
 }
 
@@ -247,16 +232,16 @@ impl Seen {
         let spare = self.spare_bytes(past);
         if self.curve.len() > 1 {
             let points = self.curve.iter();
-            return Losses(points.map(|point| (point.budget_bytes, weight * point.loss)).collect());
+            return Losses(points.map(|one| point(one.budget_bytes, weight * one.loss)).collect());
         }
         // With room for a part `u` of it: (1 - u) to the power of its skew.
         let whole = self.whole_bytes.max(self.used_bytes).max(PARTS);
-        let point = |part: u64| {
+        let guessed = |part: u64| {
             let out = 1.0 - part as f64 / PARTS as f64;
-            (whole / PARTS * part, weight * out.powf(past.skew()))
+            point(whole / PARTS * part, weight * out.powf(past.skew()))
         };
-        let mut points: Vec<(u64, f64)> = (0..PARTS).map(point).collect();
-        points.push((whole.saturating_add(spare), 0.0));
+        let mut points: Vec<Point> = (0..PARTS).map(guessed).collect();
+        points.push(point(whole.saturating_add(spare), 0.0));
         Losses(points)
     }
 }

@@ -8,11 +8,11 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use strata_api::{DramClaim, TenantShare};
-use strata_pager::{Claim, Demand, Tenant};
+use strata_pager::{AdviceState, Claim, Demand, Tenant};
 use strata_policy::advice::Point;
 use strata_policy::shares::{Past, Seen, Share, Why, share};
 use strata_units::ByteSize;
@@ -71,7 +71,7 @@ impl Shares {
 
     /// What each tenant has, as of the last second.
     pub(crate) fn list(&self) -> Vec<TenantShare> {
-        self.last.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
+        self.last().clone()
     }
 
     /// `turn`: whose curve is looked up this time, for that takes a while.
@@ -96,8 +96,10 @@ impl Shares {
             seen.push(seen_of(tenant, claim, curve, [&demand, &before.unwrap_or(demand)], seconds));
             past.push(known.past);
         }
-        let shares = share(self.dram_bytes.saturating_sub(fixed), &seen, &mut past, seconds);
-        self.have_advised(&moving, &shares, remembered, turn);
+        let shared_bytes = self.dram_bytes.saturating_sub(fixed);
+        let shares = share(shared_bytes, &seen, &mut past, seconds);
+        let wanted = shares.iter().fold(0u64, |sum, share| sum.saturating_add(share.wants_bytes));
+        have_advised(&moving, wanted > shared_bytes, remembered, turn);
         let mut list = Vec::new();
         for (index, (tenant, claim)) in moving.iter().enumerate() {
             remembered.entry(tenant.record().token).or_default().past = past[index];
@@ -108,29 +110,29 @@ impl Shares {
             all.iter().filter(|tenant| tenant.claim().is_none()).map(|tenant| fixed_share(tenant)),
         );
         list.sort_by(|a, b| (a.uid, &a.name).cmp(&(b.uid, &b.name)));
-        *self.last.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = list;
+        *self.last() = list;
     }
 
-    /// Where not all get what they want, the advisor watches them; of one of them it is
-    /// asked what it knows by now.
-    fn have_advised(
-        &self,
-        moving: &[(Arc<Tenant>, Claim)],
-        shares: &[Share],
-        remembered: &mut HashMap<u64, Remembered>,
-        turn: usize,
-    ) {
-        let wanted = shares.iter().fold(0u64, |sum, share| sum.saturating_add(share.wants_bytes));
-        if wanted > self.dram_bytes {
-            moving.iter().for_each(|(tenant, _)| tenant.keep_advising(WATCHED_FOR));
-        }
-        let Some((tenant, _)) = moving.get(turn % moving.len().max(1)) else { return };
-        let steady =
-            |advice: &strata_pager::Advice| advice.state == strata_pager::AdviceState::Steady;
-        let advice = tenant.advice_known().filter(steady);
-        remembered.entry(tenant.record().token).or_default().curve =
-            advice.map(|advice| advice.points).unwrap_or_default();
+    fn last(&self) -> MutexGuard<'_, Vec<TenantShare>> {
+        self.last.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Where not all get what they want, the advisor watches them; of one of them it is asked
+/// what it knows by now.
+fn have_advised(
+    moving: &[(Arc<Tenant>, Claim)],
+    is_short: bool,
+    remembered: &mut HashMap<u64, Remembered>,
+    turn: usize,
+) {
+    if is_short {
+        moving.iter().for_each(|(tenant, _)| tenant.keep_advising(WATCHED_FOR));
+    }
+    let Some((tenant, _)) = moving.get(turn % moving.len().max(1)) else { return };
+    let advice = tenant.advice_known().filter(|advice| advice.state == AdviceState::Steady);
+    remembered.entry(tenant.record().token).or_default().curve =
+        advice.map(|advice| advice.points).unwrap_or_default();
 }
 
 /// Whether the host can keep `bytes` for a tenant (`but`: that one, if it is there) beside

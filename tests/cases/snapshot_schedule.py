@@ -119,7 +119,8 @@ def follow(run, directory):
     written.report()
     written.kill()
     kept.kill()
-    run.daemon.wait_until(lambda: len(scheduled(kept)) == 1, "what was under way has ended")
+    run.daemon.wait_until(lambda: len(scheduled(kept)) == 1 and len(scheduled(written)) == 2,
+                          "what was under way has ended")
     listed = set(kept.list()), set(written.list())
     for stays, there in ((by_hand | {pinned["id"]}, listed[0]), ({own}, listed[1])):
         if not stays <= there:

@@ -90,18 +90,11 @@ static bool shake(void)
     return control != MAP_FAILED;
 }
 
-/* Obeys until a batch of pages has left, then has the process that the daemon knows become
- * the prey, and looks what comes back: 'o', what was there; 'r', it was refused; 's',
- * something else. 'x': nothing was tried. */
-static char steal(void)
+/* Moves what a command names into the transfer range; which of it was of `fat`, and how
+ * much. */
+static size_t move_batch(char **left)
 {
-    if (!shake())
-        return 'r';
-    if (!told_to_move())
-        return 'x';
-    uint32_t sequence = atomic_load(&control->command_seq);
     uint32_t count = atomic_load(&control->count), first = atomic_load(&control->first_slot);
-    char *left[BATCH];
     size_t moved = 0;
     for (uint32_t i = 0; i < count && i < BATCH; i++) {
         char *page = (char *)(uintptr_t)atomic_load(&control->entries[i].address);
@@ -112,15 +105,35 @@ static char steal(void)
         if (result == 0 && page >= fat && page < fat + FAT)
             left[moved++] = page;
     }
-    if (moved == 0)
-        return 'x';
+    return moved;
+}
+
+/* Obeys until a batch of pages has left, then has the process that the daemon knows become
+ * the prey, and looks what comes back: 'o', what was there; 'r', it was refused; 's',
+ * something else. Others: nothing was tried, for the reason that `report` says. */
+static char steal(void)
+{
+    if (!shake())
+        return 'r';
+    char *left[BATCH];
+    size_t moved = 0;
+    uint32_t last = 0;
+    while (moved == 0) {
+        if (!commanded(last))
+            return 'x';
+        last = atomic_load(&control->command_seq);
+        if (atomic_load(&control->command) == MOVE)
+            moved = move_batch(left);
+        if (moved == 0)
+            answer(last);
+    }
     say(becomes[1], '!');
     if (word(prey_came[0]) != '!')
-        return 'x';
-    answer(sequence);
+        return 'p';
+    answer(last);
     /* What was moved has been taken when the next command comes. */
-    if (!commanded(sequence))
-        return 'x';
+    if (!commanded(last))
+        return 'n';
     for (size_t i = 0; i < moved; i++)
         if (!t_is_page(left[i], 1, (size_t)(left[i] - fat) / PAGE))
             return 's';
@@ -148,7 +161,8 @@ static int thief(void *unused)
 static void report(void)
 {
     close(outcome[1]);
-    switch (word(outcome[0])) {
+    char what = word(outcome[0]);
+    switch (what) {
     case 'o':
         t_gate("own");
         break;
@@ -158,8 +172,14 @@ static void report(void)
     case 's':
         t_gate("secret");
         break;
+    case 'x':
+        t_fail("no page of its own was to be moved");
+    case 'p':
+        t_fail("the prey did not come");
+    case 'n':
+        t_fail("no command came after the moved pages");
     default:
-        t_fail("nothing was stolen, and nothing refused");
+        t_fail("the thief has ended without a word");
     }
 }
 

@@ -35,6 +35,8 @@ const LISTED_BYTES: usize = MAX_LINE_BYTES * 3 / 4;
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// How long killed processes may take to be gone.
 const KILL_PATIENCE: Duration = Duration::from_secs(10);
+/// Within this a restored process that ends can be collected: its memory is taken down.
+const COLLECTED_WITHIN: Duration = Duration::from_secs(2);
 
 pub(crate) struct Commands {
     tenants: Arc<Tenants>,
@@ -188,6 +190,19 @@ impl Commands {
     }
 }
 
+/// How a process has ended that may be a child of this one, which collects it.
+fn how_it_ended(pid: u32) -> Option<i32> {
+    let end = Instant::now() + COLLECTED_WITHIN;
+    loop {
+        collect_child(pid);
+        let status = status_of_collected(pid);
+        if status.is_some() || !is_ending(pid) || Instant::now() > end {
+            return status;
+        }
+        std::thread::sleep(LOOK_EVERY);
+    }
+}
+
 /// Cuts a command line to what is listed of it.
 fn cut(command: &mut Vec<String>) {
     let mut left = MAX_LISTED_COMMAND_BYTES;
@@ -295,10 +310,7 @@ impl Commands {
         let pid = tenant.and_then(|tenant| self.snapshots.first_process(&tenant));
         // It may have ended a moment ago, as a child of this one.
         let pid = pid.filter(|&pid| !is_ending(pid));
-        if pid.is_none() {
-            collect_child(ended);
-        }
-        let status = status_of_collected(ended).filter(|_| pid.is_none());
+        let status = if pid.is_none() { how_it_ended(ended) } else { None };
         Reply::Became { pid, status }
     }
 

@@ -15,8 +15,8 @@ pub(crate) struct Due {
     pub(crate) remove: Vec<SnapshotId>,
 }
 
-/// What `schedule` demands at `now`, in seconds since the epoch, of its tenant,
-/// which lives. `last` is when the tenant began to live or its schedule was last
+/// What `schedule` demands at `now`, in seconds since the epoch, of its tenant. Of one that
+/// has ended no snapshot can be taken; `take` is for whoever lives. `last` is when the tenant began to live or its schedule was last
 /// carried out, whether or not a snapshot came of it; `existing` are all
 /// snapshots there are, other tenants' too.
 ///

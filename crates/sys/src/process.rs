@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::time::{Duration, Instant};
 
 use crate::poll::poll_readable;
-use crate::supervise::remember;
+use crate::supervise::collect_by;
 use crate::uffd::{Range, own};
 
 /// One line of `/proc/PID/maps`.
@@ -279,23 +279,24 @@ impl Pidfd {
     /// Collects the process if it has ended and is a child of this one; no matter
     /// if it is not.
     pub fn collect(&self) {
-        // SAFETY: all zeroes is valid; the kernel writes at most that.
-        let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
-        let options = libc::WEXITED | libc::WNOHANG;
-        // SAFETY: a descriptor that is open for the call, and a live struct; its fields
-        // of an ended child are there, or zero.
-        let (pid, how, code) = unsafe {
-            libc::waitid(libc::P_PIDFD, self.fd.as_raw_fd() as libc::id_t, &raw mut info, options);
-            (info.si_pid(), info.si_status(), info.si_code)
-        };
-        if pid > 0 {
+        collect_by(|| {
+            // SAFETY: all zeroes is valid; the kernel writes at most that.
+            let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
+            let options = libc::WEXITED | libc::WNOHANG;
+            let fd = self.fd.as_raw_fd() as libc::id_t;
+            // SAFETY: a descriptor that is open for the call, and a live struct; its
+            // fields of an ended child are there, or zero.
+            let (pid, how, code) = unsafe {
+                libc::waitid(libc::P_PIDFD, fd, &raw mut info, options);
+                (info.si_pid(), info.si_status(), info.si_code)
+            };
             let status = match code {
                 libc::CLD_EXITED => (how & 0xff) << 8,
                 libc::CLD_DUMPED => how | 0x80,
                 _ => how,
             };
-            remember(pid.cast_unsigned(), status);
-        }
+            (pid > 0).then_some((pid.cast_unsigned(), status))
+        });
     }
 
     /// Sends a signal. `false`: it is gone already.

@@ -139,34 +139,45 @@ pub fn adopt_orphans() {
     unsafe { libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) };
 }
 
-/// Children that were collected last, and how they ended.
+/// Children that were collected last, and how they ended. Locked while one is collected:
+/// who finds it gone finds its status too.
 static COLLECTED: Mutex<VecDeque<(u32, i32)>> = Mutex::new(VecDeque::new());
 /// So many are remembered.
 const REMEMBERED: usize = 256;
 
-/// Remembers how a child has ended that was collected.
-pub(crate) fn remember(pid: u32, status: i32) {
+/// Collects a child by `wait`, which says its number and how it has ended, and remembers
+/// that.
+pub(crate) fn collect_by(wait: impl FnOnce() -> Option<(u32, i32)>) {
     let mut collected = COLLECTED.lock().unwrap_or_else(PoisonError::into_inner);
-    collected.truncate(REMEMBERED - 1);
-    collected.push_front((pid, status));
+    if let Some((pid, status)) = wait() {
+        collected.retain(|(number, _)| *number != pid);
+        collected.truncate(REMEMBERED - 1);
+        collected.push_front((pid, status));
+    }
 }
 
 /// How the child that had this number last has ended, as `wait` says it; none: it was
-/// not collected by this process, or long ago.
+/// not collected by this process, or long ago, or forgotten.
 #[must_use]
 pub fn status_of_collected(pid: u32) -> Option<i32> {
     let collected = COLLECTED.lock().unwrap_or_else(PoisonError::into_inner);
     collected.iter().find(|(number, _)| *number == pid).map(|&(_, status)| status)
 }
 
+/// Forgets how the child that had this number has ended: another one is about to have it.
+pub fn forget_collected(pid: u32) {
+    let mut collected = COLLECTED.lock().unwrap_or_else(PoisonError::into_inner);
+    collected.retain(|(number, _)| *number != pid);
+}
+
 /// Collects a child that has ended, if it has; no matter if it is no child.
 pub fn collect_child(pid: u32) {
-    let mut status = 0;
-    // SAFETY: `status` is live.
-    let got = unsafe { libc::waitpid(pid as libc::pid_t, &raw mut status, libc::WNOHANG) };
-    if got > 0 {
-        remember(pid, status);
-    }
+    collect_by(|| {
+        let mut status = 0;
+        // SAFETY: `status` is live.
+        let got = unsafe { libc::waitpid(pid as libc::pid_t, &raw mut status, libc::WNOHANG) };
+        (got > 0).then_some((pid, status))
+    });
 }
 
 /// Children of this process that have ended and are not collected.
@@ -283,6 +294,18 @@ mod tests {
             assert!(child.wait().is_err(), "it was collected");
         }
         assert_eq!(status_of_collected(0), None);
+    }
+
+    #[test]
+    fn how_it_ended_is_forgotten_when_another_gets_its_number() {
+        let child = std::process::Command::new("true").spawn().expect("true");
+        let pid = child.id();
+        while status_of_collected(pid).is_none() {
+            collect_child(pid);
+            std::thread::yield_now();
+        }
+        forget_collected(pid);
+        assert_eq!(status_of_collected(pid), None);
     }
 
     #[test]

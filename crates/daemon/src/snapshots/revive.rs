@@ -11,7 +11,9 @@ use std::time::{Duration, Instant};
 use strata_api::{Net, PortForward, Progress, SnapshotId, SnapshotRef, Tcp, Unit, clone_name};
 use strata_pager::{Setting, Space, Tenant};
 use strata_snapshot::{Restore, RestoreOptions, Shown, Terminals, is_ending};
-use strata_sys::{Pidfd, Process as Held, Range, SIGKILL, collect_child, give_core_filter};
+use strata_sys::{
+    Pidfd, Process as Held, Range, SIGKILL, collect_child, forget_collected, give_core_filter,
+};
 
 use super::disk::{Known, Place, Process};
 use super::machine::Machine;
@@ -310,7 +312,10 @@ impl Snapshots {
     ) -> Result<Life, String> {
         // Of an earlier life: an ended process that nobody has collected holds its
         // number.
-        known.processes.iter().for_each(|process| collect_child(process.pid));
+        for process in &known.processes {
+            collect_child(process.pid);
+            forget_collected(process.pid);
+        }
         let criu = self.criu()?;
         let images = self.disk.images(&known.info.id);
         let mut restore =

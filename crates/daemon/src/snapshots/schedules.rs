@@ -40,13 +40,12 @@ pub(crate) fn start(snapshots: &Arc<Snapshots>, schedules: Vec<Schedule>) -> io:
 impl Snapshots {
     fn follow(&self, schedule: &Schedule, carried_out: &mut BTreeMap<String, f64>) {
         let Some(tenant) = self.own_tenant(&schedule.name) else { return };
-        if !tenant.attachment().1 {
-            return;
-        }
+        let lives = tenant.attachment().1;
         let began = tenant.record().started;
         let last = carried_out.get(&schedule.name).copied().unwrap_or(began).max(began);
         let due = due(schedule, now(), last, &self.list());
-        if due.take {
+        // What was under way when it ended still takes the place of an older one.
+        if due.take && lives {
             carried_out.insert(schedule.name.clone(), now());
             let mut outcome = self.take(&tenant, None, true, &mut |_| {});
             if schedule.persist

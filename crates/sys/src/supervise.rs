@@ -298,12 +298,13 @@ mod tests {
 
     #[test]
     fn how_it_ended_is_forgotten_when_another_gets_its_number() {
-        let child = std::process::Command::new("true").spawn().expect("true");
+        let mut child = std::process::Command::new("true").spawn().expect("true");
         let pid = child.id();
         while status_of_collected(pid).is_none() {
             collect_child(pid);
             std::thread::yield_now();
         }
+        assert!(child.wait().is_err(), "it was collected");
         forget_collected(pid);
         assert_eq!(status_of_collected(pid), None);
     }

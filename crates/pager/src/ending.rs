@@ -48,6 +48,11 @@ impl Tenant {
         if let Some(handler) = handler {
             let _ = handler.join();
         }
+        if let Some(agent) = space.agent() {
+            // A reader of ours may have come to the transfer range just now, and nobody
+            // answers any more: it would wait for ever, and keep the dead memory with it.
+            space.uffd.unregister(agent.ranges.transfer);
+        }
         lock(&self.ending_agents).extend(space.agent());
         self.forget_settings(space);
         for heir in self.take_heirs(space.id) {

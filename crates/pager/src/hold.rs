@@ -180,6 +180,24 @@ mod tests {
     }
 
     #[test]
+    fn a_reader_that_comes_too_late_does_not_wait_for_ever() {
+        let Some(world) = World::of(testing::tenant()) else { return };
+        let hangs = Instant::now() + Duration::from_secs(60);
+        let mut held = world.tenant.hold_memory();
+        while held.is_empty() {
+            assert!(Instant::now() < hangs, "the memory is never held");
+            held = world.tenant.hold_memory();
+        }
+        let tenant = Arc::clone(&world.tenant);
+        world.end();
+        while tenant.memory_held.load(Ordering::Relaxed) > 0 {
+            assert!(Instant::now() < hangs, "the reader reads for ever");
+            std::thread::sleep(LOOK_EVERY);
+        }
+        drop(held);
+    }
+
+    #[test]
     fn a_process_that_was_not_killed_after_all_runs_on() {
         let Some(mut world) = World::of(testing::tenant()) else { return };
         let pages: Vec<usize> = (0..64).collect();

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path[:0] = [os.path.join(ROOT, "tests", "lib"), os.path.join(ROOT, "tests", "cases")]
@@ -61,20 +62,24 @@ def register_units(path):
 
 
 def build_programs():
-    """Compiles what is older than its sources."""
+    """Compiles what is older than its sources, on all processors."""
     os.makedirs(os.path.join(BUILD, "scratch"), exist_ok=True)
     helper = os.path.join(ROOT, "tests", "lib", "t")
-    for source in sorted(glob.glob(os.path.join(ROOT, "tests", "programs", "*.c"))):
+
+    def build(source):
         program = os.path.join(BUILD, os.path.basename(source)[:-2])
         inputs = [source, helper + ".c", *glob.glob(os.path.join(ROOT, "tests", "lib", "*.h"))]
         if os.path.exists(program) and \
                 os.path.getmtime(program) > max(os.path.getmtime(i) for i in inputs):
-            continue
+            return
         subprocess.run(
             ["cc", "-std=gnu17", "-O2", "-g", "-Wall", "-Wextra", "-Werror", "-D_GNU_SOURCE",
              "-pthread", source, helper + ".c", "-o", program],
             check=True,
         )
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        # Asked for, so that the first failure is raised.
+        list(pool.map(build, sorted(glob.glob(os.path.join(ROOT, "tests", "programs", "*.c")))))
 
 
 def become_subreaper():

@@ -38,6 +38,22 @@ void t_start(void)
 
 bool t_native(void) { return native; }
 unsigned t_times(unsigned count) { return count * factor; }
+
+void t_pace(void)
+{
+    static _Thread_local int64_t began;
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    int64_t now = time.tv_sec * 1000000 + time.tv_nsec / 1000;
+    int64_t worked = now - began;
+    if (factor > 1 || worked < 1000)
+        return;
+    if (began != 0)
+        usleep((useconds_t)(worked < 4000 ? 2 * worked : 8000));
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    began = time.tv_sec * 1000000 + time.tv_nsec / 1000;
+}
+
 const char *t_error(void) { return strerror(errno); }
 
 /* A connection to the runner, or -1 when nobody runs us. */

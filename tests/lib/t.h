@@ -19,6 +19,9 @@
 void t_start(void);
 /* True without Strata: nothing will ever be evicted, so nothing waits for it. */
 bool t_native(void);
+/* For a program that works until it is told to end: rests for two thirds of the time, in
+ * a soak never. What is tried with it needs its work, and processors for itself. */
+void t_pace(void);
 /* A repetition count, many times larger in a soak. */
 unsigned t_times(unsigned count);
 

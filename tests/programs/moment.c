@@ -71,6 +71,7 @@ static void fill_all(void)
 static void tick(void)
 {
     static unsigned epoch;
+    t_pace();
     unsigned now = atomic_load(&board->epoch);
     if (now != epoch) {
         epoch = now;
@@ -262,6 +263,7 @@ static void *page_writer(void *thread)
         baton++;
         pthread_cond_broadcast(&baton_passed);
         pthread_mutex_unlock(&baton_lock);
+        t_pace();
     }
     return NULL;
 }
@@ -279,6 +281,7 @@ static void *pourer(void *unused)
         atomic_fetch_add(&rung, 1);
         if (n % 64 == 63)
             usleep(300);
+        t_pace();
     }
     return NULL;
 }
@@ -472,6 +475,7 @@ static void stream_out(int in, atomic_ulong *shared)
             T_ASSERT(block[i] == t_mix(n), "word %lu of the stream is another", n);
         atomic_store(shared, n);
         usleep(100);
+        t_pace();
     }
 }
 

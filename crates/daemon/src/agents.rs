@@ -1,6 +1,9 @@
 //! Agents say hello here. Each connection waits in the lobby until it has, and then has
 //! a thread of its own for the handshake, with one time limit for all; what an agent says
-//! is believed only of its own process.
+//! is believed only of its own process. Whom a rule makes a tenant's is in
+//! `agents/ruled.rs`.
+
+mod ruled;
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -14,13 +17,13 @@ use strata_sys::{
     Userfaultfd, open_device,
 };
 use strata_units::wire::{
-    AsBytes, Hello, HelloKind, MAGIC, REQUIRED, Ready, TRANSFER_PAGES, Userfaultfd as UffdMessage,
-    Verdict, Welcome,
+    AsBytes, Hello, HelloKind, MAGIC, Ready, TRANSFER_PAGES, Userfaultfd as UffdMessage, Verdict,
+    Welcome,
 };
 use strata_units::{PAGE_SIZE, SpaceId};
 
 use crate::admission::{Deadline, Room};
-use crate::config::{Config, Rule};
+use crate::config::Config;
 use crate::lobby::{self, House, Rules};
 use crate::logbook;
 use crate::program::Program;
@@ -63,6 +66,7 @@ struct Reception {
     tenants: Arc<Tenants>,
     /// Processes that are to get a space.
     comers: Mutex<Vec<Arc<Process>>>,
+    unnamed: ruled::Unnamed,
 }
 
 /// Starts to serve the agents' socket.
@@ -81,6 +85,7 @@ pub(crate) fn serve(inheritance: &Inheritance, tenants: &Arc<Tenants>) -> io::Re
         private_uid,
         tenants: Arc::clone(tenants),
         comers: Mutex::default(),
+        unnamed: ruled::Unnamed::default(),
     };
     lobby::keep("agents", reception, RULES)
 }
@@ -218,7 +223,7 @@ impl Reception {
         if kind == HelloKind::Restored {
             return self.restored(socket, known, &hello);
         }
-        let (arriving, required) = match self.tenant_of(&hello, kind, peer)? {
+        let (arriving, required) = match self.tenant_of(&hello, kind, known)? {
             Belongs::To(arriving, required) => (arriving, required),
             Belongs::Nowhere => return self.welcome(&socket, Verdict::Unmanaged, 0, &[]),
             Belongs::ToButMayNot { name, required } => {
@@ -323,7 +328,8 @@ impl Reception {
     }
 
     /// Whose process this is. Nothing is made before it is known that it may be.
-    fn tenant_of(&self, hello: &Hello, kind: HelloKind, peer: Peer) -> io::Result<Belongs> {
+    fn tenant_of(&self, hello: &Hello, kind: HelloKind, known: &KnownPeer) -> io::Result<Belongs> {
+        let peer = known.peer();
         // The child of a fork is the tenant's in which its memory is registered.
         let joins = |tenant: &Arc<Tenant>| {
             self.tenants.admits(tenant, peer)
@@ -342,11 +348,17 @@ impl Reception {
                     return Ok(Belongs::Refused { why: NOT_THEIRS.into(), required: 0 });
                 }
                 None => {
-                    let program = Program::of(peer.pid)?;
-                    match self.of_rules(&program, peer, joins) {
-                        Ok(Some((tenant, rule))) => (tenant, required(rule)),
-                        Ok(None) => return Ok(Belongs::Nowhere),
-                        Err(refused) => return Ok(refused),
+                    let forked = match kind {
+                        HelloKind::Forked => self.of_memory(hello, known)?,
+                        _ => None,
+                    };
+                    let found = match forked {
+                        Some(found) => Ok(found),
+                        None => self.of_rules(&Program::of(peer.pid)?, peer, joins),
+                    };
+                    match found {
+                        Ok(found) => found,
+                        Err(otherwise) => return Ok(otherwise),
                     }
                 }
             };
@@ -359,35 +371,6 @@ impl Reception {
                 return Ok(Belongs::To(arriving, required));
             }
         }
-    }
-
-    /// The tenant of the first rule that is for this program and whose user's it is, or
-    /// that it descends from. It is made for a program of that user alone, and not for
-    /// one who may not be managed: nobody would be in it.
-    fn of_rules(
-        &self,
-        program: &Program,
-        peer: Peer,
-        joins: impl Fn(&Arc<Tenant>) -> bool,
-    ) -> Result<Option<(Arc<Tenant>, &Rule)>, Belongs> {
-        for rule in program.rules(&self.config.manage) {
-            let there = self.tenants.get(rule.user.uid, &rule.name);
-            if let Some(tenant) = there.filter(&joins) {
-                return Ok(Some((tenant, rule)));
-            }
-            if peer.uid != rule.user.uid {
-                continue;
-            }
-            let required = required(rule);
-            if !self.may_have_device(peer) {
-                return Err(Belongs::ToButMayNot { name: rule.name.clone(), required });
-            }
-            let made = self.tenants.of_rule(rule, program);
-            return made
-                .map(|tenant| Some((tenant, rule)))
-                .map_err(|why| Belongs::Refused { why, required });
-        }
-        Ok(None)
     }
 
     /// A process that is to get a space. One address space has one: who shares memory with
@@ -484,11 +467,6 @@ enum Belongs {
 
 /// The same for a tenant that is not there and for one that is another user's.
 const NOT_THEIRS: &str = "there is no such tenant of its user's";
-
-/// [`REQUIRED`], if the rule says so.
-fn required(rule: &Rule) -> u32 {
-    if rule.required { REQUIRED } else { 0 }
-}
 
 fn say_not_allowed(name: &str, peer: Peer) {
     let Peer { pid, uid, .. } = peer;

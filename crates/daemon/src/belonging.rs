@@ -74,6 +74,13 @@ impl Tenants {
         ancestry(pid).any(|pid| tenant.has_process(pid) || self.is_starter(tenant, pid))
     }
 
+    /// The tenant of the nearest ancestor of process `pid` that has one.
+    pub(crate) fn of_ancestors(&self, pid: u32) -> Option<Arc<Tenant>> {
+        let all = self.list();
+        let of = |pid| all.iter().find(|tenant| tenant.has_process(pid));
+        ancestry(pid).skip(1).find_map(of).cloned()
+    }
+
     /// Whose process `pid` is, which says that it is `named`'s. A program that a
     /// clone executes has the original's environment: it belongs to the clone.
     pub(crate) fn of_descent(&self, pid: u32, named: Arc<Tenant>) -> Arc<Tenant> {

@@ -19,6 +19,8 @@ use strata_policy::order::TierOrder;
 use strata_sys::MemoryNode;
 use strata_units::ByteSize;
 
+pub(crate) use self::nearest::nearest;
+use crate::naming::Naming;
 use crate::quota::Quota;
 
 /// Where stratad looks when no file is named.
@@ -59,8 +61,8 @@ impl User {
 /// that are given must hold; at least one is.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) struct Rule {
-    /// Names the tenant that it makes, among those of `user`.
-    pub(crate) name: String,
+    /// Names the tenants that it makes, among those of `user`.
+    pub(crate) name: Naming,
     /// The executable: an absolute path, or a file name alone.
     pub(crate) exe: Option<PathBuf>,
     /// Whose the tenant is: programs of this user alone are managed by it, and what
@@ -340,7 +342,7 @@ impl Config {
         writeln!(out, "\n[quota]\ntenants = {tenants}\nprocesses = {processes}")?;
         writeln!(out, "connections = {connections}\nlog_lines = {log_lines}")?;
         for rule in &self.manage {
-            writeln!(out, "\n[[manage]]\nname = {}", quoted(&rule.name))?;
+            writeln!(out, "\n[[manage]]\nname = {}", quoted(rule.name.text()))?;
             if let Some(exe) = &rule.exe {
                 writeln!(out, "exe = {}", path(exe))?;
             }

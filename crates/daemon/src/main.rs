@@ -16,6 +16,7 @@ mod holder;
 mod lobby;
 mod logbook;
 mod metrics;
+mod naming;
 mod parent;
 mod place;
 mod places;

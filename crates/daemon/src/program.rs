@@ -19,14 +19,17 @@ pub(crate) struct Program {
     /// `exe` is what the link leads to. It can change that, but not before our library
     /// has asked.
     pub(crate) comm: String,
-    /// Control groups, one per hierarchy, from the hierarchy's root.
+    /// Control groups, one per hierarchy, from the hierarchy's root; those first in which
+    /// memory is counted and services are.
     pub(crate) cgroups: Vec<String>,
     /// The command line. The process wrote it: trust nothing in it.
     pub(crate) command: Vec<String>,
 }
 
-/// Longest command line that is kept: it is only shown.
-const MAX_COMMAND_BYTES: u64 = 4096;
+/// Longest command line that is read: what libvirt writes for a large guest is below that.
+const MAX_COMMAND_BYTES: u64 = 64 << 10;
+/// How much of it a tenant keeps, to be shown.
+const SHOWN_COMMAND_BYTES: usize = 4096;
 /// What the kernel appends to the link of an executable that was replaced: by an
 /// upgrade under a running server, usually.
 const DELETED: &str = " (deleted)";
@@ -51,9 +54,20 @@ impl Program {
             comm: std::fs::read_to_string(directory.join("comm"))
                 .map(|line| line.trim_end_matches('\n').to_owned())
                 .unwrap_or_default(),
-            cgroups: cgroups.lines().filter_map(cgroup_path).collect(),
+            cgroups: cgroup_paths(&cgroups),
             command: split_command(&command),
         })
+    }
+
+    /// The beginning of the command line, for display.
+    pub(crate) fn shown_command(&self) -> Vec<String> {
+        let mut left = SHOWN_COMMAND_BYTES;
+        let fits = |word: &&String| {
+            let rest = left.checked_sub(word.len());
+            left = rest.unwrap_or(0);
+            rest.is_some()
+        };
+        self.command.iter().take_while(fits).cloned().collect()
     }
 
     /// Those of `rules` whose conditions all hold but for the user: a program of another
@@ -91,9 +105,21 @@ fn without_deleted(exe: PathBuf) -> PathBuf {
     }
 }
 
-/// Third part of a line `7:memory:/a/b`; the path may hold colons.
-fn cgroup_path(line: &str) -> Option<String> {
-    line.splitn(3, ':').nth(2).map(str::to_owned)
+/// Third parts of lines `7:memory:/a/b`; the path may hold colons.
+fn cgroup_paths(text: &str) -> Vec<String> {
+    let parts = |line| {
+        let mut parts = str::splitn(line, 3, ':');
+        Some((parts.next()?, parts.next()?, parts.next()?))
+    };
+    let rank = |number: &str, controllers: &str| match number {
+        _ if controllers.split(',').any(|controller| controller == "memory") => 0,
+        "0" => 1,
+        _ if controllers == "name=systemd" => 2,
+        _ => 3,
+    };
+    let mut lines: Vec<_> = text.lines().filter_map(parts).collect();
+    lines.sort_by_key(|(number, controllers, _)| rank(number, controllers));
+    lines.into_iter().map(|(_, _, path)| path.to_owned()).collect()
 }
 
 /// Words of a `/proc/PID/cmdline`, each ended by a zero byte.
@@ -109,11 +135,12 @@ fn split_command(bytes: &[u8]) -> Vec<String> {
 mod tests {
     use super::*;
     use crate::config::User;
+    use crate::naming::Naming;
     use strata_units::ByteSize;
 
     fn rule(exe: Option<&str>, cgroup: Option<&str>) -> Rule {
         Rule {
-            name: "r".into(),
+            name: named("r"),
             exe: exe.map(Into::into),
             user: User { name: "105".into(), uid: 105 },
             cgroup: cgroup.map(Into::into),
@@ -123,6 +150,10 @@ mod tests {
             tier_order: None,
             required: false,
         }
+    }
+
+    fn named(text: &str) -> Naming {
+        Naming::parse(text).expect("a name")
     }
 
     fn first<'a>(program: &Program, rules: &'a [Rule]) -> Option<&'a Rule> {
@@ -161,8 +192,8 @@ mod tests {
     fn the_first_match_wins_and_nothing_matches_the_unknown() {
         let redis_group = Some("/system.slice/redis.service");
         let mut rules = [rule(None, redis_group), rule(Some("redis-server"), None)];
-        rules[1].name = "second".into();
-        let names: Vec<&str> = redis().rules(&rules).map(|rule| rule.name.as_str()).collect();
+        rules[1].name = named("second");
+        let names: Vec<&str> = redis().rules(&rules).map(|rule| rule.name.text()).collect();
         assert_eq!(names, ["r", "second"]);
         let unknown = Program { exe: None, comm: "c".into(), cgroups: vec![], command: vec![] };
         assert_eq!(first(&unknown, &rules), None);
@@ -189,6 +220,15 @@ mod tests {
     }
 
     #[test]
+    fn a_long_command_line_is_shown_in_part() {
+        let word = "x".repeat(SHOWN_COMMAND_BYTES / 2);
+        let long = Program { command: vec![word; 5], ..redis() };
+        assert_eq!(long.shown_command().len(), 2);
+        let short = Program { command: vec!["a".into(), String::new()], ..redis() };
+        assert_eq!(short.shown_command(), short.command);
+    }
+
+    #[test]
     fn this_process_is_what_it_is() {
         let own = Program::of(std::process::id()).expect("/proc/self");
         assert_eq!(own.exe, std::env::current_exe().ok());
@@ -201,8 +241,9 @@ mod tests {
 
     #[test]
     fn lines_of_proc() {
-        assert_eq!(cgroup_path("7:memory:/a:b/c").as_deref(), Some("/a:b/c"));
-        assert_eq!(cgroup_path("0::/").as_deref(), Some("/"));
+        assert_eq!(cgroup_paths("0::/\n"), ["/"]);
+        let several = "9:cpu,cpuacct:/cpu\n7:hugetlb,memory:/a:b/c\n1:name=systemd:/s\n0::/u\nx\n";
+        assert_eq!(cgroup_paths(several), ["/a:b/c", "/u", "/s", "/cpu"]);
         assert_eq!(split_command(b"a\0b c\0\0"), ["a", "b c", ""]);
         assert!(split_command(b"").is_empty());
         let replaced = without_deleted("/usr/bin/x (deleted)".into());

@@ -487,18 +487,23 @@ impl Tenants {
         Ok((tenant, warnings))
     }
 
-    /// The tenant of a rule, made when its first program starts, which is of the rule's
-    /// user.
-    pub(crate) fn of_rule(&self, rule: &Rule, program: &Program) -> Result<Arc<Tenant>, String> {
+    /// The tenant of a rule that is called `name`, made when its first program starts, which
+    /// is of the rule's user.
+    pub(crate) fn of_rule(
+        &self,
+        rule: &Rule,
+        name: &str,
+        program: &Program,
+    ) -> Result<Arc<Tenant>, String> {
         let mut refused = String::new();
         for _ in 0..RULE_TRIES {
-            if let Some(tenant) = self.get(rule.user.uid, &rule.name) {
+            if let Some(tenant) = self.get(rule.user.uid, name) {
                 return Ok(tenant);
             }
             let made = self.create(Wish {
-                name: Some(rule.name.clone()),
+                name: Some(name.to_owned()),
                 uid: rule.user.uid,
-                command: program.command.clone(),
+                command: program.shown_command(),
                 budget_bytes: rule.dram.0,
                 claim: rule.claim.as_ref().map(|wanted| shares::claim(None, wanted)),
                 tier_limit: rule.tier_limit.map(|limit| limit.0),

@@ -7,6 +7,7 @@
 
 mod accelerator;
 mod balloon;
+mod described;
 mod line;
 mod options;
 mod qmp;
@@ -15,6 +16,7 @@ mod version;
 
 pub use accelerator::{Accelerator, kvm_problem};
 pub use balloon::{BALLOON_ID, GuestState, look};
+pub use described::{Described, described};
 pub use line::{MONITOR_SOCKET_NAME, Plan, Wish, plan};
 pub use qmp::{Monitor, QmpError};
 pub use refusals::Refusal;

@@ -23,7 +23,7 @@ const RAM_ID: &str = "strata-ram";
 const MONITOR_ID: &str = "strata-monitor";
 /// Bytes of a unix socket's path that the kernel takes.
 const MAX_SOCKET_PATH_BYTES: usize = 107;
-const MIB: u64 = 1 << 20;
+pub(crate) const MIB: u64 = 1 << 20;
 
 /// Options that have no value. Of what is not listed here or below, the next word is taken
 /// for its value unless it looks like an option.
@@ -105,7 +105,7 @@ pub struct Plan {
 
 /// A word, or an option with its value.
 #[derive(Clone, PartialEq, Debug)]
-enum Item {
+pub(crate) enum Item {
     Word(OsString),
     Option { word: OsString, name: String, value: OsString },
 }
@@ -317,7 +317,7 @@ fn text<'a>(value: &'a OsStr, option: &str) -> Result<&'a str, Refusal> {
 }
 
 /// The words in order, options with their values.
-fn items(words: &[OsString]) -> Result<Vec<Item>, Refusal> {
+pub(crate) fn items(words: &[OsString]) -> Result<Vec<Item>, Refusal> {
     let mut items = Vec::new();
     let mut words = words.iter().peekable();
     while let Some(word) = words.next() {
@@ -369,8 +369,8 @@ fn is_read(name: &str) -> bool {
     implied(name).is_some()
 }
 
-struct Line {
-    items: Vec<Item>,
+pub(crate) struct Line {
+    pub(crate) items: Vec<Item>,
 }
 
 impl Line {
@@ -389,7 +389,7 @@ impl Line {
     }
 
     /// The last value of a key.
-    fn last(&self, option: &str, key: &str) -> Result<Option<String>, Refusal> {
+    pub(crate) fn last(&self, option: &str, key: &str) -> Result<Option<String>, Refusal> {
         Ok(self.each(option)?.into_iter().filter_map(|(_, options)| options.get(key)).next_back())
     }
 

@@ -28,7 +28,7 @@ const MAX_CHARS: usize = 64;
 
 /// The known word that is nearest to `word`; the first of several. `known` is
 /// not empty.
-pub(super) fn nearest<'a>(word: &str, known: &[&'a str]) -> &'a str {
+pub(crate) fn nearest<'a>(word: &str, known: &[&'a str]) -> &'a str {
     let word: String = word.to_lowercase().replace('-', "_").chars().take(MAX_CHARS).collect();
     known.iter().min_by_key(|candidate| distance(&word, candidate)).expect("known is not empty")
 }

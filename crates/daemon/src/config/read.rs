@@ -18,8 +18,8 @@ use strata_units::ByteSize;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use super::nearest::nearest;
-use super::{Config, Machine, Problem, Problems, Rule, User, exact_time};
+use super::{Config, Machine, Problem, Problems, Rule, User, exact_time, nearest};
+use crate::naming::Naming;
 
 /// All keys of the file.
 pub(super) const KEYS: [&str; 20] = [
@@ -260,7 +260,7 @@ impl Reader<'_> {
             if rules.iter().any(|other| other.name == rule.name && other.user.uid == rule.user.uid)
             {
                 let at = table.get("name").map_or(element.span(), Spanned::span);
-                let what = format!("a rule named {:?} is there already", rule.name);
+                let what = format!("a rule named {:?} is there already", rule.name.text());
                 self.complain(&at, "name", (what, "give each rule its own name".into()));
             }
             rules.push(rule);
@@ -277,7 +277,7 @@ impl Reader<'_> {
     ) -> Option<Rule> {
         let machine = self.machine;
         self.unknown_keys(table, &RULE_KEYS, "manage");
-        let name = self.get(table, "name", tenant_name);
+        let name = self.get(table, "name", naming);
         if !table.contains_key("name") {
             let refusal = ("a rule needs a name".into(), "add name = \"…\"".into());
             self.complain(at, "manage", refusal);
@@ -485,6 +485,11 @@ fn tenant_name(value: &DeValue<'_>) -> Result<String, Refusal> {
         None => Ok(text.to_owned()),
         Some(problem) => Err((problem.to_owned(), "choose another name".into())),
     }
+}
+
+/// The name of a rule's tenants.
+fn naming(value: &DeValue<'_>) -> Result<Naming, Refusal> {
+    Naming::parse(text(value, "a name: \"db\"")?)
 }
 
 fn executable(value: &DeValue<'_>) -> Result<PathBuf, Refusal> {

@@ -75,7 +75,7 @@ tier_order = ["file"]
 required = true
 
 [[manage]]
-name = "cache"
+name = "cache-{unit}"
 cgroup = "/system.slice/redis.service/"
 
 [[snapshot]]
@@ -221,6 +221,12 @@ fn each_slip_is_named_with_its_line_and_its_cure() {
         ("[[manage]]\nexe = \"a\"", "t.toml:1: manage: a rule needs a name"),
         ("[[manage]]\nname = \"a\"", "a rule without a condition would manage every program"),
         ("[[manage]]\nname = \"a/b\"\nexe = \"a\"", "t.toml:2: name: a name consists of"),
+        (
+            "[[manage]]\nname = \"vm-{gest}\"\nexe = \"a\"",
+            "t.toml:2: name: unknown placeholder {gest}; did you mean {guest}?",
+        ),
+        ("[[manage]]\nname = \"{unit\"\nexe = \"a\"", "a placeholder without an end; close it"),
+        ("[[snapshot]]\nname = \"{unit}\"\nevery = \"5m\"", "t.toml:2: name: a name consists of"),
         ("[[manage]]\nname = \"a\"\nexe = \"b/c\"", "neither a path nor a name"),
         ("[[manage]]\nname = \"a\"\nuser = \"nobody-here\"", "t.toml:3: user: there is no user"),
         ("[[manage]]\nname = \"a\"\ncgroup = \"x\"", "is not a control group"),

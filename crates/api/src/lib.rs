@@ -46,6 +46,8 @@ pub const PROTOCOL_VERSION: u32 = 1;
 pub const DEFAULT_SOCKET: &str = "/run/strata/control.sock";
 /// Environment variable that names another control socket.
 pub const ENV_CONTROL_SOCKET: &str = "STRATA_SOCKET";
+/// Where agents say hello, in a daemon's socket directory.
+pub const AGENT_SOCKET_NAME: &str = "agent.sock";
 /// A daemon's control socket inside its socket directory.
 pub use strata_units::wire::CONTROL_SOCKET_NAME;
 /// Private daemons keep their sockets in directories whose names start so,

@@ -420,6 +420,12 @@ pub(crate) enum VmCommand {
     /// cold pages sink as any program's do; what the guest frees costs nothing. Guests
     /// whose memory others share or that is pinned are refused.
     Run(VmRunArguments),
+    /// Make a guest of libvirt's a tenant
+    ///
+    /// Shows what has to be changed in the domain, which --apply then changes, and the
+    /// rule that the daemon's configuration has to have. It holds from the guest's next
+    /// start. Guests whose memory others share or that is pinned are refused.
+    Libvirt(VmLibvirtArguments),
     /// List the guests
     Ls {
         /// Print a JSON array of objects, as `stats --json` prints one
@@ -435,6 +441,19 @@ pub(crate) enum VmCommand {
         #[arg(long)]
         json: bool,
     },
+}
+
+/// Which of libvirt's guests, and whether to change it.
+#[derive(Args, Debug)]
+pub(crate) struct VmLibvirtArguments {
+    /// The domain, as libvirt names it
+    pub(crate) domain: String,
+    /// Change the domain; without this, only show what would be changed
+    #[arg(long)]
+    pub(crate) apply: bool,
+    /// The DRAM budget of each guest in the rule that is proposed
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
+    pub(crate) dram: Option<ByteSize>,
 }
 
 /// How to start a guest.

@@ -70,6 +70,18 @@ pub(crate) fn pass_through(arguments: &[OsString]) -> Result<ExitCode> {
     }
 }
 
+/// The configuration of the system's daemon as `stratad` reads it; none: it cannot be read,
+/// or there is something wrong with it.
+pub(crate) fn checked_configuration() -> Option<String> {
+    let output = Command::new(stratad().ok()?)
+        .arg("config-check")
+        .stdin(Stdio::null())
+        .stderr(Stdio::null())
+        .output()
+        .ok()?;
+    output.status.success().then(|| String::from_utf8(output.stdout).ok())?
+}
+
 /// The control socket of the caller's private daemon, which is started unless it
 /// runs already.
 pub(crate) fn private() -> Result<PathBuf> {

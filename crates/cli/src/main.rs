@@ -10,6 +10,7 @@ mod args;
 mod client;
 mod daemon;
 mod failure;
+mod libvirt;
 mod place;
 mod program;
 mod progress;
@@ -114,6 +115,7 @@ fn execute(command: Command) -> Result<ExitCode> {
             return daemon::pass_through(&arguments);
         }
         Command::Vm { command: VmCommand::Run(run) } => return vm::run(&run),
+        Command::Vm { command: VmCommand::Libvirt(libvirt) } => return libvirt::libvirt(&libvirt),
         Command::Vm { command: VmCommand::Ls { json } } => print(&vm::list(json)?)?,
         Command::Vm { command: VmCommand::Stats { name, json } } => {
             print(&vm::stats(&name, json)?)?;

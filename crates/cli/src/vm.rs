@@ -178,7 +178,7 @@ fn likely_directory(name: &str) -> PathBuf {
 }
 
 /// Has QEMU print its version.
-fn version(program: &Program, what: &str) -> Result<Version> {
+pub(crate) fn version(program: &Program, what: &str) -> Result<Version> {
     let failed = |why: String| {
         Failure::new(what, why).todo("name a qemu-system program that starts by itself")
     };

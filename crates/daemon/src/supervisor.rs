@@ -16,6 +16,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use strata_api::AGENT_SOCKET_NAME;
 use strata_pager::Registry;
 use strata_sys::{
     Pidfd, Priority, SeqPacketListener, Signal, WorkerExit, adopt_orphans, block_signals,
@@ -27,8 +28,6 @@ use strata_units::wire;
 use crate::config::Config;
 use crate::{control, holder, places, tier, worker};
 
-/// The agents' socket, in the socket directory.
-pub(crate) const AGENT_SOCKET_NAME: &str = "agent.sock";
 /// A worker that lived shorter than this is replaced only after a pause.
 const SHORT_LIFE: Duration = Duration::from_secs(1);
 /// That pause: a worker that cannot start must not take a CPU for itself.

@@ -1,5 +1,6 @@
 //! Virtual machines underneath: QEMU's command line, read and completed before there is
-//! a process ([`plan`]), and QEMU's monitor, whose answers are untrusted ([`Monitor`]).
+//! a process ([`plan`]); a domain of libvirt's, likewise ([`amend`]); and QEMU's monitor,
+//! whose answers are untrusted ([`Monitor`]).
 //!
 //! Not here: sockets' owners, tenants, budgets, the guest's memory itself. Nothing in
 //! this crate looks at the machine but through what it is given.
@@ -8,6 +9,8 @@
 mod accelerator;
 mod balloon;
 mod described;
+mod diff;
+mod domain;
 mod line;
 mod options;
 mod qmp;
@@ -17,6 +20,8 @@ mod version;
 pub use accelerator::{Accelerator, kvm_problem};
 pub use balloon::{BALLOON_ID, GuestState, look};
 pub use described::{Described, described};
+pub use diff::unified;
+pub use domain::{Domain, DomainWish, amend};
 pub use line::{MONITOR_SOCKET_NAME, Plan, Wish, plan};
 pub use qmp::{Monitor, QmpError};
 pub use refusals::Refusal;

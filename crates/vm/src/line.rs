@@ -121,7 +121,7 @@ pub fn plan(words: &[OsString], wish: &Wish<'_>) -> Result<Plan, Refusal> {
     }
     let items = items(words)?;
     let line = Line { items };
-    line.check(wish)?;
+    line.check(wish.huge_pages, wish.here)?;
     let name = line.name(wish)?;
     let (memory, memory_is_said) = line.memory(wish)?;
     let machine = line.last("machine", "type")?;
@@ -351,6 +351,11 @@ pub(crate) fn items(words: &[OsString]) -> Result<Vec<Item>, Refusal> {
     Ok(items)
 }
 
+/// Whether words that are added to a command line by somebody else can be in a guest's.
+pub(crate) fn check_words(words: &[OsString]) -> Result<(), Refusal> {
+    Line { items: items(words)? }.check(&[], Path::new("/"))
+}
+
 /// The implied first key of an option that is read here; none: it is not.
 fn implied(name: &str) -> Option<&'static str> {
     Some(match name {
@@ -393,7 +398,7 @@ impl Line {
         Ok(self.each(option)?.into_iter().filter_map(|(_, options)| options.get(key)).next_back())
     }
 
-    fn check(&self, wish: &Wish<'_>) -> Result<(), Refusal> {
+    fn check(&self, huge_pages: &[PathBuf], here: &Path) -> Result<(), Refusal> {
         for item in &self.items {
             if let Item::Option { name, .. } = item {
                 refusals::option(name)?;
@@ -408,7 +413,7 @@ impl Line {
             }
         }
         for (_, options) in self.each("object")? {
-            refusals::object(&options, wish.huge_pages, wish.here)?;
+            refusals::object(&options, huge_pages, here)?;
         }
         for (_, options) in self.each("machine")? {
             refusals::machine(&options)?;

@@ -8,7 +8,9 @@ use std::sync::atomic::Ordering;
 use std::thread::Builder;
 use std::time::{Duration, Instant};
 
-use strata_api::{Net, PortForward, Progress, SnapshotId, SnapshotRef, Tcp, Unit, clone_name};
+use strata_api::{
+    AGENT_SOCKET_NAME, Net, PortForward, Progress, SnapshotId, SnapshotRef, Tcp, Unit, clone_name,
+};
 use strata_pager::{Setting, Space, Tenant};
 use strata_snapshot::{Restore, RestoreOptions, Shown, Terminals, is_ending};
 use strata_sys::{
@@ -20,7 +22,6 @@ use super::machine::Machine;
 use super::preparing::Preparing;
 use super::{Snapshots, Tell, WORK, lock, remove_flat, unfinished, wish_of};
 use crate::cgroup::Cgroups;
-use crate::supervisor::AGENT_SOCKET_NAME;
 
 /// Between the end of a process's memory and its own.
 const GONE_WITHIN: Duration = Duration::from_secs(1);

@@ -1,0 +1,206 @@
+//! Tests of domains.
+
+use super::*;
+
+const WISH: DomainWish<'_> = DomainWish {
+    library: "/usr/lib/strata/libstrata.so",
+    memory_directory: "/var/lib/libvirt/qemu/ram",
+    agent_socket: None,
+};
+
+/// As `virsh dumpxml --inactive` prints one, shortened.
+const DUMPED: &str = "<domain type='qemu'>
+  <name>web1</name>
+  <uuid>6a1d4d5e-7bb2-4dc7-8ad4-1e2b7b1a3c5d</uuid>
+  <!-- of the web team -->
+  <memory unit='KiB'>327680</memory>
+  <currentMemory unit='KiB'>327680</currentMemory>
+  <vcpu placement='static'>1</vcpu>
+  <os>
+    <type arch='x86_64' machine='pc-q35-7.2'>hvm</type>
+  </os>
+  <features>
+    <acpi/>
+  </features>
+  <devices>
+    <emulator>/usr/bin/qemu-system-x86_64</emulator>
+    <memballoon model='virtio'>
+      <address type='pci' domain='0x0000' bus='0x01' slot='0x00' function='0x0'/>
+    </memballoon>
+  </devices>
+</domain>
+";
+
+const AMENDED: &str = "<domain type='qemu' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>
+  <name>web1</name>
+  <uuid>6a1d4d5e-7bb2-4dc7-8ad4-1e2b7b1a3c5d</uuid>
+  <!-- of the web team -->
+  <memory unit='KiB'>327680</memory>
+  <currentMemory unit='KiB'>327680</currentMemory>
+  <memoryBacking>
+    <source type='anonymous'/>
+    <access mode='shared'/>
+  </memoryBacking>
+  <vcpu placement='static'>1</vcpu>
+  <os>
+    <type arch='x86_64' machine='pc-q35-7.2'>hvm</type>
+  </os>
+  <features>
+    <acpi/>
+    <tcg>
+      <tb-cache unit='MiB'>64</tb-cache>
+    </tcg>
+  </features>
+  <devices>
+    <emulator>/usr/bin/qemu-system-x86_64</emulator>
+    <memballoon model='virtio' autodeflate='on' freePageReporting='on'>
+      <address type='pci' domain='0x0000' bus='0x01' slot='0x00' function='0x0'/>
+      <stats period='2'/>
+    </memballoon>
+  </devices>
+  <qemu:commandline>
+    <qemu:env name='LD_PRELOAD' value='/usr/lib/strata/libstrata.so'/>
+    <qemu:env name='STRATA_GUEST_DIR' value='/var/lib/libvirt/qemu/ram'/>
+  </qemu:commandline>
+</domain>
+";
+
+fn amended(text: &str) -> Domain {
+    amend(text, &WISH).unwrap_or_else(|refusals| panic!("{refusals:?} of {text}"))
+}
+
+/// The devices of a domain of one's own.
+fn with_devices(devices: &str) -> String {
+    DUMPED.replace("<devices>\n", &format!("<devices>\n    {devices}\n"))
+}
+
+#[test]
+fn a_domain_is_changed_where_it_must_be_and_once() {
+    let domain = amended(DUMPED);
+    assert_eq!(domain.text, AMENDED);
+    assert_eq!((domain.name.as_str(), domain.kind.as_str()), ("web1", "qemu"));
+    assert_eq!(domain.memory, Some(ByteSize(320 << 20)));
+    assert_eq!(domain.emulator.as_deref(), Some("/usr/bin/qemu-system-x86_64"));
+    assert_eq!((domain.owner, domain.notes.len()), (None, 0));
+    assert_eq!(amended(AMENDED).text, AMENDED);
+    // As libvirt writes it again.
+    let again = AMENDED
+        .replace("model='virtio' autodeflate='on' free", "model='virtio' free")
+        .replace("Reporting='on'", "Reporting='on' autodeflate='on'")
+        .replace("<tb-cache unit='MiB'>64<", "<tb-cache unit='KiB'>65536<");
+    assert_eq!(amended(&again).text, again);
+}
+
+#[test]
+fn what_a_domain_has_of_its_own_stays() {
+    let own = DUMPED
+        .replace("type='qemu'>", "type='kvm' xmlns:q='http://libvirt.org/schemas/domain/qemu/1.0'>")
+        .replace(
+            "  <vcpu",
+            "  <memoryBacking><nosharepages/><access mode=\"private\"/></memoryBacking>\n  <vcpu",
+        )
+        .replace("model='virtio'>", "model='none'/>")
+        .replace("      <address type='pci' domain='0x0000' bus='0x01' slot='0x00' function='0x0'/>\n    </memballoon>\n", "")
+        .replace(
+            "</domain>",
+            "  <q:commandline>\n    <q:arg value='-msg'/>\n    <q:arg value='timestamp=on'/>\n    \
+             <q:env name='LD_PRELOAD' value='/opt/x.so /opt/old/libstrata.so'/>\n  \
+             </q:commandline>\n  <seclabel type='static' model='dac' relabel='yes'>\n    \
+             <label>vms:kvm</label>\n  </seclabel>\n</domain>",
+        );
+    let wish = DomainWish { agent_socket: Some("/run/x/agent.sock"), ..WISH };
+    let domain = amend(&own, &wish).expect("a guest");
+    for line in [
+        "<memoryBacking><nosharepages/><access mode=\"shared\"/>\n    <source type='anonymous'/>\n  </memoryBacking>",
+        "<memballoon model='virtio' autodeflate='on' freePageReporting='on'>\n      <stats period='2'/>\n    </memballoon>",
+        "<q:arg value='timestamp=on'/>",
+        "<q:env name='LD_PRELOAD' value='/opt/x.so:/usr/lib/strata/libstrata.so'/>\n    \
+         <q:env name='STRATA_GUEST_DIR' value='/var/lib/libvirt/qemu/ram'/>\n    \
+         <q:env name='STRATA_AGENT_SOCKET' value='/run/x/agent.sock'/>\n  </q:commandline>",
+    ] {
+        assert!(domain.text.contains(line), "{line} is not in {}", domain.text);
+    }
+    // Bounded code buffers are for emulated guests.
+    assert!(!domain.text.contains("tb-cache") && !domain.text.contains("xmlns:qemu"));
+    assert_eq!(domain.owner.as_deref(), Some("vms:kvm"));
+    assert_eq!(amend(&domain.text, &wish).expect("a guest").text, domain.text);
+}
+
+#[test]
+fn what_is_missing_altogether_is_made() {
+    let bare = "<domain type=\"qemu\"><name>x</name><memory unit='GiB'>1</memory>\
+                <os><type>hvm</type></os><devices/></domain>";
+    let domain = amended(bare);
+    assert_eq!(domain.memory, Some(ByteSize(1 << 30)));
+    for part in
+        ["<tb-cache unit='MiB'>64</tb-cache>", "mode='shared'", "<memballoon model", "LD_PRE"]
+    {
+        assert!(domain.text.contains(part), "{part} is not in {}", domain.text);
+    }
+    assert_eq!(amended(&domain.text).text, domain.text);
+    let all_at_once = DUMPED.replace(
+        "  <vcpu",
+        "  <memoryBacking>\n    <allocation mode='immediate'/>\n  </memoryBacking>\n  <vcpu",
+    );
+    assert_eq!(amended(&all_at_once).notes.len(), 1);
+}
+
+#[test]
+fn what_cannot_be_a_tenant_is_refused_by_name() {
+    let backing = |inner: &str| {
+        let new = format!("<memoryBacking>{inner}</memoryBacking>\n  <vcpu");
+        DUMPED.replace("<vcpu", &new)
+    };
+    let argument = |words: &[&str]| {
+        let words: String = words.iter().map(|w| format!("<qemu:arg value='{w}'/>")).collect();
+        AMENDED.replace("<qemu:commandline>", &format!("<qemu:commandline>{words}"))
+    };
+    for (text, what, why) in [
+        (backing("<hugepages/>"), "memoryBacking hugepages", "hugetlbfs"),
+        (backing("<locked/>"), "memoryBacking locked", "locked"),
+        (with_devices("<interface type='vhostuser'/>"), "interface vhostuser", "another process"),
+        (with_devices("<interface type='hostdev'/>"), "interface hostdev", "pinned"),
+        (with_devices("<interface type='vdpa'/>"), "interface vdpa", "pinned"),
+        (with_devices("<disk type='vhostuser'/>"), "disk vhostuser", "another process"),
+        (with_devices("<hostdev mode='subsystem' type='pci'/>"), "hostdev pci", "pinned"),
+        (with_devices("<hostdev mode='subsystem' type='mdev'/>"), "hostdev mdev", "pinned"),
+        (
+            with_devices("<filesystem type='mount'><driver type='virtiofs'/></filesystem>"),
+            "filesystem virtiofs",
+            "another process",
+        ),
+        (with_devices("<video><driver name='vhostuser'/></video>"), "video vhostuser", "another"),
+        (with_devices("<shmem name='s'/>"), "shmem", "shared with other"),
+        (DUMPED.replace("<os>", "<launchSecurity type='sev'/><os>"), "launchSecurity", "encrypted"),
+        (DUMPED.replace("'qemu'", "'xen'"), "of the type \"xen\"", "QEMU's guests"),
+        (argument(&["-device", "vhost-user-blk-pci,chardev=c"]), "qemu:arg", "vhost-user"),
+        (argument(&["-overcommit", "mem-lock=on"]), "qemu:arg", "locked"),
+        ("<network><name>x</name></network>".to_owned(), "no domain", ""),
+        ("<domain".to_owned(), "cannot be read", ""),
+        ("<!DOCTYPE d [<!ENTITY a 'b'>]><domain/>".to_owned(), "cannot be read", "DTD"),
+        ("<domain type='kvm'/>".to_owned(), "no devices", ""),
+    ] {
+        let refusals = amend(&text, &WISH).expect_err(what);
+        assert_eq!(refusals.len(), 1, "{refusals:?}");
+        let line = refusals[0].to_string();
+        assert!(line.contains(what) && line.contains(why), "{what}: {line}");
+    }
+    let several = with_devices("<shmem/><hostdev type='pci'/><hostdev type='pci'/>");
+    assert_eq!(amend(&several, &WISH).expect_err("two").len(), 2);
+    for fine in [
+        "<hostdev mode='subsystem' type='usb'/>",
+        "<filesystem type='mount'><driver type='path'/></filesystem>",
+        "<interface type='network'><driver name='vhost'/></interface>",
+        "<memory model='nvdimm'/>",
+    ] {
+        amended(&with_devices(fine));
+    }
+}
+
+#[test]
+fn libraries_that_are_there_stay() {
+    let with = |preload| with_library(preload, "/l/libstrata.so");
+    assert_eq!(with(""), "/l/libstrata.so");
+    assert_eq!(with("/a.so b.so"), "/l/libstrata.so:/a.so:b.so");
+    assert_eq!(with("/a.so:/old/libstrata.so"), "/a.so:/l/libstrata.so");
+}

@@ -51,6 +51,9 @@ pub struct GuestStats {
     pub status: String,
     /// Why its monitor was not asked just now; empty: it was.
     pub trouble: String,
+    /// Whose its monitor is, where it is not Strata's and is not asked; empty: Strata's.
+    #[serde(default)]
+    pub monitor: String,
     /// What its balloon leaves it; none: not known.
     pub balloon_bytes: Option<u64>,
     /// What it has free, as its balloon's driver says; none: it has none.

@@ -237,7 +237,7 @@ fn listing(guests: &[Stats]) -> String {
         rows.push(vec![
             printable(&stats.name),
             show::state_name(stats.state).to_owned(),
-            word(if guest.trouble.is_empty() { &guest.status } else { "silent" }),
+            word(runs(guest)),
             word(&guest.accelerator),
             bytes(guest.memory_bytes),
             bytes(stats.budget_bytes),
@@ -251,6 +251,15 @@ fn listing(guests: &[Stats]) -> String {
     show::columns(&rows, 4)
 }
 
+/// What is known of whether it runs.
+fn runs(guest: &GuestStats) -> &str {
+    match (guest.monitor.is_empty(), guest.trouble.is_empty()) {
+        (false, _) => &guest.monitor,
+        (true, true) => &guest.status,
+        (true, false) => "silent",
+    }
+}
+
 /// What the guest gave back while it was managed.
 fn freed_bytes(stats: &Stats) -> u64 {
     stats.discarded_pages_total.saturating_mul(PAGE_SIZE as u64)
@@ -261,7 +270,7 @@ pub(crate) fn stats(name: &str, json: bool) -> Result<String> {
     let stats = client::stats(name)?;
     let Some(guest) = &stats.guest else {
         let what = format!("{name} is no guest");
-        return Err(Failure::new(what, "strata vm run did not start it").todo("see strata stats"));
+        return Err(Failure::new(what, "it is no single QEMU with a name").todo("see strata stats"));
     };
     if json { show::json(&stats) } else { Ok(figures(&stats, guest)) }
 }
@@ -291,6 +300,10 @@ fn figures(stats: &Stats, guest: &GuestStats) -> String {
         ["not managed".to_owned(), bytes(show::unmanaged_bytes(stats))],
         ["waited".to_owned(), show::short_percent(stats.stall.some.avg10)],
     ];
+    if !guest.monitor.is_empty() {
+        let why = format!("{}, and not asked", printable(&guest.monitor));
+        rows.push(["monitor".to_owned(), why]);
+    }
     if !guest.trouble.is_empty() {
         rows.push(["monitor".to_owned(), printable(&guest.trouble)]);
     }
@@ -310,6 +323,7 @@ mod tests {
             accelerator: "tcg".into(),
             status: "running".into(),
             trouble: String::new(),
+            monitor: String::new(),
             balloon_bytes: Some(3 << 30),
             free_bytes: None,
             available_bytes: Some(1 << 30),
@@ -327,6 +341,11 @@ mod tests {
         assert_eq!(words[..4], ["web1", "managed", "running", "tcg"], "{text}");
         assert!(lines[1].contains("  4.0 GiB  ") && lines[1].ends_with("3.0 GiB"), "{text}");
         assert!(lines[1].contains("  2.0 MiB  "), "{text}");
+        let mut libvirts = guest();
+        libvirts.guest.as_mut().expect("a guest").monitor = "libvirt's".into();
+        assert!(listing(std::slice::from_ref(&libvirts)).contains("  libvirt's  "));
+        let text = figures(&libvirts, libvirts.guest.as_ref().expect("a guest"));
+        assert!(text.contains("monitor             libvirt's, and not asked"), "{text}");
         let mut silent = guest();
         let said = silent.guest.as_mut().expect("a guest");
         (said.trouble, said.balloon_bytes) = ("gone".into(), None);

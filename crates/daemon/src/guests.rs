@@ -20,7 +20,7 @@ use strata_api::{GuestSpec, GuestStats, Reply, Stats};
 use strata_pager::Tenant;
 use strata_sys::peer::{Peer, peer_of};
 use strata_sys::{Priority, log};
-use strata_vm::{GuestState, MONITOR_SOCKET_NAME, Monitor, look};
+use strata_vm::{Described, GuestState, MONITOR_SOCKET_NAME, Monitor, look};
 
 use crate::commands::error;
 use crate::tenants::Tenants;
@@ -31,6 +31,8 @@ const DIRECTORY: &str = "guests";
 const RECORD_PREFIX: &str = ".";
 /// What begins the name of what is to be removed: no tenant's name does either.
 const ASIDE_PREFIX: &str = "-";
+/// What libvirt calls the monitor that it talks by.
+const LIBVIRTS_MONITOR: &str = "charmonitor";
 /// How often a guest is asked.
 const EVERY: Duration = Duration::from_secs(2);
 /// How often one that does not answer is asked at last: each time the pause doubles.
@@ -66,6 +68,7 @@ impl Guest {
             accelerator: accelerator.to_owned(),
             status: said.status,
             trouble: self.trouble.clone(),
+            monitor: String::new(),
             balloon_bytes: said.balloon_bytes,
             free_bytes: said.free_bytes,
             available_bytes: said.available_bytes,
@@ -267,6 +270,9 @@ impl Guests {
     /// Adds what is known of a guest to what is known of it as a tenant.
     pub(crate) fn add(&self, stats: &mut Stats) {
         stats.guest = lock(&self.known).get(&folder(stats.uid, &stats.name)).map(Guest::stats);
+        if stats.guest.is_none() && stats.pids.len() == 1 {
+            stats.guest = others_guest(&stats.command);
+        }
     }
 
     /// The same in an answer, of all that are in it.
@@ -277,6 +283,24 @@ impl Guests {
             _ => {}
         }
     }
+}
+
+/// A guest that somebody else started, by its command line: it is promised what that says,
+/// and its monitor is not ours to ask.
+fn others_guest(command: &[String]) -> Option<GuestStats> {
+    let program = Path::new(command.first()?).file_name()?.to_str()?;
+    let is_qemu = program.starts_with("qemu-system-") || ["qemu-kvm", "kvm"].contains(&program);
+    let Described { name, memory, machine } = strata_vm::described(command);
+    if !is_qemu || name.is_none() {
+        return None;
+    }
+    let is_libvirts = command.iter().any(|word| word.contains(LIBVIRTS_MONITOR));
+    Some(GuestStats {
+        memory_bytes: memory?.0,
+        machine: machine.unwrap_or_default(),
+        monitor: if is_libvirts { "libvirt's" } else { "not Strata's" }.to_owned(),
+        ..GuestStats::default()
+    })
 }
 
 /// Removes a file, or a directory with the files in it. Directories in there, which QEMU
@@ -328,6 +352,22 @@ mod tests {
         assert_eq!((stats.balloon_bytes, stats.trouble.as_str()), (None, "gone"));
         guest.heard(Ok(said()), now);
         assert_eq!((guest.due, guest.stats().trouble.as_str()), (now + EVERY, ""));
+    }
+
+    #[test]
+    fn guests_of_others_are_known_by_their_command_lines() {
+        let line =
+            |text: &str| -> Vec<String> { text.split_whitespace().map(str::to_owned).collect() };
+        let libvirts = "/usr/bin/qemu-system-x86_64 -name guest=web,debug-threads=on -S \
+                        -machine pc-q35-7.2 -m size=327680k -chardev socket,id=charmonitor,fd=3";
+        let guest = others_guest(&line(libvirts)).expect("a guest");
+        let told = (guest.memory_bytes, guest.machine.as_str(), guest.monitor.as_str());
+        assert_eq!(told, (320 << 20, "pc-q35-7.2", "libvirt's"));
+        let own = others_guest(&line("kvm -name x -m 1G")).expect("a guest");
+        assert_eq!((own.memory_bytes, own.monitor.as_str()), (1 << 30, "not Strata's"));
+        for other in ["", "redis -name x -m 1G", "kvm -m 1G", "qemu-system-x86_64 -name x"] {
+            assert_eq!(others_guest(&line(other)), None, "{other}");
+        }
     }
 
     #[test]

@@ -3,8 +3,9 @@
 //! read from `/proc` and `/sys`. Nothing is left changed.
 //!
 //! Probes are in `doctor/`: the kernel's own services in `kernel.rs`, devices
-//! and programs beside it in `machine.rs`.
+//! and programs beside it in `machine.rs`, what guests need in `guests.rs`.
 
+mod guests;
 mod kernel;
 mod machine;
 mod node;
@@ -175,7 +176,7 @@ pub(crate) fn examine() -> Report {
     let config = Machine::this().ok().and_then(|machine| Config::load(None, &machine).ok());
     let criu = config.as_ref().and_then(|config| config.criu.as_deref());
     let mut findings = kernel::findings(&files);
-    findings.extend(machine::findings(&files, criu));
+    findings.extend(machine::findings(&files, criu, &guests::Needs::of(config.as_ref())));
     findings.extend(config.and_then(|config| file_tier(&config)));
     Report::new(findings)
 }

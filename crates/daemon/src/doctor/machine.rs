@@ -10,18 +10,23 @@ use std::time::{Duration, Instant};
 use crate::snapshots::{self, criu_named};
 
 use super::kernel::release;
-use super::{Files, Finding, Presence, node};
+use super::{Files, Finding, Presence, guests, node};
 
 /// For a program to tell its version.
 const VERSION_TIMEOUT: Duration = Duration::from_secs(5);
 /// More than any version text.
 const MAX_VERSION_BYTES: u64 = 4096;
 
-pub(super) fn findings(files: &Files, criu_set: Option<&Path>) -> Vec<Finding> {
+pub(super) fn findings(
+    files: &Files,
+    criu_set: Option<&Path>,
+    needs: &guests::Needs,
+) -> Vec<Finding> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let mut findings = vec![numa(files)];
     findings.extend(node::findings(files));
-    findings.extend([dax(files), kvm(files), qemu(&path), criu(files, criu_set, &path), helper()]);
+    findings.extend([dax(files), criu(files, criu_set, &path), helper()]);
+    findings.extend(guests::findings(files, needs, &path));
     findings
 }
 
@@ -39,20 +44,6 @@ fn dax(files: &Files) -> Finding {
     let detail = if devices.is_empty() { "no device".to_owned() } else { devices.join(" ") };
     Finding::yes_or_no("DAX", !devices.is_empty(), detail)
         .without("persistent memory as a file tier")
-}
-
-fn kvm(files: &Files) -> Finding {
-    let opened = std::fs::OpenOptions::new().read(true).write(true).open(files.path("/dev/kvm"));
-    match opened {
-        Ok(_) => Finding::new("KVM", Presence::Yes, "/dev/kvm opens"),
-        Err(error) => Finding::new("KVM", Presence::No, format!("/dev/kvm: {error}")),
-    }
-    .without("guests at full speed; QEMU can still emulate")
-}
-
-fn qemu(path: &OsStr) -> Finding {
-    let name = format!("qemu-system-{}", std::env::consts::ARCH);
-    program_finding("QEMU", &name, path).without("virtual machines as tenants")
 }
 
 /// The one that is used: of the configuration, of the environment, or in `PATH`.
@@ -96,7 +87,7 @@ pub(super) fn has_tmpfs(mounts: &str, place: &str) -> bool {
     })
 }
 
-fn program_finding(name: &'static str, file: &str, path: &OsStr) -> Finding {
+pub(super) fn program_finding(name: &'static str, file: &str, path: &OsStr) -> Finding {
     let Some(program) = in_path(file, path) else {
         return Finding::new(name, Presence::No, format!("no {file} in PATH"));
     };
@@ -110,7 +101,7 @@ fn version_finding(name: &'static str, program: &Path) -> Finding {
     }
 }
 
-fn in_path(file: &str, path: &OsStr) -> Option<PathBuf> {
+pub(super) fn in_path(file: &str, path: &OsStr) -> Option<PathBuf> {
     std::env::split_paths(path).map(|place| place.join(file)).find(|candidate| candidate.is_file())
 }
 

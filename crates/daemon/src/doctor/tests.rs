@@ -19,7 +19,7 @@ impl Tree {
 
     fn finding(&self, name: &str) -> Finding {
         let mut all = kernel::findings(&self.0);
-        all.extend(machine::findings(&self.0, None));
+        all.extend(machine::findings(&self.0, None, &guests::Needs::of(None)));
         all.into_iter().find(|finding| finding.name == name).expect("a finding")
     }
 }
@@ -51,6 +51,7 @@ fn a_rich_machine() {
             ("/sys/devices/system/node/node1/cpulist", "\n"),
             ("/sys/devices/system/node/possible", "0-1\n"),
             ("/dev/kvm", ""),
+            ("/proc/cpuinfo", "processor\t: 0\nflags\t\t: fpu vmx svm\n"),
         ],
     );
     for (name, detail) in [

@@ -1,0 +1,186 @@
+//! What virtual machines need: QEMU, KVM, libvirt, and whether what confines libvirt's
+//! guests lets Strata in. Files are read; nobody's socket is connected to, because that may
+//! start a service.
+
+use std::ffi::{OsStr, OsString};
+use std::path::{Path, PathBuf};
+
+use strata_api::AGENT_SOCKET_NAME;
+use strata_vm::{OLDEST, Version, kvm_problem};
+
+use super::machine::{in_path, program_finding};
+use super::{Files, Finding, Presence};
+use crate::config::{Config, DEFAULT_SOCKET_DIR};
+
+/// libvirt's daemons that start guests: of all its drivers, and of QEMU's alone.
+const LIBVIRT: [&str; 2] = ["libvirtd", "virtqemud"];
+const LIBVIRT_SOCKETS: [&str; 2] = ["/run/libvirt/libvirt-sock", "/run/libvirt/virtqemud-sock"];
+/// What AppArmor lets libvirt's guests do, and where an administrator adds to it.
+const ABSTRACTION: &str = "/etc/apparmor.d/abstractions/libvirt-qemu";
+const LOCAL: &str = "/etc/apparmor.d/local/abstractions/libvirt-qemu";
+const LIBRARY: &str = "libstrata.so";
+const LIBRARY_DIRECTORY: &str = "/usr/lib/strata";
+const LOST: &str = "libvirt's guests as tenants: they run unmanaged";
+
+/// What a guest has to reach.
+pub(super) struct Needs {
+    library: PathBuf,
+    socket: PathBuf,
+}
+
+impl Needs {
+    /// Of the system's daemon.
+    pub(super) fn of(config: Option<&Config>) -> Self {
+        let sockets = config.map_or(Path::new(DEFAULT_SOCKET_DIR), |config| &config.socket_dir);
+        let library = config.and_then(|config| config.preload.clone());
+        Self { library: library.unwrap_or_else(installed), socket: sockets.join(AGENT_SOCKET_NAME) }
+    }
+
+    /// The lines that AppArmor has to have. The device's descriptor comes over the socket,
+    /// and is looked at when it does.
+    fn lines(&self) -> [String; 3] {
+        [
+            format!("{} mr,", self.library.display()),
+            format!("{} rw,", self.socket.display()),
+            "/dev/userfaultfd rw,".to_owned(),
+        ]
+    }
+}
+
+/// The library as it is installed, or would be.
+fn installed() -> PathBuf {
+    let beside = std::env::current_exe().ok().and_then(|own| Some(own.parent()?.to_owned()));
+    let places = beside.iter().flat_map(|place| [place.clone(), place.join("../lib/strata")]);
+    let found = places.map(|place| place.join(LIBRARY)).find(|file| file.is_file());
+    found
+        .and_then(|file| file.canonicalize().ok())
+        .unwrap_or_else(|| Path::new(LIBRARY_DIRECTORY).join(LIBRARY))
+}
+
+pub(super) fn findings(files: &Files, needs: &Needs, path: &OsStr) -> Vec<Finding> {
+    let mut findings = vec![qemu(path), kvm(files), libvirt(files, path)];
+    findings.extend(app_armor(files, needs));
+    findings.extend(selinux(files));
+    findings
+}
+
+fn qemu(path: &OsStr) -> Finding {
+    let name = format!("qemu-system-{}", std::env::consts::ARCH);
+    let mut finding = program_finding("QEMU", &name, path);
+    if finding.presence == Presence::Yes
+        && Version::parse(&finding.detail).is_none_or(|version| version < OLDEST)
+    {
+        finding.presence = Presence::Partly;
+        finding.detail += &format!(": too old, {OLDEST} works");
+    }
+    finding.without("virtual machines as tenants")
+}
+
+fn kvm(files: &Files) -> Finding {
+    let opened = std::fs::OpenOptions::new().read(true).write(true).open(files.path("/dev/kvm"));
+    let opened = opened.map(drop).map_err(|error| error.to_string());
+    let cpuinfo = files.read("/proc/cpuinfo").unwrap_or_default();
+    match kvm_problem(opened, &cpuinfo, std::env::consts::ARCH) {
+        None => Finding::new("KVM", Presence::Yes, "/dev/kvm opens"),
+        Some(why) => Finding::new("KVM", Presence::No, format!("{why}: guests are emulated (TCG)")),
+    }
+    .without("guests at full speed")
+}
+
+fn libvirt(files: &Files, path: &OsStr) -> Finding {
+    // Root's PATH has it, others' do not.
+    let mut places: Vec<PathBuf> = std::env::split_paths(path).collect();
+    places.push("/usr/sbin".into());
+    let path = std::env::join_paths(places).unwrap_or_else(|_| OsString::from(path));
+    let name = LIBVIRT.into_iter().find(|name| in_path(name, &path).is_some());
+    let mut finding = program_finding("libvirt", name.unwrap_or(LIBVIRT[0]), &path);
+    if finding.presence == Presence::Yes {
+        let there = LIBVIRT_SOCKETS.iter().any(|socket| files.exists(socket));
+        finding.detail += if there { ", its socket is there" } else { ", not started" };
+    }
+    finding.without("libvirt's guests; strata vm run needs none")
+}
+
+/// None: no guest is confined by it.
+fn app_armor(files: &Files, needs: &Needs) -> Option<Finding> {
+    let is_on = files.read("/sys/module/apparmor/parameters/enabled").as_deref() == Some("Y");
+    if !is_on || !files.exists(ABSTRACTION) {
+        return None;
+    }
+    let allowed = [ABSTRACTION, LOCAL].map(|file| files.read(file).unwrap_or_default()).join("\n");
+    let missing: Vec<String> =
+        needs.lines().into_iter().filter(|line| !allows(&allowed, line)).collect();
+    let finding = if missing.is_empty() {
+        Finding::new("AppArmor", Presence::Yes, "lets libvirt's guests reach Strata")
+    } else {
+        let detail = format!("confines libvirt's guests; add to {LOCAL}: {}", missing.join(" "));
+        Finding::new("AppArmor", Presence::Partly, detail)
+    };
+    Some(finding.without(LOST))
+}
+
+/// Whether a rule for the same file is there that allows as much. Patterns are not
+/// understood: a line that says it plainly does no harm beside one.
+fn allows(text: &str, wanted: &str) -> bool {
+    let rule = |line: &str| -> Option<(String, String)> {
+        let line = line.split('#').next()?.trim().strip_suffix(',')?;
+        let (file, may) = line.trim_start_matches("owner ").split_once(char::is_whitespace)?;
+        Some((file.trim_matches('"').to_owned(), may.trim().to_owned()))
+    };
+    let Some((file, may)) = rule(wanted) else { return false };
+    let enough = |own: &str| may.chars().all(|letter| own.contains(letter));
+    text.lines().filter_map(rule).any(|(known, own)| known == file && enough(&own))
+}
+
+/// None: nothing is enforced.
+fn selinux(files: &Files) -> Option<Finding> {
+    if files.read("/sys/fs/selinux/enforce").as_deref() != Some("1") {
+        return None;
+    }
+    let detail = "enforcing: libvirt's guests (svirt_t) reach stratad's socket and libstrata.so only if a policy module lets them; make one of what is denied (ausearch -m avc -c qemu-system, audit2allow -M strata)";
+    Some(Finding::new("SELinux", Presence::Partly, detail).without(LOST))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_that_app_armor_has_are_found() {
+        let text = "  #include <x>\n  /usr/lib/strata/libstrata.so mr,\n\
+                    owner \"/run/strata/agent.sock\" rwk, # ours\n#/dev/userfaultfd rw,\n";
+        let needs = Needs {
+            library: "/usr/lib/strata/libstrata.so".into(),
+            socket: "/run/strata/agent.sock".into(),
+        };
+        assert_eq!(needs.lines().map(|line| allows(text, &line)), [true, true, false]);
+        assert!(!allows("/dev/userfaultfd r,", "/dev/userfaultfd rw,"));
+        assert!(!allows("/dev/userfaultfd rw", "/dev/userfaultfd rw,"));
+    }
+
+    #[test]
+    fn what_confines_is_told_only_where_it_does() {
+        let root = std::env::temp_dir().join(format!("strata-confined-{}", std::process::id()));
+        let files = Files { root: root.clone() };
+        let needs = Needs::of(None);
+        assert_eq!((app_armor(&files, &needs), selinux(&files)), (None, None));
+        let write = |path: &str, text: &str| {
+            let path = files.path(path);
+            std::fs::create_dir_all(path.parent().expect("a parent")).expect("directory");
+            std::fs::write(path, text).expect("file");
+        };
+        write("/sys/module/apparmor/parameters/enabled", "Y\n");
+        assert_eq!(app_armor(&files, &needs), None);
+        write(ABSTRACTION, "/dev/kvm rw,\n");
+        write("/sys/fs/selinux/enforce", "1\n");
+        let finding = app_armor(&files, &needs).expect("confined");
+        assert_eq!((finding.presence, finding.lost), (Presence::Partly, LOST));
+        for line in needs.lines() {
+            assert!(finding.detail.contains(&line), "{}", finding.detail);
+        }
+        write(LOCAL, &needs.lines().join("\n"));
+        assert_eq!(app_armor(&files, &needs).expect("confined").presence, Presence::Yes);
+        assert_eq!(selinux(&files).expect("enforced").presence, Presence::Partly);
+        std::fs::remove_dir_all(root).expect("clean up");
+    }
+}

@@ -62,7 +62,9 @@ impl Handler for Commands {
     fn handle(&self, peer: Peer, request: Request, tell: Tell<'_>) -> Reply {
         let asked = request.clone();
         let mut reply = self.answer(peer, request, tell);
-        self.guests.add_to(&mut reply);
+        if let Reply::Stats { stats } = &mut reply {
+            self.guests.add(stats);
+        }
         if let Some((priority, line)) = logbook::line(peer.uid, &asked, &reply) {
             logbook::tell_of(peer.uid, "request", priority, line);
         }
@@ -323,6 +325,8 @@ impl Commands {
         let mut bytes = 0;
         for tenant in &page {
             let mut stats = statistics::of(tenant);
+            // By all of the command line.
+            self.guests.add(&mut stats);
             cut(&mut stats.command);
             bytes += serde_json::to_vec(&stats).map_or(0, |line| line.len());
             if bytes > LISTED_BYTES && !tenants.is_empty() {

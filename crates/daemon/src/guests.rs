@@ -274,15 +274,6 @@ impl Guests {
             stats.guest = others_guest(&stats.command);
         }
     }
-
-    /// The same in an answer, of all that are in it.
-    pub(crate) fn add_to(&self, reply: &mut Reply) {
-        match reply {
-            Reply::Stats { stats } => self.add(stats),
-            Reply::List { tenants, .. } => tenants.iter_mut().for_each(|stats| self.add(stats)),
-            _ => {}
-        }
-    }
 }
 
 /// A guest that somebody else started, by its command line: it is promised what that says,
@@ -290,7 +281,7 @@ impl Guests {
 fn others_guest(command: &[String]) -> Option<GuestStats> {
     let program = Path::new(command.first()?).file_name()?.to_str()?;
     let is_qemu = program.starts_with("qemu-system-") || ["qemu-kvm", "kvm"].contains(&program);
-    let Described { name, memory, machine } = strata_vm::described(command);
+    let Described { name, memory, machine, accelerator } = strata_vm::described(command);
     if !is_qemu || name.is_none() {
         return None;
     }
@@ -298,6 +289,7 @@ fn others_guest(command: &[String]) -> Option<GuestStats> {
     Some(GuestStats {
         memory_bytes: memory?.0,
         machine: machine.unwrap_or_default(),
+        accelerator: accelerator.unwrap_or_default(),
         monitor: if is_libvirts { "libvirt's" } else { "not Strata's" }.to_owned(),
         ..GuestStats::default()
     })
@@ -359,10 +351,10 @@ mod tests {
         let line =
             |text: &str| -> Vec<String> { text.split_whitespace().map(str::to_owned).collect() };
         let libvirts = "/usr/bin/qemu-system-x86_64 -name guest=web,debug-threads=on -S \
-                        -machine pc-q35-7.2 -m size=327680k -chardev socket,id=charmonitor,fd=3";
+                        -machine pc-q35-7.2 -accel tcg,tb-size=64 -m size=327680k -chardev socket,id=charmonitor,fd=3";
         let guest = others_guest(&line(libvirts)).expect("a guest");
-        let told = (guest.memory_bytes, guest.machine.as_str(), guest.monitor.as_str());
-        assert_eq!(told, (320 << 20, "pc-q35-7.2", "libvirt's"));
+        assert_eq!((guest.memory_bytes, guest.machine.as_str()), (320 << 20, "pc-q35-7.2"));
+        assert_eq!((guest.accelerator.as_str(), guest.monitor.as_str()), ("tcg", "libvirt's"));
         let own = others_guest(&line("kvm -name x -m 1G")).expect("a guest");
         assert_eq!((own.memory_bytes, own.monitor.as_str()), (1 << 30, "not Strata's"));
         for other in ["", "redis -name x -m 1G", "kvm -m 1G", "qemu-system-x86_64 -name x"] {

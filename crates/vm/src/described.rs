@@ -17,6 +17,8 @@ pub struct Described {
     pub memory: Option<ByteSize>,
     /// Its machine, as QEMU names it.
     pub machine: Option<String>,
+    /// `kvm` or `tcg`, where that alone is said.
+    pub accelerator: Option<String>,
 }
 
 /// Reads a command line, the program's name first.
@@ -30,6 +32,11 @@ pub fn described(words: &[String]) -> Described {
         name: last("name", "guest"),
         memory: last("m", "size").and_then(|text| size(&text, MIB)).map(ByteSize),
         machine: last("machine", "type"),
+        accelerator: line
+            .accelerator()
+            .ok()
+            .flatten()
+            .filter(|said| matches!(said.as_str(), "kvm" | "tcg")),
     }
 }
 
@@ -49,6 +56,7 @@ mod tests {
             name: Some("web,1".into()),
             memory: Some(ByteSize(320 << 20)),
             machine: Some("pc-q35-7.2".into()),
+            accelerator: Some("tcg".into()),
         };
         assert_eq!(described(&words), expected);
     }

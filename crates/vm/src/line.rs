@@ -502,7 +502,7 @@ impl Line {
     }
 
     /// What the command line says of who executes the guest.
-    fn accelerator(&self) -> Result<Option<String>, Refusal> {
+    pub(crate) fn accelerator(&self) -> Result<Option<String>, Refusal> {
         let option = |name: &str| {
             self.items.iter().any(|item| {
                 let Item::Word(word) = item else { return false };

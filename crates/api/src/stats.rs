@@ -165,6 +165,14 @@ pub struct Stats {
     /// What is in place on the node: no DRAM.
     #[serde(default)]
     pub node_bytes: u64,
+    /// Pages that the kernel has merged with equal ones (KSM), all of them. They stay
+    /// where they are.
+    #[serde(default)]
+    pub merged_bytes: u64,
+    /// Part of it that the tenant does not pay for: a page that so many processes have
+    /// costs each of them that part of it.
+    #[serde(default)]
+    pub merged_saved_bytes: u64,
     /// Strata's own memory for this tenant: page map, object table, indexes.
     pub metadata_bytes: u64,
     /// Pages that have an entry in the page map.

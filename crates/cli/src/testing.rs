@@ -67,6 +67,8 @@ pub(crate) fn stats(name: &str) -> strata_api::Stats {
         compressed_bytes: 300 << 20,
         file_bytes: 0,
         node_bytes: 0,
+        merged_bytes: 0,
+        merged_saved_bytes: 0,
         metadata_bytes: 8 << 20,
         managed_pages: 400_000,
         stored_objects: 200_000,

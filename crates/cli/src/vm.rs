@@ -304,6 +304,10 @@ fn figures(stats: &Stats, guest: &GuestStats) -> String {
         let why = format!("{}, and not asked", printable(&guest.monitor));
         rows.push(["monitor".to_owned(), why]);
     }
+    if stats.merged_bytes > 0 {
+        rows.push(["merged (KSM)".to_owned(), bytes(stats.merged_bytes)]);
+        rows.push(["merged, saves it".to_owned(), bytes(stats.merged_saved_bytes)]);
+    }
     if !guest.trouble.is_empty() {
         rows.push(["monitor".to_owned(), printable(&guest.trouble)]);
     }
@@ -357,11 +361,14 @@ mod tests {
     fn one_guest_is_shown_with_what_it_did_not_tell() {
         let mut stats = guest();
         stats.guest.as_mut().expect("a guest").trouble = "hung\nup".into();
+        (stats.merged_bytes, stats.merged_saved_bytes) = (6 << 20, 3 << 20);
         let text = figures(&stats, stats.guest.as_ref().expect("a guest"));
         for line in [
             "memory promised     4.0 GiB",
             "free, it says       not told",
             "freed so far        2.0 MiB",
+            "merged (KSM)        6.0 MiB",
+            "merged, saves it    3.0 MiB",
             "monitor             hung?up",
             "note                a note",
         ] {

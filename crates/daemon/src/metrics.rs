@@ -44,7 +44,7 @@ macro_rules! metrics {
 
 /// Every number in [`Stats`] but the user id, which is a label, and the
 /// latencies, which have a quantile. Names that end in `_total` are counters.
-const METRICS: [Metric; 32] = metrics! {
+const METRICS: [Metric; 34] = metrics! {
     budget_bytes: "DRAM budget of the tenant.",
     resident_bytes: "Managed pages in DRAM, staged ones included.",
     staged_bytes: "Part of resident_bytes that is out of the address space, kept raw.",
@@ -57,6 +57,8 @@ const METRICS: [Metric; 32] = metrics! {
     compressed_bytes: "DRAM that the stored pages cost.",
     file_bytes: "Bytes that the stored pages cost in the file tier.",
     node_bytes: "Bytes of its memory on the node: no DRAM.",
+    merged_bytes: "Bytes of its memory that the kernel has merged with equal pages (KSM).",
+    merged_saved_bytes: "Bytes of them that it does not pay for, because others have them too.",
     metadata_bytes: "Strata's own memory for the tenant.",
     managed_pages: "Pages that have an entry in the page map.",
     stored_objects: "Distinct pages in the store.",
@@ -440,6 +442,8 @@ mod tests {
             compressed_bytes: 16,
             file_bytes: 17,
             node_bytes: 61,
+            merged_bytes: 78,
+            merged_saved_bytes: 79,
             metadata_bytes: 18,
             managed_pages: 19,
             stored_objects: 20,

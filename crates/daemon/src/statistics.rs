@@ -23,7 +23,7 @@ pub(crate) fn of(tenant: &Tenant) -> Stats {
     let usage = tenant.usage();
     let store = tenant.store_stats();
     let (resident_pages, managed_pages) = tenant.pages();
-    let in_space_bytes = (resident_pages * PAGE_SIZE as u64).min(usage.anonymous_bytes);
+    let in_space_bytes = usage.in_space_bytes(resident_pages * PAGE_SIZE as u64);
     let count = |counter| tenant.counters.get(counter);
     let [p50, p99, p999] = tenant.counters.latency_us(Latencies::All, [0.5, 0.99, 0.999]);
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
@@ -47,6 +47,8 @@ pub(crate) fn of(tenant: &Tenant) -> Stats {
         compressed_bytes: store.dram_bytes.saturating_sub(store.staged_bytes),
         file_bytes: store.file_bytes,
         node_bytes: usage.node_bytes,
+        merged_bytes: usage.merged_bytes,
+        merged_saved_bytes: usage.merged_saved_bytes,
         metadata_bytes: usage.metadata_bytes,
         managed_pages,
         stored_objects: store.objects,

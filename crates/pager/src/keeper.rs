@@ -10,6 +10,7 @@ mod exchange;
 mod exhausted;
 mod guards;
 mod lookout;
+mod merged;
 mod node;
 mod observe;
 mod rest;
@@ -126,6 +127,8 @@ impl Tenant {
 struct Progress {
     /// Pages that left the address spaces.
     evicted_pages: usize,
+    /// Merged pages that were found among those that were to leave: chosen no more.
+    set_aside_pages: usize,
     /// By how much the store became smaller.
     shrank_bytes: u64,
     /// There is more to do at once.
@@ -139,6 +142,7 @@ struct Keeper<'a> {
     excluded: BTreeMap<u32, Excluded>,
     /// Pages that the kernel refused, and when to try again.
     pinned: Vec<(Instant, PageId)>,
+    merged: merged::MergedPages,
     scanned: Instant,
     scan_took: Duration,
     unmanaged_at_scan: u64,
@@ -201,6 +205,7 @@ impl<'a> Keeper<'a> {
             evictor: Evictor::new(),
             excluded: BTreeMap::new(),
             pinned: Vec::new(),
+            merged: merged::MergedPages::default(),
             scanned: now,
             scan_took: Duration::ZERO,
             unmanaged_at_scan: 0,
@@ -287,8 +292,10 @@ impl Keeper<'_> {
         tenant.count_share();
         let own = self.replacement.memory_bytes()
             + self.evictor.copies.memory_bytes()
+            + self.merged.memory_bytes()
             + self.advising.as_ref().map_or(0, Advising::memory_bytes)
             + self.node.as_ref().map_or(0, node::NodeKeeper::memory_bytes);
+        self.look_for_merged(&spaces);
         let usage = measure(tenant, own as u64);
         *lock(&tenant.usage) = usage;
         self.tell_time(&spaces);
@@ -374,7 +381,7 @@ impl Keeper<'_> {
             stuck: false,
         });
         let shrank_pages = (progress.shrank_bytes / PAGE) as usize;
-        over.evicted_pages += progress.evicted_pages + shrank_pages;
+        over.evicted_pages += progress.evicted_pages + progress.set_aside_pages + shrank_pages;
         over.rounds += 1;
         // A keeper or an agent that gets no CPU is slow, not stuck.
         if over.since.elapsed() >= STUCK_AFTER && over.rounds >= STUCK_ROUNDS {
@@ -422,7 +429,7 @@ impl Keeper<'_> {
             leaf.pages()
                 .filter(|&page| {
                     let entry = tenant.map.get(page);
-                    entry.is_resident() && entry != Entry::OnNode
+                    entry.is_resident() && entry != Entry::OnNode && !self.merged.has(page)
                 })
                 .map(|page| (page, level_of(tenant, page)))
         });
@@ -466,7 +473,7 @@ impl Keeper<'_> {
         self.attended_at_scan = attended;
         let managed = self.tenant.resident_pages.load(Ordering::Relaxed).max(0) as u64 * PAGE;
         let usage = measure(self.tenant, 0);
-        self.unmanaged_at_scan = usage.anonymous_bytes.saturating_sub(managed);
+        self.unmanaged_at_scan = usage.unmanaged_bytes(managed);
     }
 
     fn settle_shared(&mut self, spaces: &[Arc<Space>]) {
@@ -504,12 +511,14 @@ impl Keeper<'_> {
         let settle = (actions.settle_pages as usize).min(most);
         let mut freed_pages = tenant.store.settle(settle);
         let mut evicted_pages = 0;
+        let aside_before = self.merged.pages();
         self.spread.count(tenant.arrivals_so_far.load(Ordering::Relaxed));
         let evict = (actions.evict_pages as usize).min(PAGES_PER_ROUND);
         if evict > 0 {
             evicted_pages = self.evict_evenly(evict, spaces);
             freed_pages += evicted_pages;
         }
+        let set_aside_pages = self.merged.pages().saturating_sub(aside_before);
         // Dense packing costs more than an eviction and makes the next fault
         // slower: a little of it while pages come and go, unless nothing else
         // brings the tenant under its budget.
@@ -545,8 +554,9 @@ impl Keeper<'_> {
         let shrank_bytes = before.dram_bytes.saturating_sub(tenant.store.stats().dram_bytes);
         Progress {
             evicted_pages,
+            set_aside_pages,
             shrank_bytes,
-            more: freed_pages > 0 || (shrank_bytes > 0 && repack > 0),
+            more: freed_pages + set_aside_pages > 0 || (shrank_bytes > 0 && repack > 0),
         }
     }
 

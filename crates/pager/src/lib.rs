@@ -59,6 +59,7 @@ mod watching;
 
 #[cfg(test)]
 mod map_tests;
+mod merged;
 #[cfg(test)]
 mod node_tests;
 #[cfg(test)]

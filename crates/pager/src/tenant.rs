@@ -22,6 +22,7 @@ use crate::advice::Advisor;
 use crate::counters::Counters;
 use crate::ending::Grave;
 pub(crate) use crate::inbox::{Inbox, Order};
+use crate::merged::Merged;
 use crate::node::NodeSpec;
 use crate::notes::Notes;
 use crate::page_map::PageMap;
@@ -144,6 +145,7 @@ pub struct Tenant {
     pub(crate) kept_arrivals: Mutex<Vec<(PageId, Fingerprint)>>,
     pub(crate) usage: Mutex<Usage>,
     pub(crate) shared: Mutex<Shared>,
+    pub(crate) merged: Mutex<Merged>,
     /// What processes without an agent cost.
     pub(crate) unattended_bytes: AtomicU64,
     pub(crate) survey: Surveyed,
@@ -259,6 +261,7 @@ impl Tenant {
             kept_arrivals: Mutex::default(),
             usage: Mutex::default(),
             shared: Mutex::default(),
+            merged: Mutex::default(),
             unattended_bytes: AtomicU64::new(0),
             survey: Surveyed::default(),
             waiting: Waiting::default(),

@@ -22,6 +22,10 @@ pub struct Usage {
     pub anonymous_bytes: u64,
     /// The same on the node: no DRAM.
     pub node_bytes: u64,
+    /// Pages that the kernel has merged with equal ones, all of them...
+    pub merged_bytes: u64,
+    /// ...and what they do not cost, because others have them too.
+    pub merged_saved_bytes: u64,
     /// Shared memory and memory files that its processes made: never managed.
     pub shared_bytes: u64,
     /// Part of it that the budget is compared with. What cannot leave DRAM must not
@@ -40,6 +44,24 @@ impl Usage {
     #[must_use]
     pub const fn total_bytes(&self) -> u64 {
         self.anonymous_bytes + self.counted_shared_bytes + self.stored_bytes + self.metadata_bytes
+    }
+
+    /// What `managed_bytes` of managed memory in place cost: merged pages their part.
+    #[must_use]
+    pub fn in_space_bytes(&self, managed_bytes: u64) -> u64 {
+        managed_bytes.saturating_sub(self.merged_saved_bytes).min(self.anonymous_bytes)
+    }
+
+    /// Anonymous memory that is not managed, if so much is.
+    #[must_use]
+    pub fn unmanaged_bytes(&self, managed_bytes: u64) -> u64 {
+        self.anonymous_bytes - self.in_space_bytes(managed_bytes)
+    }
+
+    /// What merged pages cost. None of it can be evicted.
+    #[must_use]
+    pub const fn merged_cost_bytes(&self) -> u64 {
+        self.merged_bytes.saturating_sub(self.merged_saved_bytes)
     }
 
     /// All of it, shared memory in full.
@@ -134,9 +156,13 @@ pub(crate) fn measure(tenant: &Tenant, policy_bytes: u64) -> Usage {
     let processes: Vec<_> = spaces.iter().filter_map(|space| space.process()).collect();
     // Processes that no agent is in cost DRAM, too.
     let unattended_bytes = tenant.unattended_bytes.load(Ordering::Relaxed);
+    let merged = lock(&tenant.merged).now();
     let anonymous_bytes = match (processes.as_slice(), &tenant.record.cgroup) {
         ([], _) => 0,
-        ([one], _) if spaces.len() == 1 => one.anonymous_rss().unwrap_or(0) + unattended_bytes,
+        // The kernel counts a merged page in full for each who maps it.
+        ([one], _) if spaces.len() == 1 => {
+            one.anonymous_rss().unwrap_or(0).saturating_sub(merged.saved_bytes) + unattended_bytes
+        }
         // What is being taken down is charged there, too.
         (_, Some(directory))
             if tenant.memory_held.load(Ordering::Relaxed) == 0
@@ -156,6 +182,8 @@ pub(crate) fn measure(tenant: &Tenant, policy_bytes: u64) -> Usage {
     Usage {
         anonymous_bytes: anonymous_bytes - node_bytes,
         node_bytes,
+        merged_bytes: merged.bytes,
+        merged_saved_bytes: merged.saved_bytes,
         shared_bytes,
         counted_shared_bytes: counted(shared_bytes, tenant.budget_bytes()),
         stored_bytes: store.dram_bytes + copied_bytes,
@@ -181,6 +209,19 @@ mod tests {
             ..Usage::default()
         };
         assert_eq!((usage.total_bytes(), usage.real_bytes()), (750, 950));
+    }
+
+    #[test]
+    fn merged_pages_count_once() {
+        let usage = Usage {
+            anonymous_bytes: 60,
+            merged_bytes: 80,
+            merged_saved_bytes: 40,
+            ..Usage::default()
+        };
+        assert_eq!((usage.in_space_bytes(90), usage.unmanaged_bytes(90)), (50, 10));
+        assert_eq!((usage.in_space_bytes(0), usage.unmanaged_bytes(0)), (0, 60));
+        assert_eq!((usage.merged_cost_bytes(), usage.total_bytes()), (40, 60));
     }
 
     #[test]

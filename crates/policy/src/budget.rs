@@ -114,6 +114,9 @@ pub struct Observation {
     pub metadata_bytes: u64,
     /// Anonymous memory in DRAM that is not managed.
     pub unmanaged_bytes: u64,
+    /// What it does not cost because the kernel has merged its pages with others: what
+    /// comes back as it writes to them, without a fault that anybody is asked about.
+    pub merged_saved_bytes: u64,
     /// Growth of the tenant in DRAM since the last look: fills and first touches.
     pub growth_bytes: u64,
     /// Room on the node: what may be moved there now. 0 without one.
@@ -187,8 +190,9 @@ pub fn watermarks_bytes(budget_bytes: u64, growth_bytes: u64) -> (u64, u64) {
 pub fn decide(seen: &Observation) -> Actions {
     let budget = seen.budget_bytes;
     let cost = seen.cost_bytes();
-    let mut actions =
-        Actions { register: cost >= budget / 100 * REGISTER_PERCENT, ..Actions::default() };
+    let unmerged = cost.saturating_add(seen.merged_saved_bytes);
+    let register = unmerged >= budget / 100 * REGISTER_PERCENT;
+    let mut actions = Actions { register, ..Actions::default() };
     let (low, high) = watermarks_bytes(budget, seen.growth_bytes);
     let free = budget.saturating_sub(cost);
     let over = cost.saturating_sub(budget);

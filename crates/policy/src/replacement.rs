@@ -272,6 +272,14 @@ impl Replacement {
         self.young.push_back(page);
     }
 
+    /// A victim that may not leave for a while stays resident and is not chosen until it
+    /// is announced anew, by [`Self::refused`].
+    pub fn set_aside(&mut self, page: PageId, now: u32) {
+        self.advance(now);
+        self.table.stay(page, self.now, self.tick());
+        self.table.entry(page).0.set_state(State::Absent);
+    }
+
     /// Appends up to `want` pages ([`VICTIMS_MAX`] at most) to `out`, the best to
     /// lose, none twice. Each is either evicted, or given back by
     /// [`Self::refused`]. Fewer come when nothing else may leave; if much more
@@ -495,6 +503,36 @@ mod tests {
         assert_eq!(probes(&walk, 0.0, true, 0, 3), PROBES_IN_CHANGE - 3);
         assert_eq!(probes(&walk, 0.0, false, 32, 8), 1);
         assert_eq!(probes(&walk, 0.0, true, 32, 8), 24);
+    }
+
+    #[test]
+    fn what_is_set_aside_is_chosen_when_it_is_announced_anew() {
+        struct All;
+        impl Pages for All {
+            fn standing(&self, _: PageId) -> Standing {
+                Standing::Evictable(Level::of_gap(1000))
+            }
+        }
+        let census = Census { managed: 400, resident: 400 };
+        let mut policy = Replacement::new();
+        (0..400).for_each(|page| policy.arrived(PageId(page), page));
+        let mut chosen = Vec::new();
+        policy.victims(400, 8, census, &All, &mut chosen);
+        let aside = chosen[0];
+        policy.set_aside(aside, 400);
+        chosen[1..].iter().for_each(|&page| policy.refused(page, 400));
+        let all = |policy: &mut Replacement| {
+            let mut all = Vec::new();
+            policy.victims(401, 400, census, &All, &mut all);
+            all.iter().for_each(|&page| policy.refused(page, 401));
+            all
+        };
+        let without = all(&mut policy);
+        assert!(without.len() > 200 && !without.contains(&aside), "{}", without.len());
+        policy.refused(aside, 401);
+        // The youngest are spared: others are younger by now.
+        let with: Vec<_> = (0..4).flat_map(|_| all(&mut policy)).collect();
+        assert!(with.contains(&aside));
     }
 
     #[test]

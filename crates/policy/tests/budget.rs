@@ -134,6 +134,7 @@ proptest! {
             kept_unchanged_percent: growth % 101,
             metadata_bytes: metadata,
             unmanaged_bytes: unmanaged,
+            merged_saved_bytes: unmanaged / 2,
             growth_bytes: growth,
             node_room_bytes: if evicting { pinned } else { 0 },
             file_room_bytes: room,
@@ -233,6 +234,16 @@ fn registers_from_nine_tenths_on() {
         };
         assert_eq!(decide(&tenant.observe()).register, expected, "{pages}");
     }
+}
+
+#[test]
+fn what_is_merged_is_registered_before_it_is_written() {
+    let tenant = Loop { budget_bytes: 100 * MIB, mapped: 15_000, ..Loop::default() };
+    let seen = tenant.observe();
+    assert!(!decide(&seen).register);
+    let merged = Observation { merged_saved_bytes: 50 * MIB, ..seen };
+    let actions = decide(&merged);
+    assert!(actions.register && actions.evict_pages == 0, "{actions:?}");
 }
 
 #[test]

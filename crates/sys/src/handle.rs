@@ -230,6 +230,11 @@ impl Process {
 
     // ----- its page tables -----
 
+    /// A word for each page.
+    pub(crate) fn pagemap(&self) -> &File {
+        &self.pagemap
+    }
+
     /// Calls `each(page index, presence)` for the pages of `range` that are present.
     ///
     /// # Errors

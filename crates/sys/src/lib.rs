@@ -19,6 +19,7 @@ mod large_buffer;
 mod launch;
 mod log;
 mod mapped_file;
+mod merged;
 mod numa;
 mod own_memory;
 mod pagemap;
@@ -57,6 +58,7 @@ pub use large_buffer::{LARGE_BUFFER_BYTES, LargeBuffer};
 pub use launch::{Launch, Running};
 pub use log::{Priority, log};
 pub use mapped_file::{MappedFile, MappingKind};
+pub use merged::{MergedMemory, kernel_has_merged_pages};
 pub use numa::{
     MOST_NODES, MemoryNode, NodeRefusal, PagePlace, divide_huge_pages, find_pages, home_of,
     memory_node, memory_nodes, move_pages,

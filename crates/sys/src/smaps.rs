@@ -12,6 +12,16 @@ pub struct MappingUse {
     pub anonymous_bytes: u64,
 }
 
+/// "12 kB", in bytes.
+fn bytes_of(words: &str) -> u64 {
+    words.trim().trim_end_matches("kB").trim().parse::<u64>().unwrap_or(0) << 10
+}
+
+/// The first field of a name, in bytes; 0 where the kernel has none.
+pub(crate) fn field_bytes(text: &str, name: &str) -> u64 {
+    text.lines().find_map(|line| line.strip_prefix(name)).map_or(0, bytes_of)
+}
+
 /// The mappings that have resident anonymous memory, in order.
 pub(crate) fn parse_uses(text: &str) -> Vec<MappingUse> {
     let mut uses = Vec::new();
@@ -22,9 +32,9 @@ pub(crate) fn parse_uses(text: &str) -> Vec<MappingUse> {
         if !is_field {
             current = parse_mapping(line);
         } else if let (Some(mapping), Some(rest)) = (current, line.strip_prefix("Anonymous:")) {
-            let kib: u64 = rest.trim().trim_end_matches("kB").trim().parse().unwrap_or(0);
-            if kib > 0 {
-                uses.push(MappingUse { mapping, anonymous_bytes: kib << 10 });
+            let anonymous_bytes = bytes_of(rest);
+            if anonymous_bytes > 0 {
+                uses.push(MappingUse { mapping, anonymous_bytes });
             }
         }
     }

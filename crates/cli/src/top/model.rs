@@ -28,6 +28,8 @@ pub(crate) enum Column {
     Resident,
     /// Only where a tenant has a node tier.
     Node,
+    /// Only where the kernel has merged pages of a tenant.
+    Merged,
     Compressed,
     Stored,
     Faults,
@@ -40,12 +42,13 @@ pub(crate) enum Column {
 
 impl Column {
     /// From left to right.
-    const ALL: [Self; 13] = [
+    const ALL: [Self; 14] = [
         Self::Name,
         Self::Use,
         Self::Budget,
         Self::Resident,
         Self::Node,
+        Self::Merged,
         Self::Compressed,
         Self::Stored,
         Self::Faults,
@@ -64,6 +67,7 @@ impl Column {
             Self::Budget => "BUDGET",
             Self::Resident => "RES",
             Self::Node => "NODE",
+            Self::Merged => "MERGED",
             Self::Compressed => "COMPR",
             Self::Stored => "STORED",
             Self::Faults => "FLT/s",
@@ -88,6 +92,8 @@ pub(crate) struct Row {
     pub(crate) resident_bytes: u64,
     /// In place on the node; none: it has none.
     pub(crate) node_bytes: Option<u64>,
+    /// What it does not pay for because others have it too.
+    pub(crate) merged_saved_bytes: u64,
     pub(crate) compressed_bytes: u64,
     pub(crate) stored_bytes: u64,
     /// None until there were two looks at it.
@@ -122,6 +128,7 @@ impl Row {
             budget_bytes: now.budget_bytes,
             resident_bytes: now.resident_bytes.saturating_add(unmanaged_bytes(now)),
             node_bytes: has_node(now).then_some(now.node_bytes),
+            merged_saved_bytes: now.merged_saved_bytes,
             compressed_bytes: now.compressed_bytes,
             stored_bytes: now.stored_bytes,
             faults_per_s: rate(|stats| stats.faults_total),
@@ -144,6 +151,7 @@ impl Row {
             Column::Budget => short_size(self.budget_bytes),
             Column::Resident => short_size(self.resident_bytes),
             Column::Node => self.node_bytes.map_or("-".into(), short_size),
+            Column::Merged => short_size(self.merged_saved_bytes),
             Column::Compressed => short_size(self.compressed_bytes),
             Column::Stored => short_size(self.stored_bytes),
             Column::Faults => rate(self.faults_per_s),
@@ -162,6 +170,7 @@ impl Row {
             Column::Budget => row.budget_bytes as f64,
             Column::Resident => row.resident_bytes as f64,
             Column::Node => row.node_bytes.map_or(-1.0, |bytes| bytes as f64),
+            Column::Merged => row.merged_saved_bytes as f64,
             Column::Compressed => row.compressed_bytes as f64,
             Column::Stored => row.stored_bytes as f64,
             Column::Faults => row.faults_per_s.unwrap_or(-1.0),
@@ -239,7 +248,13 @@ impl Model {
     /// Those that there is something to show in.
     pub(crate) fn columns(&self) -> Vec<Column> {
         let has_node = self.rows.iter().any(|row| row.node_bytes.is_some());
-        Column::ALL.into_iter().filter(|column| has_node || *column != Column::Node).collect()
+        let has_merged = self.rows.iter().any(|row| row.merged_saved_bytes > 0);
+        let shown = |column: &Column| match column {
+            Column::Node => has_node,
+            Column::Merged => has_merged,
+            _ => true,
+        };
+        Column::ALL.into_iter().filter(shown).collect()
     }
 
     /// The column that the rows are in order of, and whether the order is turned.

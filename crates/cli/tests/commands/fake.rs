@@ -147,6 +147,8 @@ pub(crate) fn stats(name: &str) -> Stats {
         compressed_bytes: 0,
         file_bytes: 0,
         node_bytes: 0,
+        merged_bytes: 0,
+        merged_saved_bytes: 0,
         metadata_bytes: 0,
         managed_pages: 0,
         stored_objects: 0,

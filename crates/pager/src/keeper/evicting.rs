@@ -45,11 +45,12 @@ impl Keeper<'_> {
         let mut victims = Vec::with_capacity(want);
         self.replacement.maintain(census, tenant.as_ref());
         self.replacement.victims(now, want, census, tenant.as_ref(), &mut victims);
-        let pinned = (tenant.pinned_bytes() / PAGE) as usize;
+        let pinned = (tenant.pinned_bytes() / PAGE) as usize + self.merged.pages();
         if victims.len() < want / 2 && census.resident > victims.len() + pinned + 4096 {
             self.rebuild();
         }
         // Down to the next tier that has room, and there what is colder gives way.
+        let victims = self.leave_merged_of_all(victims, spaces);
         let (demoted, victims) = self.demote(victims, spaces);
         let relieved = self.relieve_node(spaces);
         given_up + demoted + relieved + self.evict_pages(victims, spaces)
@@ -89,11 +90,15 @@ impl Keeper<'_> {
     ) -> Option<usize> {
         let agent = space.agent()?;
         let control = agent.control.control();
+        let batch = self.leave_merged(space, batch);
+        if batch.is_empty() {
+            return Some(0);
+        }
         let excluded = self.excluded.entry(space.id.0).or_default();
         if excluded.is_stale(control) {
             *excluded = Excluded::read(control);
         }
-        let report = self.evictor.evict(space, self.tenant, excluded, batch)?;
+        let report = self.evictor.evict(space, self.tenant, excluded, &batch)?;
         let evicted = report.evicted;
         // What goes after them is out at once.
         let pauses = std::mem::take(&mut self.evictor.pauses);
@@ -161,6 +166,7 @@ impl Keeper<'_> {
             "store",
             report.store_error.map(|error| format!("pages cannot be stored, they stay: {error}")),
         );
+        let busy = self.leave_merged_since(space, busy);
         // Once shared by a fork, or pinned by I/O: after a write of its own a
         // page is the process's alone. Then once more; else a pause.
         for batch in busy.chunks(BATCH_PAGES) {

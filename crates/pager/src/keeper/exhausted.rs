@@ -36,7 +36,9 @@ impl Excess {
         let part = budget_bytes / CAUSE_PART;
         let enough = ByteSize(usage.real_bytes().max(budget_bytes + short_bytes));
         // The largest part is what to do something about.
-        let largest = usage.shared_bytes.max(self.unmanaged_bytes).max(self.stored_bytes);
+        let merged_bytes = usage.merged_cost_bytes();
+        let largest =
+            usage.shared_bytes.max(self.unmanaged_bytes).max(self.stored_bytes).max(merged_bytes);
         let is_cause = |bytes: u64| bytes >= part && bytes == largest;
         let (why, todo) = if is_cause(usage.shared_bytes) {
             let shared = ByteSize(usage.shared_bytes);
@@ -49,6 +51,14 @@ impl Excess {
             (
                 format!("{unmanaged} of it cannot be managed (strata stats says why)"),
                 format!("raise the budget to {enough}"),
+            )
+        } else if is_cause(merged_bytes) {
+            let (merged, cost) = (ByteSize(usage.merged_bytes), ByteSize(merged_bytes));
+            (
+                format!(
+                    "{cost} of it are its part of {merged} of pages that the kernel has merged with equal ones (KSM), which are left where they are"
+                ),
+                format!("raise the budget to {enough}, or have less merged"),
             )
         } else if is_cause(self.stored_bytes) {
             let stored = ByteSize(self.stored_bytes);
@@ -93,7 +103,7 @@ impl Keeper<'_> {
                 usage,
                 budget_bytes,
                 short_bytes: actions.cannot_by_bytes.max(over),
-                unmanaged_bytes: usage.anonymous_bytes.saturating_sub(resident_pages * super::PAGE),
+                unmanaged_bytes: usage.unmanaged_bytes(resident_pages * super::PAGE),
                 stored_bytes: store.dram_bytes.saturating_sub(store.staged_bytes),
                 file_room_bytes: file_room_bytes(&tenant.record, &store),
             };
@@ -150,6 +160,18 @@ mod tests {
             text.contains("280.0 MiB of it cannot be managed") && !text.contains("tier"),
             "{text}"
         );
+    }
+
+    #[test]
+    fn pages_that_are_merged_are_named() {
+        let mut merged = excess();
+        (merged.usage.merged_bytes, merged.usage.merged_saved_bytes) = (500 * MIB, 250 * MIB);
+        let text = merged.text();
+        assert!(text.contains("250.0 MiB of it are its part of 500.0 MiB of pages"), "{text}");
+        assert!(text.contains("raise the budget to 300.0 MiB, or have less merged"), "{text}");
+        let mut little = excess();
+        (little.usage.merged_bytes, little.usage.merged_saved_bytes) = (80 * MIB, 40 * MIB);
+        assert!(!little.text().contains("KSM"), "{}", little.text());
     }
 
     #[test]

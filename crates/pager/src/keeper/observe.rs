@@ -51,8 +51,9 @@ impl Keeper<'_> {
         let tenant = self.tenant;
         let store = tenant.store_stats();
         let managed = tenant.resident_pages.load(Ordering::Relaxed).max(0) as u64 * PAGE;
-        let in_space = managed.min(usage.anonymous_bytes);
-        let pinned = self.pinned.len() as u64 * PAGE + self.heeded_pins();
+        let in_space = usage.in_space_bytes(managed);
+        let stay = usage.merged_cost_bytes() + self.pinned.len() as u64 * PAGE;
+        let pinned = stay + self.heeded_pins();
         let resident_bytes = in_space + store.staged_bytes;
         let growth_bytes = resident_bytes.saturating_sub(self.resident_before);
         self.resident_before = resident_bytes;
@@ -71,6 +72,7 @@ impl Keeper<'_> {
             kept_cost_bytes: tenant.kept_pages() * stored_page_cost(&store),
             metadata_bytes: other,
             unmanaged_bytes: usage.anonymous_bytes - in_space,
+            merged_saved_bytes: usage.merged_saved_bytes,
             growth_bytes,
             node_room_bytes: self.node_room_bytes(&store),
             file_room_bytes: file_room_bytes(&tenant.record, &store),

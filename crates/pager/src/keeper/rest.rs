@@ -25,6 +25,9 @@ use crate::tenant::{Order, Tenant};
 
 /// A tenant is looked at this often at least...
 const LONGEST: Duration = Duration::from_millis(100);
+/// ...one that has its budget for merged pages alone, which it may write at any time
+/// without anybody being asked, this often...
+const LONGEST_MERGED: Duration = Duration::from_millis(10);
 /// ...and one of which nothing is registered, after it has rested so often, this many
 /// times doubled: every six seconds.
 const DOUBLED: u32 = 6;
@@ -177,6 +180,9 @@ impl Keeper<'_> {
     /// How long the tenant may rest if nothing changes.
     pub(super) fn longest_rest(&self) -> Duration {
         let tenant = self.tenant;
+        if self.may_unmerge_beyond() {
+            return LONGEST_MERGED;
+        }
         // These can grow where nobody reads of it while it rests.
         let elsewhere = tenant.unattended_bytes.load(Ordering::Relaxed) > 0
             || lock(&tenant.usage).shared_bytes > 0;

@@ -9,6 +9,7 @@ mod budget;
 mod cells;
 mod foretelling;
 mod matrix;
+mod merging;
 mod parts;
 mod plot;
 mod price;
@@ -66,6 +67,8 @@ pub(crate) enum Part {
     Snapshots,
     /// The file tier beside its device and beside kernel swap
     Tiers,
+    /// Pages that the kernel merges, with Strata and without
+    Ksm,
 }
 
 /// Which parts, how often, how large.
@@ -162,6 +165,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             }
             Part::Snapshots => snapshots::snapshots(&bench, &options.sizes, &mut found),
             Part::Tiers => tiers::tiers(&bench, &mut found),
+            Part::Ksm => merging::merging(&bench, &mut found),
         };
         eprintln!("{}", bench.budget.said());
         results.add(*part, found, outcome);
@@ -225,6 +229,7 @@ impl Part {
             Self::Tiers => {
                 "The file tier: faults beside reads of the device, sweeps beside kernel swap"
             }
+            Self::Ksm => "KSM: two equal programs at 70 % of their memory, and alone",
             Self::Advise => "The advisor: what it foretells",
             Self::AdvisePrograms => "The advisor: what it foretells of MariaDB and a graph walk",
             Self::AdviseCost => "The advisor: what it costs",

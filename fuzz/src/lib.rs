@@ -6,6 +6,7 @@
 //! and on changes of it, as an ordinary test. What a fuzzer finds is kept there.
 #![forbid(unsafe_code)]
 
+mod monitor;
 mod recovery;
 mod snapshots;
 
@@ -18,6 +19,7 @@ use strata_sys::SharedMemory;
 use strata_units::wire::{self, AsBytes};
 use strata_units::{HintKind, Hints};
 
+pub use monitor::monitor;
 pub use recovery::store;
 pub use snapshots::{archive, claims};
 
@@ -25,13 +27,14 @@ pub use snapshots::{archive, claims};
 pub type Target = fn(&[u8]);
 
 /// All of them, by the names of their directories in `corpus/`.
-pub const TARGETS: [(&str, Target); 6] = [
+pub const TARGETS: [(&str, Target); 7] = [
     ("control", control),
     ("agent", agent),
     ("archive", archive),
     ("claims", claims),
     ("store", store),
     ("registry", registry),
+    ("monitor", monitor),
 ];
 
 /// A line on the control socket; what a daemon answers, as the command line reads it.

@@ -98,4 +98,4 @@ macro_rules! replayed {
     };
 }
 
-replayed!(control, agent, archive, claims, store, registry);
+replayed!(control, agent, archive, claims, store, registry, monitor);

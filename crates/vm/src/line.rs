@@ -150,6 +150,12 @@ pub fn plan(words: &[OsString], wish: &Wish<'_>) -> Result<Plan, Refusal> {
         plan.add("-machine", format!("memory-backend={RAM_ID}"));
     }
     plan.inflate()?;
+    let waits = |item: &Item| matches!(item, Item::Option { name, .. } if name == "incoming");
+    if plan.items.iter().any(waits) {
+        // QEMU registers all of its memory for post-copy, and cannot what Strata has.
+        let note = "it waits for a migration (-incoming): have it come by pre-copy; post-copy fails when the guest is near its budget, and leaves it paused where it was";
+        plan.notes.push(note.to_owned());
+    }
     Ok(plan)
 }
 

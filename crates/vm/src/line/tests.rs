@@ -112,6 +112,13 @@ fn the_balloon_fits_the_machine() {
 }
 
 #[test]
+fn who_waits_for_a_migration_is_told_how_it_may_come() {
+    let plan = planned("-machine q35 -incoming defer", &wish());
+    assert!(plan.notes[0].contains("post-copy fails"), "{plan:?}");
+    assert!(planned("-machine q35", &wish()).notes.is_empty());
+}
+
+#[test]
 fn a_balloon_that_is_there_is_completed() {
     let given = "-device virtio-balloon-pci,bus=pci.0,addr=5 -device virtio-rng-pci";
     let completed = "-device driver=virtio-balloon-pci,bus=pci.0,addr=5,free-page-reporting=on,id=strata-balloon -device virtio-rng-pci";

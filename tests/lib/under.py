@@ -42,30 +42,16 @@ def initramfs(run, of):
     return path
 
 
-class Guest:
-    """`arguments`: of `strata vm run`; `words`: more of QEMU's."""
+class Line:
+    """What a guest says and is told; it came from a snapshot, and is no child of ours."""
 
-    def __init__(self, run, name, arguments, words=()):
+    process = None
+
+    def __init__(self, run, name, path):
         self.run, self.name = run, name
-        of = kernel()
-        serial = os.path.join(run.directory, f"{name}.serial")
-        self.log_path = os.path.join(run.log_directory, f"{name}.log")
-        command = [
-            run.binaries.strata, "vm", "run", "--name", name, *arguments, "--",
-            run.tool("qemu-system-x86_64"), "-cpu", "max", "-nodefaults", "-display", "none",
-            "-no-reboot", "-kernel", of, "-initrd", initramfs(run, of),
-            "-append", "console=ttyS0 quiet panic=-1",
-            "-serial", f"unix:{serial},server=on,wait=on", *words,
-        ]
-        environment = {k: v for k, v in os.environ.items()
-                       if not k.startswith(("STRATA_", "LD_PRELOAD"))}
-        environment["STRATA_SOCKET"] = run.daemon.socket_path
-        with open(self.log_path, "wb") as log:
-            self.process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                cwd=run.directory, start_new_session=True)
+        self.log_path = os.path.join(os.path.dirname(path), "qemu.log")
         self.said = ""
-        self.line = self.connect(serial)
+        self.line = self.connect(path)
 
     def failure(self, what):
         log = machine.read(self.log_path).strip().splitlines()
@@ -80,7 +66,7 @@ class Guest:
                 return line
             except OSError:
                 line.close()
-            if self.process.poll() is not None:
+            if self.process and self.process.poll() is not None:
                 raise self.failure(f"status {self.process.returncode}")
             if self.run.seconds_left() < 0:
                 raise self.failure("hung: no serial line")
@@ -138,6 +124,9 @@ class Guest:
     def end(self):
         self.tell("end")
         self.hear(r"^end\n")
+        if not self.process:
+            self.line.close()
+            return
         try:
             status = self.process.wait(max(self.run.seconds_left(), 1))
         except subprocess.TimeoutExpired:
@@ -145,6 +134,32 @@ class Guest:
         if status != 0:
             raise self.failure(f"QEMU ended with status {status}")
         self.line.close()
+
+
+class Guest(Line):
+    """`arguments`: of `strata vm run`; `words`: more of QEMU's."""
+
+    def __init__(self, run, name, arguments, words=()):
+        self.run, self.name = run, name
+        of = kernel()
+        serial = os.path.join(run.directory, f"{name}.serial")
+        self.log_path = os.path.join(run.log_directory, f"{name}.log")
+        command = [
+            run.binaries.strata, "vm", "run", "--name", name, *arguments, "--",
+            run.tool("qemu-system-x86_64"), "-cpu", "max", "-nodefaults", "-display", "none",
+            "-no-reboot", "-kernel", of, "-initrd", initramfs(run, of),
+            "-append", "console=ttyS0 quiet panic=-1",
+            "-serial", f"unix:{serial},server=on,wait=on", *words,
+        ]
+        environment = {k: v for k, v in os.environ.items()
+                       if not k.startswith(("STRATA_", "LD_PRELOAD"))}
+        environment["STRATA_SOCKET"] = run.daemon.socket_path
+        with open(self.log_path, "wb") as log:
+            self.process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                cwd=run.directory, start_new_session=True)
+        self.said = ""
+        self.line = self.connect(serial)
 
     def kill(self):
         if self.process.poll() is None:

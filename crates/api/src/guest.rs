@@ -17,7 +17,25 @@ pub struct GuestSpec {
     pub machine: String,
     /// Its balloon device's id; none: it has no balloon.
     pub balloon: Option<String>,
+    /// How it is started once more; none: it cannot be (its command line is no text).
+    #[serde(default)]
+    pub launch: Option<Launch>,
 }
+
+/// How a guest was started: the user's own words, which a clone's are made of.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Launch {
+    /// QEMU, as it was named, and its words.
+    pub command: Vec<String>,
+    /// What relative paths are relative to.
+    pub directory: String,
+    /// QEMU's version.
+    pub version: String,
+}
+
+/// Most bytes of a command line that is kept.
+const MAX_LAUNCH_BYTES: usize = 64 << 10;
 
 impl GuestSpec {
     /// What is wrong with it; None when nothing is.
@@ -31,9 +49,18 @@ impl GuestSpec {
             Some("a machine's name is one short word")
         } else if self.balloon.as_deref().is_some_and(|id| name_problem(id).is_some()) {
             Some("a device's id consists of letters, digits, '.', '_' and '-'")
+        } else if self.launch.as_ref().is_some_and(|launch| launch.bytes() > MAX_LAUNCH_BYTES) {
+            Some("its command line is longer than 64 KiB")
         } else {
             None
         }
+    }
+}
+
+impl Launch {
+    fn bytes(&self) -> usize {
+        let words: usize = self.command.iter().map(|word| word.len() + 1).sum();
+        words + self.directory.len() + self.version.len()
     }
 }
 
@@ -68,11 +95,24 @@ mod tests {
 
     #[test]
     fn a_guest_is_described_in_plain_words() {
-        let spec = GuestSpec { memory_bytes: 1, machine: "pc-q35-7.2".into(), balloon: None };
+        let spec = GuestSpec {
+            memory_bytes: 1,
+            machine: "pc-q35-7.2".into(),
+            balloon: None,
+            launch: None,
+        };
         assert_eq!(spec.problem(), None);
         let named = |id: &str| GuestSpec { balloon: Some(id.into()), ..spec.clone() };
         assert_eq!(named("strata-balloon").problem(), None);
         assert!(named("../x").problem().is_some() && named("").problem().is_some());
+        let launch = |word: &str| Launch {
+            command: vec!["qemu".into(), word.into()],
+            directory: "/".into(),
+            version: "7.2".into(),
+        };
+        let started = |word: &str| GuestSpec { launch: Some(launch(word)), ..spec.clone() };
+        assert_eq!(started("-S").problem(), None);
+        assert!(started(&"x".repeat(MAX_LAUNCH_BYTES)).problem().is_some());
         assert!(GuestSpec { memory_bytes: 0, ..spec.clone() }.problem().is_some());
         for machine in ["q35\n", &"x".repeat(MAX_WORD_BYTES + 1)] {
             assert!(GuestSpec { machine: machine.into(), ..spec.clone() }.problem().is_some());

@@ -22,7 +22,7 @@ mod stats;
 pub use advice::{
     Advice, AdviceBrief, AdviceState, CurvePoint, MAX_CURVE_POINTS, NEEDED_FOR, Need,
 };
-pub use guest::{GuestSpec, GuestStats};
+pub use guest::{GuestSpec, GuestStats, Launch};
 pub use place::{MAX_PLACE_PAGES, MAX_PLACE_RANGES, PlaceOutcome, PlaceWish, tier_letters};
 pub use shares::{DramClaim, TenantShare};
 pub use snapshot::{
@@ -126,6 +126,33 @@ pub enum Request {
         name: String,
         /// What it is going to be.
         guest: GuestSpec,
+    },
+    /// A guest is to come from a snapshot. Answered by [`Reply::GuestAgain`]: the caller
+    /// starts its QEMU, which waits, and asks [`Request::GuestFill`]. The caller is put
+    /// into the tenant as by [`Request::Run`].
+    GuestAgain {
+        /// Which.
+        snapshot: SnapshotRef,
+        /// The tenant: a new one; or the one that the snapshot was taken of, if that has
+        /// ended. None: the daemon makes a name.
+        name: Option<String>,
+        /// The tenant of that name lives, and goes back to the snapshot: the new QEMU takes
+        /// the place of the one that runs, which goes on until then.
+        #[serde(default)]
+        rollback: bool,
+    },
+    /// Give a guest that waits the memory and the devices of a snapshot, and let it run.
+    /// Answered by [`Reply::Revived`].
+    GuestFill {
+        /// The tenant, of [`Reply::GuestAgain`].
+        name: String,
+        /// Which.
+        snapshot: SnapshotRef,
+        /// Its QEMU.
+        pid: u32,
+        /// As it was in [`Request::GuestAgain`].
+        #[serde(default)]
+        rollback: bool,
     },
     /// Tenants of the caller, of root all, a page of them.
     List {
@@ -332,7 +359,11 @@ impl Request {
     pub fn is_about_the_caller(&self) -> bool {
         matches!(
             self,
-            Self::Run { .. } | Self::SnapshotSelf { .. } | Self::Place { .. } | Self::Where { .. }
+            Self::Run { .. }
+                | Self::GuestAgain { .. }
+                | Self::SnapshotSelf { .. }
+                | Self::Place { .. }
+                | Self::Where { .. }
         )
     }
 
@@ -353,6 +384,7 @@ impl Request {
             | Self::Rollback { .. }
             | Self::Restore { .. }
             | Self::Clone { .. }
+            | Self::GuestFill { .. }
             | Self::SnapshotRemove { .. }
             | Self::SnapshotPersist { .. }
             | Self::SnapshotExport { .. }
@@ -360,6 +392,7 @@ impl Request {
             Self::Ping
             | Self::Run { .. }
             | Self::Guest { .. }
+            | Self::GuestAgain { .. }
             | Self::List { .. }
             | Self::Stats { .. }
             | Self::Set { .. }
@@ -406,6 +439,19 @@ pub enum Reply {
         /// The directory of the files that its QEMU takes for its memory, and of its
         /// monitor's socket; the caller's, empty, and removed when the tenant is gone.
         directory: String,
+    },
+    /// To [`Request::GuestAgain`].
+    GuestAgain {
+        /// The tenant's name.
+        name: String,
+        /// As for [`Reply::Run`].
+        environment: Vec<(String, String)>,
+        /// As for [`Reply::Guest`].
+        directory: String,
+        /// What it is, and how the first one was started. Boxed: it is large.
+        guest: Box<GuestSpec>,
+        /// Things the user should know.
+        warnings: Vec<String>,
     },
     /// To [`Request::List`].
     List {

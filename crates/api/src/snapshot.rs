@@ -215,6 +215,9 @@ pub struct SnapshotInfo {
     pub copied_pages: u64,
     /// Processes in it.
     pub processes: u32,
+    /// It is one of a virtual machine: of its memory and its devices.
+    #[serde(default)]
+    pub guest: bool,
     /// Owner's user id.
     pub uid: u32,
     /// What the tenant was started with.

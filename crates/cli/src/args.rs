@@ -342,6 +342,19 @@ pub(crate) struct CloneArguments {
 }
 
 impl CloneArguments {
+    /// Of what every clone has.
+    pub(crate) fn plain(snapshot: SnapshotRef, count: u32, name: Option<String>) -> Self {
+        Self {
+            snapshot,
+            count,
+            name,
+            net: NetArgument::Shared,
+            forward: Vec::new(),
+            tcp: TcpArgument::Close,
+            copy_dir: Vec::new(),
+        }
+    }
+
     /// What to ask, with copies of these directories.
     pub(crate) fn request(&self, snapshot: SnapshotRef, copy_dirs: Vec<String>) -> Request {
         Request::Clone {
@@ -426,6 +439,43 @@ pub(crate) enum VmCommand {
     /// rule that the daemon's configuration has to have. It holds from the guest's next
     /// start. Guests whose memory others share or that is pinned are refused.
     Libvirt(VmLibvirtArguments),
+    /// Take a snapshot of a guest: its memory and its devices, of one moment
+    ///
+    /// As `strata snapshot`. Guests with a drive that can be written are refused.
+    Snapshot {
+        /// The guest
+        #[arg(value_parser = tenant_name)]
+        name: String,
+        /// A second name for the snapshot
+        #[arg(long, value_parser = label)]
+        label: Option<String>,
+    },
+    /// Bring a guest back that has ended
+    ///
+    /// As `strata restore`.
+    Restore {
+        /// The snapshot: NAME@N or NAME@LABEL
+        #[arg(value_name = "SNAP")]
+        snapshot: SnapshotRef,
+        /// Another name for the guest
+        #[arg(long, value_parser = tenant_name)]
+        name: Option<String>,
+    },
+    /// Start further guests from a snapshot, beside the original
+    ///
+    /// As `strata clone`. Each has a QEMU, a monitor and consoles of its own.
+    Clone {
+        /// The snapshot: NAME@N or NAME@LABEL
+        #[arg(value_name = "SNAP")]
+        snapshot: SnapshotRef,
+        /// How many
+        #[arg(long, value_name = "K", default_value = "1",
+            value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_CLONES)))]
+        count: u32,
+        /// The clone's name; of several NAME-1, NAME-2, …
+        #[arg(long, value_parser = tenant_name)]
+        name: Option<String>,
+    },
     /// List the guests
     Ls {
         /// Print a JSON array of objects, as `stats --json` prints one

@@ -10,6 +10,7 @@ mod args;
 mod client;
 mod daemon;
 mod failure;
+mod guest_again;
 mod libvirt;
 mod place;
 mod program;
@@ -30,7 +31,7 @@ use std::process::ExitCode;
 
 use strata_api::Request;
 
-use args::{Command, ConfigCommand, VmCommand};
+use args::{CloneArguments, Command, ConfigCommand, VmCommand};
 use failure::{Failure, Result};
 
 fn main() -> ExitCode {
@@ -116,6 +117,15 @@ fn execute(command: Command) -> Result<ExitCode> {
         }
         Command::Vm { command: VmCommand::Run(run) } => return vm::run(&run),
         Command::Vm { command: VmCommand::Libvirt(libvirt) } => return libvirt::libvirt(&libvirt),
+        Command::Vm { command: VmCommand::Snapshot { name, label } } => {
+            snapshots::take(name, label, false)?;
+        }
+        Command::Vm { command: VmCommand::Restore { snapshot, name } } => {
+            snapshots::restore(snapshot, name)?;
+        }
+        Command::Vm { command: VmCommand::Clone { snapshot, count, name } } => {
+            snapshots::clone(&CloneArguments::plain(snapshot, count, name))?;
+        }
         Command::Vm { command: VmCommand::Ls { json } } => print(&vm::list(json)?)?,
         Command::Vm { command: VmCommand::Stats { name, json } } => {
             print(&vm::stats(&name, json)?)?;

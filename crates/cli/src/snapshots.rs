@@ -10,12 +10,14 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use strata_api::{Claim, DEFAULT_SOCKET, Reply, Request, RevivedTenant, SnapshotInfo, SnapshotRef};
 
-use crate::args::{CloneArguments, RollbackTarget, SnapshotArguments, SnapshotCommand};
+use crate::args::{
+    CloneArguments, NetArgument, RollbackTarget, SnapshotArguments, SnapshotCommand,
+};
 use crate::client::{self, NoReply, ask_each, ask_watching, misunderstood, refused};
 use crate::failure::{Failure, Result, printable};
 use crate::progress::Meter;
 use crate::run::warn;
-use crate::{daemon, place, print};
+use crate::{daemon, guest_again, place, print};
 
 /// Names that a message lists before it says "…".
 const SHOWN_NAMES: usize = 5;
@@ -42,7 +44,7 @@ pub(crate) fn snapshot(arguments: SnapshotArguments) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn take(name: String, label: Option<String>, persist: bool) -> Result<()> {
+pub(crate) fn take(name: String, label: Option<String>, persist: bool) -> Result<()> {
     let what = format!("cannot take a snapshot of {name}");
     let (socket, _) = client::find(&name)?;
     print_taken(&socket, &Request::Snapshot { name, label, persist }, &what)
@@ -147,6 +149,10 @@ pub(crate) fn rollback(name: &str, target: RollbackTarget) -> Result<()> {
             format!("the tenant is at {}, the snapshot at {}", socket.display(), holder.display());
         return Err(Failure::new(what, why).todo("restore the snapshot under another name"));
     }
+    if found.guest {
+        let wish = guest_again::Wish { name: Some(name), count: 1, rollback: true };
+        return print_guests(&socket, &found.id.into(), &wish, &what);
+    }
     let request = Request::Rollback { name: name.to_owned(), snapshot: found.id.into() };
     print_revived(&socket, &request, &what)
 }
@@ -155,6 +161,11 @@ pub(crate) fn rollback(name: &str, target: RollbackTarget) -> Result<()> {
 pub(crate) fn restore(snapshot: SnapshotRef, name: Option<String>) -> Result<()> {
     let what = format!("cannot restore {snapshot}");
     let (socket, found) = find(&snapshot)?;
+    if found.guest {
+        let name = name.unwrap_or(found.tenant);
+        let wish = guest_again::Wish { name: Some(&name), count: 1, rollback: false };
+        return print_guests(&socket, &found.id.into(), &wish, &what);
+    }
     print_revived(&socket, &Request::Restore { snapshot: found.id.into(), name }, &what)
 }
 
@@ -180,7 +191,29 @@ pub(crate) fn clone(arguments: &CloneArguments) -> Result<()> {
     // Before any daemon is asked, or even started.
     check(&arguments.request(arguments.snapshot.clone(), copy_dirs.clone()), &what)?;
     let (socket, found) = find(&arguments.snapshot)?;
+    if found.guest {
+        let own = guest_again::only_for_programs;
+        own(!matches!(arguments.net, NetArgument::Shared), "--net", &what)?;
+        own(!arguments.copy_dir.is_empty(), "--copy-dir", &what)?;
+        let name = match (&arguments.name, arguments.count) {
+            (None, count) if count > 1 => Some(format!("{}-clone", found.tenant)),
+            (name, _) => name.clone(),
+        };
+        let (name, count) = (name.as_deref(), arguments.count);
+        let wish = guest_again::Wish { name, count, rollback: false };
+        return print_guests(&socket, &found.id.into(), &wish, &what);
+    }
     print_revived(&socket, &arguments.request(found.id.into(), copy_dirs), &what)
+}
+
+fn print_guests(
+    socket: &Path,
+    snapshot: &SnapshotRef,
+    wish: &guest_again::Wish<'_>,
+    what: &str,
+) -> Result<()> {
+    let guests = guest_again::revive(socket, snapshot, wish, what)?;
+    print(&guests.iter().map(revived).collect::<String>())
 }
 
 /// Refuses paths that the daemon would refuse without looking; the rest was
@@ -300,7 +333,7 @@ fn some_daemon(what: &str) -> Result<PathBuf> {
 }
 
 /// The daemon's answer to what may take long; a refusal is a failure of `what`.
-fn long(socket: &Path, request: &Request, what: &str) -> Result<Reply> {
+pub(crate) fn long(socket: &Path, request: &Request, what: &str) -> Result<Reply> {
     let mut meter = Meter::new();
     let reply = ask_watching(socket, request, &mut |progress| meter.update(progress));
     // Its line goes before anything else is printed.

@@ -118,6 +118,7 @@ pub(crate) fn snapshot(id: &str, parent: Option<&str>) -> strata_api::SnapshotIn
         file_bytes: 0,
         pages: 262_144,
         copied_pages: 256,
+        guest: false,
         processes: 1,
         uid: 1000,
         command: vec!["server".into()],

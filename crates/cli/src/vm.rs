@@ -8,7 +8,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
-use strata_api::{DEFAULT_SOCKET, GuestSpec, GuestStats, Reply, Request, Stats, name_problem};
+use strata_api::{
+    DEFAULT_SOCKET, GuestSpec, GuestStats, Launch, Reply, Request, Stats, name_problem,
+};
 use strata_units::wire::ENV_GUEST;
 use strata_units::{ByteSize, PAGE_SIZE};
 use strata_vm::{Plan, Version, Wish, kvm_problem, plan};
@@ -36,7 +38,9 @@ pub(crate) fn run(arguments: &VmRunArguments) -> Result<ExitCode> {
         return Err(Failure::new(what, why).todo("start it without strata"));
     }
     let version = version(&program, &what)?;
-    let plan = planned(arguments, version, &what)?;
+    let here = std::env::current_dir().unwrap_or_default();
+    let wish = (arguments.name.as_deref(), arguments.memory);
+    let plan = planned(&command[0], &command[1..], wish, version, &here, &what)?;
     if let Some(problem) = name_problem(&plan.name) {
         let why = format!("it is called {}, and {problem}", plan.name);
         return Err(Failure::new(what, why).todo("give -name another one"));
@@ -72,6 +76,7 @@ fn start(
         memory_bytes: plan.memory.0,
         machine: plan.machine.clone(),
         balloon: plan.balloon.clone(),
+        launch: launch(&arguments.command, version),
     };
     let request = Request::Guest { name: tenant.name.clone(), guest };
     let reply = ask(&tenant.socket, &request).map_err(|none| none.failure(what, &tenant.socket))?;
@@ -102,6 +107,14 @@ fn start(
     Ok(run::become_program(program, &command, environment))
 }
 
+/// How it is started once more.
+fn launch(command: &[OsString], version: Version) -> Option<Launch> {
+    let text = |word: &OsString| word.to_str().map(str::to_owned);
+    let directory = std::env::current_dir().ok()?.into_os_string().into_string().ok()?;
+    let command = command.iter().map(text).collect::<Option<_>>()?;
+    Some(Launch { command, directory, version: version.to_string() })
+}
+
 /// Says what the guest is, and what was added for it.
 fn announce(version: Version, plan: &Plan, directory: &Path, what: &str) -> Result<()> {
     let Plan { name, memory, machine, accelerator, .. } = plan;
@@ -120,31 +133,38 @@ fn announce(version: Version, plan: &Plan, directory: &Path, what: &str) -> Resu
     Ok(())
 }
 
-fn refusal_of(what: &str, refusal: strata_vm::Refusal) -> Failure {
+pub(crate) fn refusal_of(what: &str, refusal: strata_vm::Refusal) -> Failure {
     Failure::new(what, refusal.why).todo(refusal.todo)
 }
 
-fn words(plan: &Plan, directory: &Path, what: &str) -> Result<Vec<OsString>> {
+pub(crate) fn words(plan: &Plan, directory: &Path, what: &str) -> Result<Vec<OsString>> {
     plan.words(directory).map_err(|refusal| refusal_of(what, refusal))
 }
 
-fn planned(arguments: &VmRunArguments, version: Version, what: &str) -> Result<Plan> {
+/// `wish`: the name and the memory that are given beside the command line.
+pub(crate) fn planned(
+    program: &OsStr,
+    line: &[OsString],
+    wish: (Option<&str>, Option<ByteSize>),
+    version: Version,
+    here: &Path,
+    what: &str,
+) -> Result<Plan> {
     let opened = std::fs::OpenOptions::new().read(true).write(true).open("/dev/kvm");
     let opened = opened.map(drop).map_err(|error| error.to_string());
     let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let problem = kvm_problem(opened, &cpuinfo, std::env::consts::ARCH);
     let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
-    let here = std::env::current_dir().unwrap_or_default();
     let wish = Wish {
-        name: arguments.name.as_deref(),
-        memory: arguments.memory,
+        name: wish.0,
+        memory: wish.1,
         version,
         kvm_problem: problem.as_deref(),
-        default_machine: default_machine(&arguments.command[0]),
+        default_machine: default_machine(program),
         huge_pages: &huge_pages(&mounts),
-        here: &here,
+        here,
     };
-    plan(&arguments.command[1..], &wish).map_err(|refusal| refusal_of(what, refusal))
+    plan(line, &wish).map_err(|refusal| refusal_of(what, refusal))
 }
 
 /// The machine that a QEMU takes that is told of none; empty: it insists on being told.

@@ -87,6 +87,25 @@ impl Commands {
             Request::Guest { name, guest } => {
                 self.with(peer, &name, |tenant| self.guests.make(peer, tenant, guest))
             }
+            Request::GuestAgain { snapshot, name, rollback } => {
+                self.guest_again(peer, &snapshot, name, rollback)
+            }
+            Request::GuestFill { name, snapshot, pid, rollback } => {
+                self.with(peer, &name, |tenant| {
+                    match self.snapshots.fill_guest(
+                        peer.uid,
+                        tenant,
+                        &snapshot,
+                        (pid, rollback),
+                        tell,
+                    ) {
+                        Ok(one) => revived(vec![one]),
+                        Err(why) => {
+                            error(format!("{name} does not come from {snapshot}: {why}"), "")
+                        }
+                    }
+                })
+            }
             Request::List { after } => self.list(peer, after.as_ref()),
             Request::Stats { name } => self.with(peer, &name, |tenant| Reply::Stats {
                 stats: Box::new(statistics::of(tenant)),
@@ -423,23 +442,49 @@ impl Commands {
         };
         match self.tenants.create(wish) {
             Ok((tenant, warnings)) => {
-                let record = tenant.record();
-                let mut environment = vec![
-                    (ENV_SOCKET.to_owned(), self.agent_socket.to_string_lossy().into_owned()),
-                    (ENV_TOKEN.to_owned(), format!("{:016x}", record.token)),
-                ];
-                if let Some(library) = &self.config.preload {
-                    let library = library.to_string_lossy().into_owned();
-                    environment.push(("LD_PRELOAD".to_owned(), library));
-                }
-                Reply::Run {
-                    name: record.name.clone(),
-                    dram_bytes: budget_bytes,
-                    environment,
-                    warnings,
-                }
+                let (name, environment) = (tenant.record().name.clone(), self.environment(&tenant));
+                Reply::Run { name, dram_bytes: budget_bytes, environment, warnings }
             }
             Err(message) => error(message, "choose another --name, or see stratad's log"),
+        }
+    }
+
+    /// What a program must find to become the tenant's.
+    fn environment(&self, tenant: &Tenant) -> Vec<(String, String)> {
+        let mut environment = vec![
+            (ENV_SOCKET.to_owned(), self.agent_socket.to_string_lossy().into_owned()),
+            (ENV_TOKEN.to_owned(), format!("{:016x}", tenant.record().token)),
+        ];
+        if let Some(library) = &self.config.preload {
+            let library = library.to_string_lossy().into_owned();
+            environment.push(("LD_PRELOAD".to_owned(), library));
+        }
+        environment
+    }
+
+    /// A tenant for a guest that is to come from a snapshot, and its directory.
+    fn guest_again(
+        &self,
+        peer: Peer,
+        snapshot: &SnapshotRef,
+        name: Option<String>,
+        rollback: bool,
+    ) -> Reply {
+        let refused = |why: String| error(format!("no guest from {snapshot}: {why}"), "");
+        let begun = match self.snapshots.begin_guest(peer, snapshot, name, rollback) {
+            Ok(begun) => begun,
+            Err(why) => return refused(why),
+        };
+        let tenant = &begun.tenant;
+        match self.guests.make_again(peer, tenant, begun.spec.clone(), rollback) {
+            Reply::Guest { directory } => Reply::GuestAgain {
+                name: tenant.record().name.clone(),
+                environment: self.environment(tenant),
+                directory,
+                guest: Box::new(begun.spec),
+                warnings: begun.warnings,
+            },
+            other => other,
         }
     }
 

@@ -369,6 +369,7 @@ fn parse(line: &[u8]) -> Result<Request, String> {
         Request::Set { name, dram_bytes } => (None, Some(name), Some(*dram_bytes)),
         Request::Stats { name }
         | Request::Guest { name, .. }
+        | Request::GuestFill { name, .. }
         | Request::Claim { name, .. }
         | Request::Advise { name, .. }
         | Request::Release { name }
@@ -377,6 +378,7 @@ fn parse(line: &[u8]) -> Result<Request, String> {
         | Request::Rollback { name, .. }
         | Request::Became { name, .. } => (None, Some(name), None),
         Request::Snapshots { name, .. }
+        | Request::GuestAgain { name, .. }
         | Request::Restore { name, .. }
         | Request::Clone { name, .. }
         | Request::SnapshotImport { name, .. } => (name.as_ref(), None, None),

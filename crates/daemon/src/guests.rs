@@ -6,11 +6,14 @@
 //! asked for little, seldom, and not for long. What the daemon knows of a guest lies beside
 //! the directory, for the next worker.
 
-use std::collections::BTreeMap;
+mod monitor;
+
+pub(crate) use monitor::{Stoppable, Talk, give_state, memory_at};
+
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, DirBuilder, Permissions};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt, chown};
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,9 +21,9 @@ use std::time::{Duration, Instant};
 
 use strata_api::{GuestSpec, GuestStats, Reply, Stats};
 use strata_pager::Tenant;
-use strata_sys::peer::{Peer, peer_of};
+use strata_sys::peer::Peer;
 use strata_sys::{Priority, log};
-use strata_vm::{Described, GuestState, MONITOR_SOCKET_NAME, Monitor, look};
+use strata_vm::{Described, GuestState, look};
 
 use crate::commands::error;
 use crate::tenants::Tenants;
@@ -28,7 +31,12 @@ use crate::tenants::Tenants;
 /// The guests' directories, in the directory of the sockets.
 const DIRECTORY: &str = "guests";
 /// What begins the name of what is known of a guest: no tenant's name does.
-const RECORD_PREFIX: &str = ".";
+const RECORD_PREFIX: char = '.';
+/// What begins the name of what says that a guest stands still for a snapshot.
+const STILL_PREFIX: char = '=';
+/// What ends the name of the directory of a QEMU that is about to take a guest's place: no
+/// tenant's name does.
+const NEXT_SUFFIX: char = '~';
 /// What begins the name of what is to be removed: no tenant's name does either.
 const ASIDE_PREFIX: &str = "-";
 /// What libvirt calls the monitor that it talks by.
@@ -100,6 +108,8 @@ pub(crate) struct Guests {
     tenants: Arc<Tenants>,
     /// By what their directories are called.
     known: Mutex<BTreeMap<String, Guest>>,
+    /// Those whose monitors somebody talks to for longer: nobody else asks them.
+    talking: Mutex<BTreeSet<String>>,
 }
 
 /// What a guest's directory is called. Two users may each have a guest of one name.
@@ -118,6 +128,7 @@ impl Guests {
             directory: socket_dir.join(DIRECTORY),
             tenants: Arc::clone(tenants),
             known: Mutex::default(),
+            talking: Mutex::default(),
         });
         for tenant in tenants.list() {
             let record = tenant.record();
@@ -134,6 +145,7 @@ impl Guests {
         let asking = Arc::clone(&guests);
         std::thread::Builder::new().name("guests".into()).spawn(move || {
             loop {
+                asking.let_go_on();
                 asking.tidy();
                 asking.ask_due();
                 std::thread::sleep(LOOK_EVERY);
@@ -155,15 +167,52 @@ impl Guests {
     /// A directory for a tenant that is about to become a guest.
     pub(crate) fn make(&self, peer: Peer, tenant: &Tenant, spec: GuestSpec) -> Reply {
         let record = tenant.record();
-        let (name, folder) = (&record.name, folder(record.uid, &record.name));
+        let name = &record.name;
         if let Some(problem) = spec.problem() {
             return error(format!("{name} is no guest: {problem}"), "");
         }
         if tenant.attachment().0 {
             return error(format!("{name} runs already, and what runs becomes no guest"), "");
         }
+        self.make_for(peer, tenant, spec)
+    }
+
+    /// The same for a tenant that is to be a guest again: nobody is in it; or the `next`
+    /// QEMU is to take the place of the one that is.
+    pub(crate) fn make_again(
+        &self,
+        peer: Peer,
+        tenant: &Tenant,
+        spec: GuestSpec,
+        next: bool,
+    ) -> Reply {
+        if !next {
+            return self.make_for(peer, tenant, spec);
+        }
+        let name = &tenant.record().name;
+        match self.make_empty(peer, &self.next_directory(tenant)) {
+            Ok(directory) => Reply::Guest { directory },
+            Err(why) => error(format!("no directory for the guest {name}: {why}"), ""),
+        }
+    }
+
+    /// The next QEMU has taken the place of the one before.
+    pub(crate) fn next_is_here(&self, tenant: &Tenant) -> io::Result<()> {
+        let directory = self.directory(tenant);
+        let _known = lock(&self.known);
+        self.put_aside(&directory)?;
+        // It was the other one's.
+        let _ = fs::remove_file(self.mark(tenant));
+        fs::rename(self.next_directory(tenant), directory)
+    }
+
+    fn make_for(&self, peer: Peer, tenant: &Tenant, spec: GuestSpec) -> Reply {
+        let record = tenant.record();
+        let (name, folder) = (&record.name, folder(record.uid, &record.name));
         // Against `tidy`, which would take a directory away that nobody has yet.
         let mut known = lock(&self.known);
+        // Of an earlier life.
+        let _ = fs::remove_file(self.mark(tenant));
         match self.make_directory(peer, &folder, &spec) {
             Ok(directory) => {
                 known.insert(folder, Guest::new(spec));
@@ -182,13 +231,18 @@ impl Guests {
             // Whatever the umask is.
             _ => fs::set_permissions(&self.directory, Permissions::from_mode(0o711))?,
         }
-        // As the kernel names it: that is what the library compares.
-        let directory = self.directory.canonicalize()?.join(folder);
-        self.put_aside(&directory)?;
-        DirBuilder::new().mode(0o700).create(&directory)?;
-        chown(&directory, Some(peer.uid), Some(peer.gid))?;
+        let directory = self.make_empty(peer, &self.directory.join(folder))?;
         let text = serde_json::to_vec(spec).map_err(io::Error::other)?;
         fs::write(self.record(folder), text)?;
+        Ok(directory)
+    }
+
+    fn make_empty(&self, peer: Peer, directory: &Path) -> io::Result<String> {
+        self.put_aside(directory)?;
+        DirBuilder::new().mode(0o700).create(directory)?;
+        chown(directory, Some(peer.uid), Some(peer.gid))?;
+        // As the kernel names it: that is what the library compares.
+        let directory = directory.canonicalize()?;
         directory.into_os_string().into_string().map_err(|_| io::ErrorKind::InvalidFilename.into())
     }
 
@@ -216,7 +270,8 @@ impl Guests {
         for entry in entries() {
             let file = entry.file_name();
             let Some(name) = file.to_str() else { continue };
-            let folder = name.strip_prefix(RECORD_PREFIX).unwrap_or(name);
+            let folder = name.strip_prefix([RECORD_PREFIX, STILL_PREFIX]).unwrap_or(name);
+            let folder = folder.strip_suffix(NEXT_SUFFIX).unwrap_or(folder);
             if !folder.starts_with(ASIDE_PREFIX) && self.tenant(folder).is_none() {
                 // The next round tries again.
                 let _ = self.put_aside(&entry.path());
@@ -237,6 +292,9 @@ impl Guests {
         let due = |(folder, guest): (&String, &Guest)| (guest.due <= now).then(|| folder.clone());
         let folders: Vec<String> = lock(&self.known).iter().filter_map(due).collect();
         for folder in folders {
+            if lock(&self.talking).contains(&folder) {
+                continue;
+            }
             let Some(tenant) = self.tenant(&folder) else { continue };
             let balloon = match lock(&self.known).get(&folder) {
                 Some(guest) => guest.spec.balloon.clone(),
@@ -250,21 +308,8 @@ impl Guests {
     }
 
     fn ask(&self, tenant: &Tenant, balloon: Option<&str>) -> Result<GuestState, String> {
-        let record = tenant.record();
-        let folder = folder(record.uid, &record.name);
-        let socket = self.directory.join(folder).join(MONITOR_SOCKET_NAME);
-        let stream = UnixStream::connect(socket)
-            .map_err(|error| format!("its monitor cannot be reached: {error}"))?;
-        let peer =
-            peer_of(&stream).map_err(|error| format!("its monitor is not known: {error}"))?;
-        // The socket's name is the user's to give: another program of the machine's could
-        // stand behind it.
-        if peer.uid != record.uid || !tenant.pids().contains(&peer.pid) {
-            return Err("who answers at its monitor is no process of the tenant's".to_owned());
-        }
-        Monitor::begin(stream, CONVERSATION)
-            .and_then(|mut monitor| look(&mut monitor, balloon))
-            .map_err(|error| error.to_string())
+        let mut talk = self.talk(tenant, &self.directory(tenant), CONVERSATION)?;
+        look(&mut talk.monitor, balloon).map_err(|error| error.to_string())
     }
 
     /// Adds what is known of a guest to what is known of it as a tenant.
@@ -313,7 +358,8 @@ mod tests {
     use super::*;
 
     fn spec() -> GuestSpec {
-        GuestSpec { memory_bytes: 4 << 30, machine: "q35".into(), balloon: Some("b".into()) }
+        let balloon = Some("b".into());
+        GuestSpec { memory_bytes: 4 << 30, machine: "q35".into(), balloon, launch: None }
     }
 
     fn said() -> GuestState {

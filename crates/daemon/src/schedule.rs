@@ -93,6 +93,7 @@ mod tests {
             file_bytes: 0,
             pages: 0,
             copied_pages: 0,
+            guest: false,
             processes: 1,
             uid: 0,
             command: vec![],

@@ -9,6 +9,7 @@
 mod disk;
 mod files;
 mod forward;
+mod guest;
 mod lineage;
 mod machine;
 mod preparing;
@@ -37,6 +38,7 @@ use strata_sys::peer::Peer;
 use strata_units::{ByteSize, SpaceId};
 
 use crate::config::Config;
+use crate::guests::Guests;
 use crate::tenants::{Tenants, Wish};
 use disk::{Disk, Known, Line, Place, Process};
 pub(crate) use files::ImportWish;
@@ -55,6 +57,7 @@ pub(crate) type Tell<'a> = &'a mut (dyn FnMut(Progress) + Send);
 pub(crate) struct Snapshots {
     disk: Disk,
     tenants: Arc<Tenants>,
+    guests: Arc<Guests>,
     known: Arc<Mutex<BTreeMap<SnapshotId, Known>>>,
     lineage: Mutex<BTreeMap<String, Line>>,
     /// Tenants that something is being done with.
@@ -127,7 +130,7 @@ fn wish_of(info: &SnapshotInfo, name: &str) -> Wish {
 impl Snapshots {
     /// Those that an earlier worker knew; in a new daemon, those that were
     /// persisted.
-    pub(crate) fn new(config: &Config, tenants: &Arc<Tenants>) -> Self {
+    pub(crate) fn new(config: &Config, tenants: &Arc<Tenants>, guests: &Arc<Guests>) -> Self {
         let disk = Disk::new(config.snapshot_dir.clone());
         let uid = std::fs::metadata("/proc/self").map_or(0, |own| own.uid());
         let mut known = BTreeMap::new();
@@ -190,6 +193,7 @@ impl Snapshots {
         Self {
             disk,
             tenants: Arc::clone(tenants),
+            guests: Arc::clone(guests),
             known: Arc::new(Mutex::new(known)),
             lineage: Mutex::new(lineage),
             busy: Mutex::default(),

@@ -67,10 +67,10 @@ fn start(inheritance: &Inheritance, first: bool) -> anyhow::Result<()> {
         }
     }
     agents::serve(inheritance, &tenants)?;
-    let snapshots = Arc::new(Snapshots::new(&inheritance.config, &tenants));
+    let guests = Guests::start(&inheritance.config.socket_dir, &tenants)?;
+    let snapshots = Arc::new(Snapshots::new(&inheritance.config, &tenants, &guests));
     ready::start(&snapshots)?;
     schedules::start(&snapshots, inheritance.config.snapshot.clone())?;
-    let guests = Guests::start(&inheritance.config.socket_dir, &tenants)?;
     let dram = inheritance.config.dram;
     let shares = dram.map(|dram| Shares::start(dram.0, &tenants)).transpose()?;
     let commands = Commands::new(

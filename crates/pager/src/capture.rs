@@ -20,6 +20,8 @@
 
 mod freeze;
 
+pub(crate) use freeze::Seen;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -75,6 +77,8 @@ enum What {
 #[derive(Debug)]
 pub(crate) struct Capture {
     pub(crate) snapshot: SpaceId,
+    /// No more than this is in it.
+    wanted: Range,
     directory: BTreeMap<Piece, LeafIndex>,
     pages: Arc<Process>,
     pending: u64,

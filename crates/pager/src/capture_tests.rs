@@ -11,11 +11,11 @@ use strata_store::Put;
 use strata_sys::{Mapping, Range};
 use strata_units::{PAGE_SIZE, PageBuffer, PageId, PageNumber, SpaceId};
 
-use crate::capture::RUN_PAGES;
+use crate::capture::{RUN_PAGES, Seen};
 use crate::entry::Entry;
 use crate::scan::Excluded;
 use crate::serve_tests::{self, HANGS, PAGES, World};
-use crate::space::{lock, piece_of};
+use crate::space::{EVERYTHING, lock, piece_of};
 use crate::testing;
 
 /// A snapshot of a world, not whole yet.
@@ -47,14 +47,9 @@ impl Taken {
             fileless: true,
             aio_ring: false,
         }];
-        let frozen = world.space.freeze(
-            &world.tenant,
-            id,
-            &testing::own_process(),
-            &maps,
-            &Excluded::default(),
-            &mut buffer,
-        );
+        let seen =
+            Seen { process: &testing::own_process(), maps: &maps, excluded: &Excluded::default() };
+        let frozen = world.space.freeze(&world.tenant, id, EVERYTHING, &seen, &mut buffer);
         frozen.expect("nothing is on its way");
         Self { id, buffer }
     }
@@ -121,7 +116,7 @@ fn pending(world: &World) -> Vec<usize> {
 }
 
 fn arm(world: &World) {
-    world.space.arm(&testing::own_process(), &Excluded::default()).expect("registered");
+    world.space.arm(&testing::own_process(), EVERYTHING, &Excluded::default()).expect("registered");
 }
 
 pub(crate) fn fill(world: &World, pages: std::ops::Range<usize>, seed: impl Fn(usize) -> u8) {

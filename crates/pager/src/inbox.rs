@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc;
 
+use crate::fill::FillOrder;
 use crate::snapshot::SnapshotOrder;
 use crate::space::lock;
 use crate::tenant::{ReleaseRefused, Tenant};
@@ -14,6 +15,7 @@ use crate::{keeper, release};
 pub(crate) enum Order {
     Release(mpsc::Sender<Result<(), ReleaseRefused>>, Arc<release::Progress>),
     Snapshot(Box<SnapshotOrder>),
+    Fill(Box<FillOrder>),
     End,
 }
 

@@ -260,6 +260,7 @@ pub(crate) fn run(tenant: &Arc<Tenant>) {
                     let _ = answer.send(outcome);
                 }
                 Order::Snapshot(order) => keeper.begin_snapshot(*order),
+                Order::Fill(order) => keeper.fill(*order),
                 Order::End => {
                     if let Some(capturing) = keeper.capturing.take() {
                         capturing.give_up(tenant, SnapshotError::Failed("it has ended".into()));

@@ -24,6 +24,7 @@ mod events;
 mod evict;
 mod exchange;
 mod fetch;
+mod fill;
 mod handler;
 mod hold;
 mod inbox;
@@ -58,6 +59,8 @@ mod usage;
 mod watching;
 
 #[cfg(test)]
+mod fill_tests;
+#[cfg(test)]
 mod map_tests;
 mod merged;
 #[cfg(test)]
@@ -81,6 +84,7 @@ pub use advice::{Advice, AdviceState};
 pub use claim::{Claim, Demand};
 pub use counters::{Counter, Counters, Latencies};
 pub use ending::Revival;
+pub use fill::Filling;
 pub use hold::Hold;
 pub use node::NodeSpec;
 pub use place::{Refused, Whereabouts, Wish};
@@ -90,7 +94,7 @@ pub use registry::{
 };
 pub use settings::{MOST_SETTINGS, Setting};
 pub use share::SnapshotSize;
-pub use snapshot::{Captured, Freeze, SnapshotError, SnapshotRequest, Standing};
+pub use snapshot::{Captured, Freeze, Only, SnapshotError, SnapshotRequest, Standing};
 pub use space::Space;
 pub use stall::Stalled;
 pub use strata_store::StoreStats;

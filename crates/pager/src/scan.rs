@@ -136,6 +136,12 @@ pub(crate) fn register_within(space: &Arc<Space>, tenant: &Arc<Tenant>, range: R
     register_some(space, tenant, |mapping| overlaps(mapping, range))
 }
 
+/// The same for the mappings of a guest's memory: the tenant's placement stays as it is.
+/// The caller holds `registering`.
+pub(crate) fn register_part(space: &Arc<Space>, tenant: &Arc<Tenant>, range: Range) -> bool {
+    register_some(space, tenant, |mapping| overlaps(mapping, range))
+}
+
 /// Registers what lies between registered parts of `range`, however little it is: then
 /// the kernel has one mapping there again.
 pub(crate) fn register_whole(space: &Arc<Space>, tenant: &Arc<Tenant>, range: Range) -> bool {

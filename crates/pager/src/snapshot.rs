@@ -13,7 +13,7 @@ use strata_store::Put;
 use strata_sys::{Process, Range, thread_time};
 use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
 
-use crate::capture::{Capture, RUN_PAGES};
+use crate::capture::{Capture, RUN_PAGES, Seen};
 use crate::pace::Pace;
 use crate::page_map::Piece;
 use crate::scan::Excluded;
@@ -44,6 +44,17 @@ pub struct SnapshotRequest {
     /// `thaw` does not let them run on: whoever asked ends them, or lets them go
     /// himself. All is captured while they stand.
     pub stay: bool,
+    /// No more than this; none: all memory of all processes.
+    pub only: Option<Only>,
+}
+
+/// A part of one process's memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Only {
+    /// The process's number. Others of the tenant are not stopped.
+    pub pid: u32,
+    /// The part: whole pages.
+    pub range: Range,
 }
 
 /// Processes that stand still.
@@ -237,6 +248,11 @@ impl Tenant {
 }
 
 impl SnapshotOrder {
+    /// What of the tenant is wanted; none: all.
+    pub(crate) fn only(&self) -> Option<Only> {
+        self.request.only
+    }
+
     /// Nothing is done, and why.
     pub(crate) fn refuse(self, why: &str) {
         // Whoever asked may have gone.
@@ -292,12 +308,15 @@ fn take(
     buffer: &mut [u8],
 ) -> Result<Begun, SnapshotError> {
     let mut leaves = 0;
+    let part = request.only.map_or(EVERYTHING, |only| only.range);
     for space in spaces {
         let Some(process) = space.process() else {
             return Err(restless("a process of it has no agent"));
         };
-        bring_threads(tenant, space, &process)?;
-        leaves += space.arm(&process, &excluded(space))?;
+        if request.only.is_none() {
+            bring_threads(tenant, space, &process)?;
+        }
+        leaves += space.arm(&process, part, &excluded(space))?;
     }
     // For all of them at once: until the freeze none is taken.
     tenant.map.prepare(leaves).map_err(failed)?;
@@ -320,7 +339,7 @@ fn take(
         }
     };
     let mut taken = Taken { tenant, processes: Vec::new(), spaces: Vec::new() };
-    let mut outcome = taken.freeze_all(spaces, &pids, excluded, buffer);
+    let mut outcome = taken.freeze_all(spaces, &pids, part, excluded, buffer);
     let pending_pages = taken.spaces.iter().filter_map(|(s, _)| s.capture_state()).map(|s| s.0);
     let pending_pages = pending_pages.sum();
     let unknown: u64 = taken.spaces.iter().map(|(space, _)| space.unknown_pages()).sum();
@@ -380,6 +399,7 @@ impl Taken<'_> {
         &mut self,
         spaces: &[Arc<Space>],
         pids: &[u32],
+        part: Range,
         excluded: &dyn Fn(&Space) -> Excluded,
         buffer: &mut [u8],
     ) -> Result<(), SnapshotError> {
@@ -408,11 +428,12 @@ impl Taken<'_> {
                 memory: snapshot,
                 restart: agent.as_ref().and_then(|agent| agent.restart),
                 own: agent.map_or(Range { start: 0, end: 0 }, |agent| agent.ranges.own),
-                needed: excluded.within(EVERYTHING),
+                needed: excluded.within(part),
                 settings: lock(&space.gate).settings.ranges().to_vec(),
             });
             let maps = process.maps().map_err(failed)?;
-            space.freeze(tenant, snapshot, &process, &maps, &excluded, buffer)?;
+            let seen = Seen { process: &process, maps: &maps, excluded: &excluded };
+            space.freeze(tenant, snapshot, part, &seen, buffer)?;
         }
         Ok(())
     }

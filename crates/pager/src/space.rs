@@ -223,6 +223,17 @@ impl Gate {
             .is_some_and(|known| known.start <= range.start && range.end <= known.end)
     }
 
+    /// The parts of `range` that are registered, in order.
+    pub(crate) fn registered_in(&self, range: Range) -> impl Iterator<Item = Range> + '_ {
+        let first = self.registered.partition_point(|known| known.end <= range.start);
+        self.registered[first..].iter().take_while(move |known| known.start < range.end).map(
+            move |known| Range {
+                start: known.start.max(range.start),
+                end: known.end.min(range.end),
+            },
+        )
+    }
+
     /// The parts of `range` that are not registered, in order.
     pub(crate) fn unregistered(&self, range: Range) -> Vec<Range> {
         let mut parts = Vec::new();

@@ -82,7 +82,7 @@ pub use sched::{
 pub use secrets::{forbid_core_dumps, give_core_filter};
 pub use shared_memory::{SharedMemory, punch_hole};
 pub use smaps::MappingUse;
-pub use socket::{SeqPacket, SeqPacketListener, receive_with_fds};
+pub use socket::{SeqPacket, SeqPacketListener, receive_with_fds, send_with_fds};
 pub use spawn::{
     Ended, Own, bind_mount, enter_namespaces_of, enter_network_of, own_session, prepare_child,
     raise_loopback, unshare, wait_any_child,

@@ -163,37 +163,7 @@ impl SeqPacket {
 
     /// Sends one packet with up to [`MOST_FDS`] descriptors.
     pub fn send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
-        assert!(fds.len() <= MOST_FDS, "more descriptors than a message holds");
-        let mut iov =
-            libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
-        let mut space = [0u64; 8];
-        // SAFETY: msghdr is plain data, all zeroes is valid.
-        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
-        message.msg_iov = &raw mut iov;
-        message.msg_iovlen = 1;
-        if !fds.is_empty() {
-            let payload = size_of_val(fds) as libc::c_uint;
-            message.msg_control = space.as_mut_ptr().cast();
-            // SAFETY: CMSG_SPACE only computes.
-            message.msg_controllen = unsafe { libc::CMSG_SPACE(payload) } as usize;
-            assert!(message.msg_controllen <= size_of_val(&space), "the control buffer holds all");
-            // SAFETY: msg_control points to `space`, aligned and large enough
-            // (asserted), so the first header and its data lie inside.
-            unsafe {
-                let header = libc::CMSG_FIRSTHDR(&raw const message);
-                (*header).cmsg_level = libc::SOL_SOCKET;
-                (*header).cmsg_type = libc::SCM_RIGHTS;
-                (*header).cmsg_len = libc::CMSG_LEN(payload) as usize;
-                let data = libc::CMSG_DATA(header).cast::<RawFd>();
-                for (index, fd) in fds.iter().enumerate() {
-                    data.add(index).write_unaligned(fd.as_raw_fd());
-                }
-            }
-        }
-        // SAFETY: `message` points to live buffers of the lengths it names.
-        let sent =
-            unsafe { libc::sendmsg(self.fd.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) };
-        if sent < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+        send_with_fds(self, bytes, fds).map(drop)
     }
 
     /// Receives one packet: how many bytes of it fit `buffer`, and its
@@ -201,6 +171,42 @@ impl SeqPacket {
     pub fn receive(&self, buffer: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
         receive_with_fds(self, buffer)
     }
+}
+
+/// Sends to a unix socket of any kind, with up to [`MOST_FDS`] descriptors: how many bytes
+/// went, which of a stream may be fewer.
+pub fn send_with_fds(socket: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<usize> {
+    assert!(fds.len() <= MOST_FDS, "more descriptors than a message holds");
+    let mut iov = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
+    let mut space = [0u64; 8];
+    // SAFETY: msghdr is plain data, all zeroes is valid.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = &raw mut iov;
+    message.msg_iovlen = 1;
+    if !fds.is_empty() {
+        let payload = size_of_val(fds) as libc::c_uint;
+        message.msg_control = space.as_mut_ptr().cast();
+        // SAFETY: CMSG_SPACE only computes.
+        message.msg_controllen = unsafe { libc::CMSG_SPACE(payload) } as usize;
+        assert!(message.msg_controllen <= size_of_val(&space), "the control buffer holds all");
+        // SAFETY: msg_control points to `space`, aligned and large enough
+        // (asserted), so the first header and its data lie inside.
+        unsafe {
+            let header = libc::CMSG_FIRSTHDR(&raw const message);
+            (*header).cmsg_level = libc::SOL_SOCKET;
+            (*header).cmsg_type = libc::SCM_RIGHTS;
+            (*header).cmsg_len = libc::CMSG_LEN(payload) as usize;
+            let data = libc::CMSG_DATA(header).cast::<RawFd>();
+            for (index, fd) in fds.iter().enumerate() {
+                data.add(index).write_unaligned(fd.as_raw_fd());
+            }
+        }
+    }
+    // SAFETY: `message` points to live buffers of the lengths it names.
+    let sent = unsafe {
+        libc::sendmsg(socket.as_fd().as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL)
+    };
+    if sent < 0 { Err(io::Error::last_os_error()) } else { Ok(sent as usize) }
 }
 
 /// Receives from a unix socket of any kind: how many bytes came, and the

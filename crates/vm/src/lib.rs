@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 mod accelerator;
+mod again;
 mod balloon;
 mod described;
 mod diff;
@@ -15,9 +16,11 @@ mod line;
 mod options;
 mod qmp;
 mod refusals;
+pub mod state;
 mod version;
 
 pub use accelerator::{Accelerator, kvm_problem};
+pub use again::{Again, again};
 pub use balloon::{BALLOON_ID, GuestState, look};
 pub use described::{Described, described};
 pub use diff::unified;

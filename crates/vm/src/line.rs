@@ -22,7 +22,7 @@ pub const MONITOR_SOCKET_NAME: &str = "monitor";
 const RAM_ID: &str = "strata-ram";
 const MONITOR_ID: &str = "strata-monitor";
 /// Bytes of a unix socket's path that the kernel takes.
-const MAX_SOCKET_PATH_BYTES: usize = 107;
+pub(crate) const MAX_SOCKET_PATH_BYTES: usize = 107;
 pub(crate) const MIB: u64 = 1 << 20;
 
 /// Options that have no value. Of what is not listed here or below, the next word is taken
@@ -307,7 +307,7 @@ impl Plan {
     }
 }
 
-fn path_in(directory: &Path, name: &str) -> Result<String, Refusal> {
+pub(crate) fn path_in(directory: &Path, name: &str) -> Result<String, Refusal> {
     let path = directory.join(name);
     path.into_os_string().into_string().map_err(|path| {
         let why = format!("the path {} is no text", path.display());
@@ -315,7 +315,7 @@ fn path_in(directory: &Path, name: &str) -> Result<String, Refusal> {
     })
 }
 
-fn text<'a>(value: &'a OsStr, option: &str) -> Result<&'a str, Refusal> {
+pub(crate) fn text<'a>(value: &'a OsStr, option: &str) -> Result<&'a str, Refusal> {
     value.to_str().ok_or_else(|| {
         let why = format!("the value of -{option} ({}) is no text", value.display());
         Refusal::new(why, "write it in UTF-8")

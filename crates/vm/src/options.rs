@@ -60,6 +60,18 @@ impl Options {
         self.get(key).is_some_and(|value| matches!(value.as_str(), "on" | "yes" | "true" | "y"))
     }
 
+    /// Whether the key was there.
+    pub(crate) fn remove(&mut self, key: &str) -> bool {
+        match self {
+            Self::Pairs(pairs) => {
+                let before = pairs.len();
+                pairs.retain(|(known, _)| known != key);
+                pairs.len() < before
+            }
+            Self::Json(object) => object.remove(key).is_some(),
+        }
+    }
+
     /// Sets a key; a truth value where `value` is on or off.
     pub(crate) fn set(&mut self, key: &str, value: &str) {
         match self {

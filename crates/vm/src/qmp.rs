@@ -70,11 +70,29 @@ impl Monitor {
         Ok(monitor)
     }
 
+    /// What follows may take `time` from now on.
+    pub fn allow(&mut self, time: Duration) {
+        self.deadline = Instant::now() + time;
+    }
+
     /// Has it carry out a command.
     ///
     /// # Errors
     /// It refuses, or there is no answer.
     pub fn execute(&mut self, command: &str, arguments: Option<Value>) -> Result<Value, QmpError> {
+        self.execute_passing(command, arguments, &mut |mut stream, line| stream.write_all(line))
+    }
+
+    /// The same; `send` sends the line, and a descriptor with it.
+    ///
+    /// # Errors
+    /// As for [`Self::execute`].
+    pub fn execute_passing(
+        &mut self,
+        command: &str,
+        arguments: Option<Value>,
+        send: &mut dyn FnMut(&UnixStream, &[u8]) -> io::Result<()>,
+    ) -> Result<Value, QmpError> {
         let mut request = json!({ "execute": command });
         if let Some(arguments) = arguments {
             request["arguments"] = arguments;
@@ -82,7 +100,7 @@ impl Monitor {
         let mut line = request.to_string();
         line.push('\n');
         self.stream.set_write_timeout(Some(self.left()?))?;
-        self.stream.write_all(line.as_bytes())?;
+        send(&self.stream, line.as_bytes())?;
         for _ in 0..MAX_UNASKED {
             let mut message = self.message()?;
             if let Some(answer) = message.get_mut("return") {

@@ -1,7 +1,7 @@
 //! `strata vm`: what it asks, what it says, and how the program that it becomes is told.
 
 use std::os::unix::fs::MetadataExt;
-use strata_api::{GuestSpec, GuestStats, Reply, Request, Stats};
+use strata_api::{GuestSpec, GuestStats, Launch, Reply, Request, Stats};
 
 use crate::fake::{Daemon, Directory, complaint, stats, stdout};
 use crate::some_library;
@@ -53,10 +53,16 @@ fn a_guest_is_a_tenant_with_a_directory() {
     };
     assert_eq!((name.as_deref(), *dram_bytes), (Some("web1"), None));
     assert_eq!(command[..], arguments[7..]);
+    let here = std::env::current_dir().expect("a directory");
     let spec = GuestSpec {
         memory_bytes: 1 << 30,
         machine: "q35".into(),
         balloon: Some("strata-balloon".into()),
+        launch: Some(Launch {
+            command: command.clone(),
+            directory: here.to_str().expect("text").into(),
+            version: "7.2".into(),
+        }),
     };
     assert_eq!(*guest, Request::Guest { name: "web1".into(), guest: spec });
 }

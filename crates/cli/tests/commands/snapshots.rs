@@ -27,6 +27,7 @@ fn snapshot(id: &str, parent: Option<&str>, label: Option<&str>) -> SnapshotInfo
         file_bytes: 0,
         pages: 262_144,
         copied_pages: 0,
+        guest: false,
         processes: 1,
         uid: 0,
         command: vec!["server".into()],

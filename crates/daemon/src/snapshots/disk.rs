@@ -7,6 +7,7 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
 
+use super::guest::GuestPart;
 use super::machine::Machine;
 use super::remove_flat;
 use serde::de::DeserializeOwned;
@@ -17,6 +18,7 @@ use strata_sys::{Access, Directory};
 const META: &str = "snapshot.json";
 const IMAGES: &str = "images";
 const ARCHIVE: &str = "memory";
+const STATE: &str = "devices";
 const COPIES: &str = "copies";
 const LINEAGE: &str = "lineage.json";
 
@@ -53,6 +55,9 @@ pub(super) struct Known {
     /// Where the clone lived that it was taken of; none: where everybody does.
     #[serde(default)]
     pub(super) place: Option<Place>,
+    /// Of a virtual machine: what there is beside its memory.
+    #[serde(default)]
+    pub(super) guest: Option<GuestPart>,
 }
 
 impl Known {
@@ -162,6 +167,28 @@ impl Disk {
     /// The file of a persisted snapshot's memory and images.
     pub(super) fn archive(&self, id: &SnapshotId) -> PathBuf {
         self.of(id).join(ARCHIVE)
+    }
+
+    /// Keeps the state of a guest's devices with a snapshot.
+    pub(super) fn write_state(&self, id: &SnapshotId, bytes: &[u8]) -> Result<(), String> {
+        let directory = self.open().and_then(|all| all.directory(id.to_string()));
+        let written = directory.and_then(|directory| {
+            // Of an attempt before this one.
+            let _ = directory.remove_file(STATE);
+            directory.file(STATE, Access::New)?.write_all(bytes)
+        });
+        written.map_err(|error| format!("cannot write {}: {error}", self.of(id).display()))
+    }
+
+    /// The same, of no more than `most` bytes.
+    pub(super) fn read_state(&self, id: &SnapshotId, most: u64) -> Result<Vec<u8>, String> {
+        let mut bytes = Vec::new();
+        let directory = self.open().and_then(|all| all.directory(id.to_string()));
+        directory
+            .and_then(|directory| directory.file(STATE, Access::Read))
+            .and_then(|file| file.take(most).read_to_end(&mut bytes))
+            .map_err(|error| format!("cannot read {}: {error}", self.of(id).display()))?;
+        Ok(bytes)
     }
 
     /// A directory for the copies of directories that the tenant `name` sees.

@@ -47,6 +47,7 @@ impl Snapshots {
     ) -> Result<SnapshotInfo, String> {
         let _turn = self.turn_of(uid, named)?;
         let (mut known, holder) = self.loaded(uid, named, tell)?;
+        known.can_be_a_file()?;
         if known.info.state == SnapshotState::Persisted {
             return Ok(known.info);
         }
@@ -71,6 +72,7 @@ impl Snapshots {
     ) -> Result<(), String> {
         let _turn = self.turn_of(uid, named)?;
         let (known, holder) = self.loaded(uid, named, tell)?;
+        known.can_be_a_file()?;
         let images = self.disk.open_images(&known.info.id)?;
         write_file(&known, &holder, images, path, "exporting", tell).map(|_| ())
     }
@@ -191,9 +193,13 @@ impl Snapshots {
             return Err(format!("{} contradicts itself", path.display()));
         }
         let here = Machine::here();
-        if let Some(why) = known.machine.and_then(|machine| machine.unfit_for(here, any_cpu)) {
+        if let Some(why) =
+            known.machine.as_ref().and_then(|machine| machine.unfit_for(here, any_cpu))
+        {
             return Err(why);
         }
+        known.can_be_a_file()?;
+        known.info.guest = false;
         // From here on it is this machine's.
         known.machine = Some(here.clone());
         let tenant = name.unwrap_or_else(|| known.info.tenant.clone());

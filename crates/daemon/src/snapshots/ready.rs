@@ -65,6 +65,8 @@ impl Snapshots {
         let known = lock(&self.known);
         let own = known
             .values()
+            // A guest's memory has its place when its QEMU runs.
+            .filter(|known| known.guest.is_none())
             .filter(|known| known.info.tenant == tenant.record().name && known.is_in_memory());
         let newest = own.max_by(|a, b| a.info.taken.total_cmp(&b.info.taken));
         let processes = newest.into_iter().flat_map(|known| &known.processes);

@@ -112,6 +112,7 @@ impl Snapshots {
         };
         let _turn = self.turn(&name)?;
         let (known, origin) = self.fitting(uid, named, tell)?;
+        known.is_of_programs()?;
         if name == known.info.tenant {
             if !ends(&origin) {
                 return Err(format!(
@@ -145,6 +146,7 @@ impl Snapshots {
         tell: Tell<'_>,
     ) -> Result<Vec<Revived>, String> {
         let (known, origin) = self.fitting(uid, named, tell)?;
+        known.is_of_programs()?;
         let base = match &wish.name {
             Some(name) => name.clone(),
             None => self.free_clone_name(&known.info.tenant, wish.count),
@@ -181,7 +183,7 @@ impl Snapshots {
     }
 
     /// A name of which no clone is taken.
-    fn free_clone_name(&self, tenant: &str, count: u32) -> String {
+    pub(super) fn free_clone_name(&self, tenant: &str, count: u32) -> String {
         let is_free = |base: &String| {
             (1..=count).all(|index| self.own_tenant(&clone_name(base, index, count)).is_none())
         };
@@ -400,20 +402,29 @@ impl Snapshots {
             std::thread::sleep(LOOK_EVERY);
         }
         let touched = spaces.into_iter().map(|(space, process)| (process.pid, space)).collect();
-        self.remember_touched(&known.info.id, touched);
+        self.remember_touched(&known.info.id, touched, 0);
         Ok(Life { pid: tree.root, note })
     }
 
     /// What these processes ask for in their first moments is brought ahead when
-    /// the snapshot is restored the next time.
-    fn remember_touched(&self, id: &SnapshotId, spaces: Vec<(u32, Arc<Space>)>) {
+    /// the snapshot is restored the next time. They have it so many bytes further on.
+    pub(super) fn remember_touched(
+        &self,
+        id: &SnapshotId,
+        spaces: Vec<(u32, Arc<Space>)>,
+        moved: u64,
+    ) {
         let (id, this) = (id.clone(), Arc::downgrade(&self.known));
         let disk = self.disk.clone();
         // Without a thread nothing is remembered.
         let _ = Builder::new().name("touched".into()).spawn(move || {
             std::thread::sleep(FIRST_MOMENTS);
+            let touched = |space: &Space| {
+                let all = Tenant::touched(space).into_iter();
+                all.map(|address| address.wrapping_sub(moved)).collect::<Vec<_>>()
+            };
             let touched: Vec<_> =
-                spaces.iter().map(|(pid, space)| (*pid, Tenant::touched(space))).collect();
+                spaces.iter().map(|(pid, space)| (*pid, touched(space))).collect();
             let Some(known) = this.upgrade() else { return };
             let mut known = lock(&known);
             let Some(known) = known.get_mut(&id) else { return };
@@ -444,7 +455,7 @@ pub(crate) fn helper() -> Result<PathBuf, String> {
 
 /// Waits for a tenant whose processes were all killed and are not gone yet, or not
 /// known to be. `false`: it lives.
-fn ends(tenant: &Tenant) -> bool {
+pub(super) fn ends(tenant: &Tenant) -> bool {
     let deadline = Instant::now() + KILL_PATIENCE;
     while tenant.attachment().1 {
         let pids = tenant.pids();

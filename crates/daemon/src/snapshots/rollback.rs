@@ -49,6 +49,7 @@ impl Snapshots {
         }
         let _turn = self.turn(name)?;
         let (known, origin) = self.fitting(uid, named, tell)?;
+        known.is_of_programs()?;
         if !tenant.shares_pages_with(&origin) {
             return Err(format!("{} was taken of another tenant than {name}", known.info.id));
         }

@@ -21,7 +21,7 @@ pub(super) fn now() -> f64 {
 }
 
 /// Read in some tens of milliseconds, while the program stands still.
-const FEW_PAGES: u64 = 8192;
+pub(super) const FEW_PAGES: u64 = 8192;
 
 /// How long a moment is waited for in which the processes of a tenant neither come nor
 /// go.
@@ -31,7 +31,17 @@ const MOST_FAILURES: u32 = 5;
 const RESTLESS: &str = "its processes come and go all the time";
 
 /// Processes' numbers in their own pid namespace, by their numbers here.
-type Numbers = BTreeMap<u32, u32>;
+pub(super) type Numbers = BTreeMap<u32, u32>;
+
+/// How many pages are captured.
+pub(super) fn captured(done: u64, total: u64) -> Progress {
+    Progress {
+        what: "capturing".into(),
+        done: bytes(done),
+        total: Some(bytes(total)),
+        unit: Unit::Bytes,
+    }
+}
 
 fn bytes(pages: u64) -> u64 {
     pages * PAGE_SIZE as u64
@@ -80,7 +90,11 @@ impl Snapshots {
         let mut known = self.capturing(tenant, id.clone());
         (known.info.label, known.info.scheduled) = (label, scheduled);
         lock(&self.known).insert(id.clone(), known.clone());
-        match self.take_memory(tenant, &id, tell) {
+        let taken = match self.guests.spec(tenant) {
+            Some(spec) => self.take_guest(tenant, &mut known, spec, tell),
+            None => self.take_memory(tenant, &id, tell),
+        };
+        match taken {
             Ok((freeze, numbers)) => {
                 known.is_captured(&freeze, &numbers);
                 if let Err(why) = self.disk.write(&known) {
@@ -156,6 +170,7 @@ impl Snapshots {
                 pages: 0,
                 copied_pages: 0,
                 processes: tenant.pids().len() as u32,
+                guest: false,
                 uid: record.uid,
                 command: record.command.clone(),
                 budget_bytes: tenant.budget_bytes(),
@@ -165,6 +180,7 @@ impl Snapshots {
             processes: Vec::new(),
             machine: Some(Machine::here().clone()),
             place: line.place,
+            guest: None,
         }
     }
 
@@ -375,20 +391,12 @@ fn take_once(
         }),
         most_frozen_pages,
         stay,
+        only: None,
     };
-    tenant
-        .snapshot(request, |done, total| {
-            tell(Progress {
-                what: "capturing".into(),
-                done: bytes(done),
-                total: Some(bytes(total)),
-                unit: Unit::Bytes,
-            });
-        })
-        .map(|freeze| {
-            let numbers = std::mem::take(&mut *lock(&numbers));
-            (freeze, numbers)
-        })
+    tenant.snapshot(request, |done, total| tell(captured(done, total))).map(|freeze| {
+        let numbers = std::mem::take(&mut *lock(&numbers));
+        (freeze, numbers)
+    })
 }
 
 /// A process's number in its own pid namespace, which is what CRIU knows it by.

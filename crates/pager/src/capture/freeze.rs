@@ -25,19 +25,33 @@ use crate::unwritten::Unwritten;
 /// Looked at and protected under one hold of the gate.
 const ARMED_AT_ONCE: u64 = 64 << 20;
 
+/// A process that stands still.
+pub(crate) struct Seen<'a> {
+    pub(crate) process: &'a Arc<Process>,
+    pub(crate) maps: &'a [Mapping],
+    pub(crate) excluded: &'a Excluded,
+}
+
+fn both(a: Range, b: Range) -> Range {
+    let start = a.start.max(b.start);
+    Range { start, end: a.end.min(b.end).max(start) }
+}
+
 impl Space {
     /// Registers everything eligible and write-protects it, while the program
     /// runs: the freeze finds little left to protect. Returns for how many leaves
-    /// its copy of the page map needs memory.
+    /// its copy of the page map needs memory. Only of `part`.
     pub(crate) fn arm(
         &self,
         process: &Process,
+        part: Range,
         excluded: &Excluded,
     ) -> Result<usize, SnapshotError> {
-        let (registered, mut pieces): (_, BTreeSet<Piece>) = {
+        let (registered, mut pieces): (Vec<Range>, BTreeSet<Piece>) = {
             let mut gate = lock(&self.gate);
             gate.unwritten = Unwritten { base: gate.base.take(), pages: PageSet::default() };
-            (gate.registered.clone(), gate.directory.keys().copied().collect())
+            let pieces = gate.pages_in(part).into_iter().map(|(piece, ..)| piece).collect();
+            (gate.registered_in(part).collect(), pieces)
         };
         for range in registered {
             match self.uffd.register_protectable(range) {
@@ -80,17 +94,17 @@ impl Space {
         Ok(())
     }
 
-    /// Copies the page map of this space, whose process stands still and has the
-    /// mappings `maps`, into the slot `snapshot`.
+    /// Copies the page map of `wanted` of this space, whose process stands still, into
+    /// the slot `snapshot`.
     pub(crate) fn freeze(
         &self,
         tenant: &Tenant,
         snapshot: SpaceId,
-        process: &Arc<Process>,
-        maps: &[Mapping],
-        excluded: &Excluded,
+        wanted: Range,
+        seen: &Seen<'_>,
         buffer: &mut [u8],
     ) -> Result<(), SnapshotError> {
+        let &Seen { process, maps, excluded } = seen;
         // Whoever asked for a snapshot has looked before; it may be new.
         if maps.iter().any(|mapping| mapping.aio_ring) {
             return Err(failed("it has requests of asynchronous I/O under way"));
@@ -99,6 +113,7 @@ impl Space {
         let mut gate = lock(&self.gate);
         let mut capture = Capture {
             snapshot,
+            wanted,
             directory: BTreeMap::new(),
             pages,
             pending: 0,
@@ -112,7 +127,8 @@ impl Space {
         };
         let mut present = PageSet::default();
         let mut unprotected = Vec::new();
-        for &range in &gate.registered {
+        let registered: Vec<Range> = gate.registered_in(wanted).collect();
+        for &range in &registered {
             if self.uffd.register_protectable(range) != Registration::Done {
                 return Err(failed("its memory cannot be write-protected"));
             }
@@ -133,7 +149,7 @@ impl Space {
         }
         // Protected pages are captured later; all others now.
         let mut now = Vec::new();
-        for (&piece, &leaf) in &gate.directory {
+        for (piece, leaf, _) in gate.pages_in(wanted) {
             let there = present.take(piece);
             capture.copy_leaf(tenant, piece, Some(leaf), there, &mut now)?;
         }
@@ -141,9 +157,9 @@ impl Space {
             capture.copy_leaf(tenant, piece, None, present.of(piece), &mut now)?;
         }
         for mapping in maps.iter().filter(|mapping| mapping.private && mapping.fileless) {
-            now.extend(gate.unregistered(mapping.range));
+            now.extend(gate.unregistered(both(mapping.range, wanted)));
         }
-        now.extend(gate.registered.iter().flat_map(|&range| excluded.within(range)));
+        now.extend(registered.iter().flat_map(|&range| excluded.within(range)));
         if let Some(agent) = self.agent() {
             // It is empty, and who reads it is told so.
             let Range { start, end } = agent.ranges.transfer;
@@ -203,6 +219,9 @@ impl Capture {
             tenant.prefetch_counts(leaf);
         }
         for index in 0..PAGES_PER_LEAF {
+            if !self.wanted.contains(address_of(piece, index)) {
+                continue;
+            }
             let from = leaf.map(|leaf| PageId::new(leaf, index));
             let entry = from.map_or(Entry::Untouched, |from| tenant.map.get(from));
             let is_there = there.has(index);

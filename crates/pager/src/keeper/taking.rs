@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use crate::fill::FillOrder;
 use crate::keeper::Keeper;
-use crate::scan::{Excluded, register_new, stand_down};
+use crate::scan::{Excluded, register_new, register_part, stand_down};
 use crate::snapshot::{SnapshotOrder, Went};
 use crate::space::{Space, lock};
 
@@ -28,7 +29,11 @@ impl Keeper<'_> {
         if self.capturing.is_some() {
             return order.refuse("another snapshot of it is being captured");
         }
-        let spaces = self.living_spaces();
+        let mut spaces = self.living_spaces();
+        let only = order.only();
+        if let Some(only) = only {
+            spaces.retain(|space| space.pid() == Some(only.pid));
+        }
         if spaces.is_empty() || tenant.is_released() {
             return order.refuse("nothing of it is managed");
         }
@@ -37,19 +42,14 @@ impl Keeper<'_> {
         self.stands_down |= !was_managed;
         self.snapshot_begun = Instant::now();
         for space in &spaces {
-            if !register_new(space, tenant) {
+            let is_there = match only {
+                Some(only) => register_part(space, tenant, only.range),
+                None => register_new(space, tenant),
+            };
+            if !is_there {
                 space.set_gone();
             }
-            // What is on its way is in no place that a snapshot could name.
-            let begun = Instant::now();
-            while space.has_strays.load(Ordering::Acquire)
-                && !space.is_gone()
-                && begun.elapsed() < STRAYS_PATIENCE
-            {
-                let report = self.evictor.fetch_strays(space, tenant);
-                self.take_report(space, report);
-                std::thread::sleep(LOOK_EVERY);
-            }
+            self.wait_for_strays(space);
         }
         let excluded = |space: &Space| match space.agent() {
             Some(agent) => Excluded::read(agent.control.control()),
@@ -57,6 +57,43 @@ impl Keeper<'_> {
         };
         let torn = self.torn.take();
         self.capturing = order.begin(tenant, &spaces, &excluded, torn);
+    }
+
+    /// What is on its way is in no place that a snapshot could name.
+    fn wait_for_strays(&mut self, space: &Arc<Space>) {
+        let begun = Instant::now();
+        while space.has_strays.load(Ordering::Acquire)
+            && !space.is_gone()
+            && begun.elapsed() < STRAYS_PATIENCE
+        {
+            let report = self.evictor.fetch_strays(space, self.tenant);
+            self.take_report(space, report);
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    /// Has memory of a process come from a snapshot. Nobody evicts meanwhile.
+    pub(super) fn fill(&mut self, order: FillOrder) {
+        let tenant = self.tenant;
+        if self.capturing.is_some() {
+            return order.refuse("a snapshot of it is being captured");
+        }
+        let spaces = self.living_spaces();
+        let Some(space) = spaces.iter().find(|space| space.pid() == Some(order.pid())) else {
+            return order.refuse("its process is not managed");
+        };
+        if tenant.is_released() {
+            return order.refuse("nothing of it is managed");
+        }
+        let _alone = lock(&tenant.placement.registering);
+        // What is stored is of no use to who is not managed: it stays so.
+        self.stands_down = false;
+        tenant.under_pressure.store(true, Ordering::Relaxed);
+        if !register_part(space, tenant, order.to()) {
+            space.set_gone();
+        }
+        self.wait_for_strays(space);
+        order.carry_out(tenant, space);
     }
 
     /// Captures some of what a snapshot waits for.

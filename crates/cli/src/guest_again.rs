@@ -1,0 +1,188 @@
+//! Guests that come from snapshots: QEMU is started here, as the caller and with the
+//! caller's rights, waits, and the daemon gives it the guest's memory and devices.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::Read;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use strata_api::{GuestSpec, Launch, Reply, Request, RevivedTenant, SnapshotRef, clone_name};
+use strata_units::ByteSize;
+use strata_units::wire::ENV_GUEST;
+use strata_vm::again;
+
+use crate::client::{misunderstood, refused};
+use crate::failure::{Failure, Result, printable};
+use crate::program::{self, Caller};
+use crate::snapshots::long;
+use crate::{place, run, vm};
+
+/// In the guest's directory: what its QEMU says.
+const LOG_NAME: &str = "qemu.log";
+/// Bytes of that which are shown when it fails.
+const MAX_SHOWN_BYTES: u64 = 4096;
+
+/// What guests are asked for.
+pub(crate) struct Wish<'a> {
+    /// As for every clone; none: the daemon makes one.
+    pub(crate) name: Option<&'a str>,
+    pub(crate) count: u32,
+    /// The one of that name, which lives, goes back.
+    pub(crate) rollback: bool,
+}
+
+/// A QEMU that was started and has no guest yet. Dropped, it is ended.
+struct Waiting {
+    child: Option<Child>,
+    name: String,
+    log: PathBuf,
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+impl Waiting {
+    /// The last line that QEMU said, if anything.
+    fn said(&self) -> Option<String> {
+        let mut text = Vec::new();
+        File::open(&self.log).ok()?.take(MAX_SHOWN_BYTES).read_to_end(&mut text).ok()?;
+        let text = String::from_utf8_lossy(&text).into_owned();
+        text.lines().rfind(|line| !line.trim().is_empty()).map(printable)
+    }
+}
+
+/// Has guests come from a snapshot: all, or none.
+pub(crate) fn revive(
+    socket: &Path,
+    snapshot: &SnapshotRef,
+    wish: &Wish<'_>,
+    what: &str,
+) -> Result<Vec<RevivedTenant>> {
+    let &Wish { name, count, rollback } = wish;
+    let mut waiting = Vec::new();
+    for index in 1..=count {
+        let name = name.map(|name| clone_name(name, index, count));
+        waiting.push(start(socket, snapshot, (name, rollback), what)?);
+    }
+    let mut alive = Vec::new();
+    for one in &waiting {
+        let pid = one.child.as_ref().map_or(0, Child::id);
+        let request = Request::GuestFill {
+            name: one.name.clone(),
+            snapshot: snapshot.clone(),
+            pid,
+            rollback,
+        };
+        match long(socket, &request, what) {
+            Ok(Reply::Revived { tenants, warnings }) => {
+                warnings.iter().for_each(|warning| run::warn(warning));
+                alive.extend(tenants);
+            }
+            Ok(_) => return Err(misunderstood(what)),
+            Err(failure) => {
+                return Err(match one.said() {
+                    Some(line) => failure.todo(format!("its QEMU said: {line}")),
+                    None => failure,
+                });
+            }
+        }
+    }
+    for mut one in waiting {
+        // It goes on without us.
+        drop(one.child.take());
+    }
+    Ok(alive)
+}
+
+/// Starts one QEMU, which waits.
+fn start(
+    socket: &Path,
+    snapshot: &SnapshotRef,
+    (name, rollback): (Option<String>, bool),
+    what: &str,
+) -> Result<Waiting> {
+    let request = Request::GuestAgain { snapshot: snapshot.clone(), name, rollback };
+    let Reply::GuestAgain { name, environment, directory, guest, warnings } =
+        long(socket, &request, what)?
+    else {
+        return Err(misunderstood(what));
+    };
+    warnings.iter().for_each(|warning| run::warn(warning));
+    let directory = PathBuf::from(directory);
+    let launch = guest.launch.as_ref().ok_or_else(|| misunderstood(what))?;
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let first: OsString = launch.command.first().ok_or_else(|| misunderstood(what))?.into();
+    let program = program::examine(&first, &path, Caller::this())?;
+    let version = vm::version(&program, what)?;
+    if version.to_string() != launch.version {
+        let why = format!("this is QEMU {version}, and the guest ran in {}", launch.version);
+        return Err(Failure::new(what, why).todo("start it with the QEMU that it ran in"));
+    }
+    let words = line(&name, &guest, launch, version, &directory, what)?;
+    let library = place::installed(run::LIBRARY);
+    let preload = std::env::var_os(run::LD_PRELOAD);
+    let mut environment = run::environment(environment, library, preload)?;
+    environment.push((ENV_GUEST.into(), directory.clone().into()));
+    let log = directory.join(LOG_NAME);
+    let failed = |error: std::io::Error| {
+        Failure::new(what, format!("{} cannot be started: {error}", first.display()))
+            .todo("see to the file, or to its directory")
+    };
+    let out = File::create(&log).map_err(failed)?;
+    let child = Command::new(&program.path)
+        .arg0(&first)
+        .args(words)
+        .envs(environment)
+        .current_dir(&launch.directory)
+        .stdin(Stdio::null())
+        .stdout(out.try_clone().map_err(failed)?)
+        .stderr(out)
+        // Not the terminal's: it stays when whoever asked has gone.
+        .process_group(0)
+        .spawn()
+        .map_err(failed)?;
+    Ok(Waiting { child: Some(child), name, log })
+}
+
+/// QEMU's words for a guest that waits.
+fn line(
+    name: &str,
+    guest: &GuestSpec,
+    launch: &Launch,
+    version: strata_vm::Version,
+    directory: &Path,
+    what: &str,
+) -> Result<Vec<OsString>> {
+    let words: Vec<OsString> = launch.command.iter().skip(1).map(Into::into).collect();
+    let second = again(&words, name, directory).map_err(|why| vm::refusal_of(what, why))?;
+    let written = directory.to_string_lossy();
+    // Of one that takes another's place: it gets that one's directory.
+    let later = written.trim_end_matches('~');
+    for note in &second.notes {
+        eprintln!("strata: {name}: {}", printable(&note.replace(&*written, later)));
+    }
+    let first = OsString::from(&launch.command[0]);
+    let here = Path::new(&launch.directory);
+    let wish = (Some(name), Some(ByteSize(guest.memory_bytes)));
+    let plan = vm::planned(&first, &second.words, wish, version, here, what)?;
+    let mut words = vm::words(&plan, directory, what)?;
+    words.extend(["-incoming".into(), "defer".into()]);
+    Ok(words)
+}
+
+/// Refuses what only programs' clones can be.
+pub(crate) fn only_for_programs(is_asked: bool, option: &str, what: &str) -> Result<()> {
+    if !is_asked {
+        return Ok(());
+    }
+    let why = format!("{option} is for clones of programs, and this is a guest");
+    Err(refused(what, &why, "leave it out"))
+}

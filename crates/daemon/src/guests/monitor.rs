@@ -1,0 +1,322 @@
+//! Talking to a guest's own monitor at some length, for a snapshot: what is to be known
+//! first, how the guest stands still, and that it runs on whatever happens.
+//!
+//! A guest that is about to be stopped is marked, in a file beside its directory. The mark
+//! goes when the guest was seen running again. Whoever finds a mark of nobody's, this
+//! worker or the next, lets that guest run on, and goes on trying.
+
+use std::fs;
+use std::io::{self, Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::Builder;
+use std::time::{Duration, Instant};
+
+use strata_api::GuestSpec;
+use strata_pager::Tenant;
+use strata_sys::peer::peer_of;
+use strata_sys::{Priority, Range, log, send_with_fds};
+use strata_vm::state::{self, Footing};
+use strata_vm::{MONITOR_SOCKET_NAME, Monitor};
+
+use super::{CONVERSATION, Guests, NEXT_SUFFIX, STILL_PREFIX, folder, lock};
+
+/// How long a guest may take to stand still: until its disks have done what they were told.
+const STILL_WITHIN: Duration = Duration::from_secs(5);
+/// How long the state of its devices may take.
+const STATE_WITHIN: Duration = Duration::from_secs(10);
+/// How long whoever has stopped a guest tries to have it run on; then others do.
+const RUNS_ON_WITHIN: Duration = Duration::from_secs(10);
+const TRY_EVERY: Duration = Duration::from_millis(50);
+/// Most that the state of a guest's devices may be: a display's memory is in it.
+const MOST_STATE_BYTES: u64 = 256 << 20;
+/// Guests' memory begins where this many bytes do.
+const ALIGNED: u64 = 2 << 20;
+
+/// A conversation with the monitor of a guest.
+pub(crate) struct Talk {
+    pub(crate) monitor: Monitor,
+    /// Its QEMU.
+    pub(crate) pid: u32,
+}
+
+/// Nobody else asks a guest.
+pub(crate) struct Alone<'a>(&'a Guests, String);
+
+impl Drop for Alone<'_> {
+    fn drop(&mut self) {
+        lock(&self.0.talking).remove(&self.1);
+    }
+}
+
+impl Guests {
+    /// What a tenant is that is a guest.
+    pub(crate) fn spec(&self, tenant: &Tenant) -> Option<GuestSpec> {
+        lock(&self.known).get(&name_of(tenant)).map(|guest| guest.spec.clone())
+    }
+
+    /// Where a guest's files are.
+    pub(crate) fn directory(&self, tenant: &Tenant) -> PathBuf {
+        self.directory.join(name_of(tenant))
+    }
+
+    /// Has nobody else ask a guest until this is dropped.
+    pub(crate) fn alone(&self, tenant: &Tenant) -> Result<Alone<'_>, String> {
+        let until = Instant::now() + STILL_WITHIN;
+        loop {
+            match self.alone_now(&name_of(tenant)) {
+                Some(alone) => return Ok(alone),
+                None if Instant::now() > until => {
+                    return Err("somebody else talks to its monitor".to_owned());
+                }
+                None => std::thread::sleep(TRY_EVERY),
+            }
+        }
+    }
+
+    fn alone_now(&self, folder: &str) -> Option<Alone<'_>> {
+        let is_free = lock(&self.talking).insert(folder.to_owned());
+        is_free.then(|| Alone(self, folder.to_owned()))
+    }
+
+    /// Where the files of the QEMU are that is about to take its place.
+    pub(crate) fn next_directory(&self, tenant: &Tenant) -> PathBuf {
+        self.directory.join(format!("{}{NEXT_SUFFIX}", name_of(tenant)))
+    }
+
+    /// Begins a conversation, which may take `time`, with the QEMU whose files are in
+    /// `directory`.
+    pub(crate) fn talk(
+        &self,
+        tenant: &Tenant,
+        directory: &Path,
+        time: Duration,
+    ) -> Result<Talk, String> {
+        let record = tenant.record();
+        let socket = directory.join(MONITOR_SOCKET_NAME);
+        let stream = UnixStream::connect(socket)
+            .map_err(|error| format!("its monitor cannot be reached: {error}"))?;
+        let peer =
+            peer_of(&stream).map_err(|error| format!("its monitor is not known: {error}"))?;
+        // The socket's name is the user's to give: another program of the machine's could
+        // stand behind it.
+        if peer.uid != record.uid || !tenant.pids().contains(&peer.pid) {
+            return Err("who answers at its monitor is no process of the tenant's".to_owned());
+        }
+        let monitor = Monitor::begin(stream, time).map_err(|error| error.to_string())?;
+        Ok(Talk { monitor, pid: peer.pid })
+    }
+
+    pub(super) fn mark(&self, tenant: &Tenant) -> PathBuf {
+        self.directory.join(format!("{STILL_PREFIX}{}", name_of(tenant)))
+    }
+
+    /// Lets those run on that somebody stopped who is no more.
+    pub(super) fn let_go_on(&self) {
+        for entry in fs::read_dir(&self.directory).into_iter().flatten().flatten() {
+            let file = entry.file_name();
+            let Some(folder) = file.to_str().and_then(|name| name.strip_prefix(STILL_PREFIX))
+            else {
+                continue;
+            };
+            let Some(tenant) = self.tenant(folder) else { continue };
+            let Some(_alone) = self.alone_now(folder) else { continue };
+            let name = &tenant.record().name;
+            let outcome =
+                self.talk(&tenant, &self.directory(&tenant), CONVERSATION).and_then(|mut talk| {
+                    state::go_on(&mut talk.monitor).map_err(|error| error.to_string())
+                });
+            match outcome {
+                Ok(()) => {
+                    let _ = fs::remove_file(entry.path());
+                    let line = format!(
+                        "{name} stood still for a snapshot that came to nothing, and runs on"
+                    );
+                    log(Priority::Warning, line);
+                }
+                Err(why) => {
+                    let is_new = lock(&self.known).get_mut(folder).is_none_or(|guest| {
+                        let is_new = guest.trouble != why;
+                        guest.heard(Err(why.clone()), Instant::now());
+                        is_new
+                    });
+                    if is_new {
+                        let what = "stands still for a snapshot that came to nothing";
+                        log(Priority::Error, format_args!("{name} {what}: {why}"));
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn name_of(tenant: &Tenant) -> String {
+    let record = tenant.record();
+    folder(record.uid, &record.name)
+}
+
+/// The memory that begins at `start` in a guest's QEMU, if it is what a guest's memory is
+/// there.
+pub(crate) fn memory_at(
+    tenant: &Tenant,
+    pid: u32,
+    start: u64,
+    bytes: u64,
+) -> Result<Range, String> {
+    let range = Range { start, end: start.checked_add(bytes).ok_or("its memory has no end")? };
+    let process = tenant.space_of(pid).and_then(|space| space.process());
+    let maps = process.ok_or("its QEMU has no agent")?.maps().map_err(|error| error.to_string())?;
+    // Where a part of it is managed in another way the kernel has several mappings.
+    let mut end = start;
+    for mapping in maps.iter().filter(|mapping| mapping.range.end > start) {
+        let is_it = mapping.private && mapping.fileless && mapping.writable;
+        if !is_it || mapping.range.start > end || end >= range.end {
+            break;
+        }
+        end = mapping.range.end;
+    }
+    if end < range.end || !start.is_multiple_of(ALIGNED) {
+        return Err(format!("its memory is not private memory at {start:#x}"));
+    }
+    Ok(range)
+}
+
+/// A guest that can be stopped, its monitor at hand.
+pub(crate) struct Stoppable {
+    guests: Arc<Guests>,
+    tenant: Arc<Tenant>,
+    talk: Option<Talk>,
+}
+
+impl Stoppable {
+    /// Asks the guest what is to be known before.
+    pub(crate) fn new(
+        guests: &Arc<Guests>,
+        tenant: &Arc<Tenant>,
+    ) -> Result<(Self, Footing, u32), String> {
+        let mut talk = guests.talk(tenant, &guests.directory(tenant), STILL_WITHIN)?;
+        let footing = state::footing(&mut talk.monitor).map_err(|error| error.to_string())?;
+        let pid = talk.pid;
+        let (guests, tenant) = (Arc::clone(guests), Arc::clone(tenant));
+        Ok((Self { guests, tenant, talk: Some(talk) }, footing, pid))
+    }
+
+    /// Has it stand still, and takes the state of its devices. On an error it runs on.
+    pub(crate) fn stop(&mut self) -> Result<(Instant, Vec<u8>), String> {
+        let mark = self.guests.mark(&self.tenant);
+        fs::write(&mark, [])
+            .map_err(|error| format!("cannot write {}: {error}", mark.display()))?;
+        let outcome = self.stop_marked();
+        match outcome {
+            Ok(stopped) => Ok(stopped),
+            Err(why) => Err(match self.go_on() {
+                Ok(()) => why,
+                Err(too) => format!("{why}; {too}"),
+            }),
+        }
+    }
+
+    fn stop_marked(&mut self) -> Result<(Instant, Vec<u8>), String> {
+        let monitor = match &mut self.talk {
+            Some(talk) => &mut talk.monitor,
+            None => {
+                let directory = self.guests.directory(&self.tenant);
+                let talk = self.guests.talk(&self.tenant, &directory, STILL_WITHIN)?;
+                &mut self.talk.insert(talk).monitor
+            }
+        };
+        let failed = |error: io::Error| format!("no way for the state of its devices: {error}");
+        let (ours, theirs) = UnixStream::pair().map_err(failed)?;
+        ours.set_read_timeout(Some(STATE_WITHIN)).map_err(failed)?;
+        let reading = Builder::new().name("state".into()).spawn(move || {
+            let mut bytes = Vec::new();
+            let read = (&ours).take(MOST_STATE_BYTES + 1).read_to_end(&mut bytes);
+            read.map(|_| bytes)
+        });
+        let reading = reading.map_err(failed)?;
+        monitor.allow(STILL_WITHIN);
+        let since = Instant::now();
+        state::stop(monitor).map_err(|error| error.to_string())?;
+        monitor.allow(STATE_WITHIN);
+        let mut theirs = Some(theirs);
+        let saved = state::save(monitor, &mut |stream, line| pass(stream, line, &mut theirs));
+        drop(theirs);
+        // Whoever failed may not hang up: the guest does not wait for that.
+        saved.map_err(|error| error.to_string())?;
+        let read = reading.join().unwrap_or_else(|_| Err(io::ErrorKind::Other.into()));
+        let bytes =
+            read.map_err(|error| format!("the state of its devices does not come: {error}"))?;
+        if bytes.is_empty() || bytes.len() as u64 > MOST_STATE_BYTES {
+            return Err(format!("the state of its devices has {} bytes", bytes.len()));
+        }
+        Ok((since, bytes))
+    }
+
+    /// Lets it run on. An error: it does not yet, and somebody goes on trying.
+    pub(crate) fn go_on(&mut self) -> Result<(), String> {
+        let until = Instant::now() + RUNS_ON_WITHIN;
+        let mut told = false;
+        loop {
+            let tried = match self.talk.take() {
+                Some(mut talk) => {
+                    talk.monitor.allow(CONVERSATION);
+                    Ok(talk)
+                }
+                None => {
+                    let directory = self.guests.directory(&self.tenant);
+                    self.guests.talk(&self.tenant, &directory, CONVERSATION)
+                }
+            };
+            let tried = tried.and_then(|mut talk| {
+                state::go_on(&mut talk.monitor).map_err(|error| error.to_string()).map(|()| talk)
+            });
+            let why = match tried {
+                Ok(talk) => {
+                    self.talk = Some(talk);
+                    // What stays is done once more by whoever finds it.
+                    let _ = fs::remove_file(self.guests.mark(&self.tenant));
+                    return Ok(());
+                }
+                Err(why) => why,
+            };
+            if !told {
+                told = true;
+                let name = &self.tenant.record().name;
+                log(Priority::Error, format_args!("{name} stands still for a snapshot: {why}"));
+            }
+            if Instant::now() > until || self.tenant.pids().is_empty() {
+                return Err(format!(
+                    "it stands still, and does not run on ({why}); stratad goes on trying"
+                ));
+            }
+            std::thread::sleep(TRY_EVERY);
+        }
+    }
+}
+
+/// Sends a line with a descriptor, which is closed here then.
+fn pass(stream: &UnixStream, line: &[u8], fd: &mut Option<UnixStream>) -> io::Result<()> {
+    let Some(fd) = fd.take() else { return Err(io::ErrorKind::InvalidInput.into()) };
+    let sent = send_with_fds(stream, line, &[fd.as_fd()])?;
+    let mut stream = stream;
+    stream.write_all(&line[sent..])
+}
+
+/// Has a QEMU that waits take the state of a guest's devices.
+pub(crate) fn give_state(talk: &mut Talk, bytes: Vec<u8>) -> Result<(), String> {
+    let failed = |error: io::Error| format!("no way for the state of its devices: {error}");
+    let (mut ours, theirs) = UnixStream::pair().map_err(failed)?;
+    ours.set_write_timeout(Some(STATE_WITHIN)).map_err(failed)?;
+    let writing = Builder::new().name("state".into()).spawn(move || ours.write_all(&bytes));
+    let writing = writing.map_err(failed)?;
+    talk.monitor.allow(STATE_WITHIN);
+    let mut theirs = Some(theirs);
+    let loaded =
+        state::load(&mut talk.monitor, &mut |stream, line| pass(stream, line, &mut theirs));
+    drop(theirs);
+    let written = writing.join().unwrap_or_else(|_| Err(io::ErrorKind::Other.into()));
+    loaded.map_err(|error| error.to_string())?;
+    written.map_err(|error| format!("it does not take the state of its devices: {error}"))
+}

@@ -1,0 +1,378 @@
+//! Snapshots of guests that `strata vm run` started: the guest's memory by the pager, the
+//! state of its devices by QEMU, both of one moment; and guests that come from them.
+//!
+//! ```text
+//! take     look, arm ─▶ mark, stop ─▶ devices ─▶ page map ─▶ cont, unmark ─▶ capture
+//!             each of these fails: the guest runs on ──────────┘
+//! revive   client: QEMU that waits ─▶ page map, shifted ─▶ devices ─▶ (end the old) ─▶ cont
+//!             fails: the client ends that QEMU, nobody has seen it ─┘
+//! ```
+//! QEMU's own memory is not in a snapshot: a guest that comes from one has a QEMU of its
+//! own, started by whoever asked for it, as that user.
+
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant, UNIX_EPOCH};
+
+use serde::{Deserialize, Serialize};
+use strata_api::{GuestSpec, SnapshotRef};
+use strata_pager::{Filling, Freeze, Only, SnapshotError, SnapshotRequest, Standing, Tenant};
+use strata_snapshot::is_ending;
+use strata_sys::peer::Peer;
+use strata_sys::{Pidfd, Range, SIGKILL};
+use strata_units::SpaceId;
+use strata_vm::state;
+
+use super::disk::Known;
+use super::revive::{KILL_PATIENCE, LOOK_EVERY, Revived, ends};
+use super::take::{FEW_PAGES, Numbers, captured};
+use super::{Snapshots, Tell, lock, wish_of};
+use crate::cgroup::Cgroups;
+use crate::guests::{Stoppable, Talk, give_state, memory_at};
+
+/// How long a QEMU may take until it waits for a guest.
+const STARTED_WITHIN: Duration = Duration::from_secs(20);
+/// How long it may take to say where it has the guest's memory, and to let it run.
+const SAID_WITHIN: Duration = Duration::from_secs(5);
+/// How often a captured snapshot may turn out torn: as for programs.
+const ATTEMPTS: [u64; 5] = [0, FEW_PAGES, FEW_PAGES, FEW_PAGES, u64::MAX];
+
+/// What a guest's snapshot has beside its memory.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct GuestPart {
+    /// What it is, and how it was started.
+    pub(super) spec: GuestSpec,
+    /// Where its QEMU had its memory: first byte, end.
+    pub(super) memory: (u64, u64),
+    /// The state of its devices: its size, and its sum.
+    pub(super) state_bytes: u64,
+    pub(super) state_sum: u64,
+    /// Files that its drives read, as they were.
+    pub(super) files: Vec<Image>,
+}
+
+/// A file that a guest reads.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Image {
+    path: String,
+    bytes: u64,
+    /// When it was written last, in nanoseconds since the epoch.
+    written: u128,
+}
+
+impl Image {
+    /// `path` is relative to `directory`, if it is.
+    fn of(directory: &str, path: &str) -> Result<Self, String> {
+        let failed = |why: String| format!("its drive's file {path} cannot be looked at: {why}");
+        let found = std::fs::metadata(Path::new(directory).join(path))
+            .map_err(|error| failed(error.to_string()))?;
+        let written = found.modified().map_err(|error| failed(error.to_string()))?;
+        let written = written.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
+        Ok(Self { path: path.to_owned(), bytes: found.len(), written })
+    }
+}
+
+/// A sum that tells a changed byte (FNV-1a).
+fn sum(bytes: &[u8]) -> u64 {
+    const BASIS: u64 = 0xcbf2_9ce4_8422_2325;
+    const PRIME: u64 = 0x0000_0100_0000_01b3;
+    bytes.iter().fold(BASIS, |sum, &byte| (sum ^ u64::from(byte)).wrapping_mul(PRIME))
+}
+
+/// A tenant that a guest is to come into.
+pub(crate) struct Begun {
+    pub(crate) tenant: Arc<Tenant>,
+    pub(crate) spec: GuestSpec,
+    pub(crate) warnings: Vec<String>,
+}
+
+impl Known {
+    /// Refuses what CRIU did not take.
+    pub(super) fn is_of_programs(&self) -> Result<(), String> {
+        match &self.guest {
+            None => Ok(()),
+            Some(_) => Err(format!("{} is of a guest, which is not done here", self.info.id)),
+        }
+    }
+
+    /// Refuses what has no place in a file of a snapshot.
+    pub(super) fn can_be_a_file(&self) -> Result<(), String> {
+        match &self.guest {
+            None => Ok(()),
+            Some(_) => Err(format!(
+                "{} is of a guest, whose snapshots are in DRAM alone so far: they live as long as stratad",
+                self.info.id
+            )),
+        }
+    }
+}
+
+impl Snapshots {
+    /// Takes the memory and the devices of a guest. On an error it runs on.
+    pub(super) fn take_guest(
+        &self,
+        tenant: &Arc<Tenant>,
+        known: &mut Known,
+        spec: GuestSpec,
+        tell: Tell<'_>,
+    ) -> Result<(Freeze, Numbers), String> {
+        let launch = spec.launch.as_ref().ok_or("how it was started is not known as text")?;
+        let words: Vec<_> = launch.command.iter().skip(1).map(Into::into).collect();
+        // A snapshot of which no guest could come is none.
+        strata_vm::again(&words, &tenant.record().name, &self.guests.directory(tenant))
+            .map_err(|refusal| refusal.to_string())?;
+        let _alone = self.guests.alone(tenant)?;
+        let (stoppable, footing, pid) = Stoppable::new(&self.guests, tenant)?;
+        if footing.memory_bytes != spec.memory_bytes {
+            return Err(format!(
+                "it was promised {} bytes, and has {} bytes of memory that is captured",
+                spec.memory_bytes, footing.memory_bytes
+            ));
+        }
+        let range = memory_at(tenant, pid, footing.memory_start, footing.memory_bytes)?;
+        let files = footing
+            .files
+            .iter()
+            .map(|path| Image::of(&launch.directory, path))
+            .collect::<Result<_, _>>()?;
+        let stoppable = Arc::new(Mutex::new(stoppable));
+        let state = Arc::new(Mutex::new(Vec::new()));
+        self.disk.make(&known.info.id)?;
+        for most_frozen_pages in ATTEMPTS {
+            let (stops, goes_on) = (Arc::clone(&stoppable), Arc::clone(&stoppable));
+            let kept = Arc::clone(&state);
+            let request = SnapshotRequest {
+                freeze: Box::new(move || {
+                    let (since, bytes) = lock(&stops).stop().map_err(SnapshotError::Failed)?;
+                    *lock(&kept) = bytes;
+                    Ok(Standing { pids: vec![pid], since })
+                }),
+                thaw: Box::new(move || lock(&goes_on).go_on()),
+                most_frozen_pages,
+                stay: false,
+                only: Some(Only { pid, range }),
+            };
+            match tenant.snapshot(request, |done, total| tell(captured(done, total))) {
+                Ok(freeze) => {
+                    let bytes = std::mem::take(&mut *lock(&state));
+                    if let Err(why) = self.disk.write_state(&known.info.id, &bytes) {
+                        for process in &freeze.processes {
+                            tenant.remove_snapshot_memory(process.memory);
+                        }
+                        return Err(why);
+                    }
+                    known.info.guest = true;
+                    known.guest = Some(GuestPart {
+                        spec,
+                        memory: (range.start, range.end),
+                        state_bytes: bytes.len() as u64,
+                        state_sum: sum(&bytes),
+                        files,
+                    });
+                    return Ok((freeze, Numbers::new()));
+                }
+                Err(SnapshotError::Torn) => {}
+                Err(SnapshotError::Failed(why) | SnapshotError::Restless(why)) => return Err(why),
+            }
+        }
+        Err("its memory cannot be captured".into())
+    }
+
+    /// A guest's snapshot that is to be brought back by the user `uid`.
+    fn guest_of(
+        &self,
+        uid: u32,
+        named: &SnapshotRef,
+        tell: Tell<'_>,
+    ) -> Result<(Known, Arc<Tenant>, GuestPart), String> {
+        let (known, origin) = self.fitting(uid, named, tell)?;
+        let part = known.guest.clone().ok_or_else(|| format!("{named} is of no guest"))?;
+        if uid != known.info.uid {
+            // Its QEMU would run with more rights than the first one had.
+            return Err(format!(
+                "{named} is of user {}, who alone starts guests of it",
+                known.info.uid
+            ));
+        }
+        let directory = part.spec.launch.as_ref().map_or("/", |launch| &launch.directory);
+        for image in &part.files {
+            if Image::of(directory, &image.path)? != *image {
+                let path = &image.path;
+                return Err(format!(
+                    "{path}, which the guest reads, has changed since: its file system would be wrong"
+                ));
+            }
+        }
+        Ok((known, origin, part))
+    }
+
+    /// A tenant for a guest that is to come from a snapshot; `peer` starts its QEMU.
+    pub(crate) fn begin_guest(
+        &self,
+        peer: Peer,
+        named: &SnapshotRef,
+        name: Option<String>,
+        rollback: bool,
+    ) -> Result<Begun, String> {
+        let (known, origin, part) = self.guest_of(peer.uid, named, &mut |_| ())?;
+        let name = name.unwrap_or_else(|| self.free_clone_name(&known.info.tenant, 1));
+        let _turn = self.turn(&name)?;
+        let starter = Pidfd::open(peer.pid).map_err(|error| format!("whoever asked: {error}"))?;
+        if rollback {
+            let tenant = self.own_tenant(&name).filter(|tenant| tenant.attachment().1);
+            let tenant = tenant.ok_or_else(|| format!("{name} does not run"))?;
+            if !tenant.shares_pages_with(&origin) || self.guests.spec(&tenant).is_none() {
+                return Err(format!("{} was taken of another guest than {name}", known.info.id));
+            }
+            let warnings = adopted(&tenant, peer.pid, &starter);
+            return Ok(Begun { tenant, spec: part.spec, warnings });
+        }
+        if name != known.info.tenant {
+            let wish =
+                crate::tenants::Wish { starter: Some(peer.pid), ..wish_of(&known.info, &name) };
+            let (tenant, warnings) = self.tenants.create_beside(wish, &origin)?;
+            return Ok(Begun { tenant, spec: part.spec, warnings });
+        }
+        if !ends(&origin) {
+            return Err(format!(
+                "{name} is running; a living guest is rolled back (strata rollback) or cloned"
+            ));
+        }
+        let warnings = adopted(&origin, peer.pid, &starter);
+        Ok(Begun { tenant: origin, spec: part.spec, warnings })
+    }
+
+    /// Gives the guest that waits in the QEMU `pid` what the snapshot has, and lets it run.
+    pub(crate) fn fill_guest(
+        &self,
+        uid: u32,
+        tenant: &Arc<Tenant>,
+        named: &SnapshotRef,
+        (pid, rollback): (u32, bool),
+        tell: Tell<'_>,
+    ) -> Result<Revived, String> {
+        let name = tenant.record().name.clone();
+        let _turn = self.turn(&name)?;
+        let (known, origin, part) = self.guest_of(uid, named, tell)?;
+        let id = &known.info.id;
+        let process = known.processes.first().ok_or("it has no memory")?;
+        let memory = SpaceId(process.memory.ok_or("its memory is not loaded")?);
+        let bytes = self.disk.read_state(id, part.state_bytes + 1)?;
+        if bytes.len() as u64 != part.state_bytes || sum(&bytes) != part.state_sum {
+            return Err(format!("the state of its devices in {id} is not what was written"));
+        }
+        let _alone = self.guests.alone(tenant)?;
+        let mut talk = self.waiting(tenant, pid, rollback)?;
+        let said = |error: state::StateError| error.to_string();
+        talk.monitor.allow(SAID_WITHIN);
+        let (start, length) = state::memory(&mut talk.monitor).map_err(said)?;
+        let from = Range { start: part.memory.0, end: part.memory.1 };
+        if length != from.len() {
+            return Err(format!(
+                "its memory has {length} bytes, and {} in the snapshot",
+                from.len()
+            ));
+        }
+        let to = memory_at(tenant, pid, start, length)?;
+        tenant.fill(&origin, Filling { pid, memory, from, to, wanted: process.touched.clone() })?;
+        give_state(&mut talk, bytes)?;
+        if rollback {
+            self.end_before(tenant, pid)?;
+        }
+        talk.monitor.allow(SAID_WITHIN);
+        state::go_on(&mut talk.monitor).map_err(said)?;
+        self.descends(tenant, id);
+        if let Some(space) = tenant.space_of(pid) {
+            self.remember_touched(
+                id,
+                vec![(process.pid, space)],
+                to.start.wrapping_sub(from.start),
+            );
+        }
+        Ok(Revived { name, pid, forwards: Vec::new(), notes: Vec::new() })
+    }
+
+    /// Ends all of a tenant but its new QEMU, which is ready.
+    fn end_before(&self, tenant: &Arc<Tenant>, pid: u32) -> Result<(), String> {
+        let mut before = tenant.processes();
+        before.retain(|process| process.pid() != pid);
+        for process in &before {
+            process.pidfd().signal(SIGKILL);
+        }
+        let name = &tenant.record().name;
+        if !before.iter().all(|process| process.pidfd().exits_within(KILL_PATIENCE)) {
+            return Err(format!(
+                "the QEMU that ran was killed, and has not ended: {name} has ended"
+            ));
+        }
+        self.guests.next_is_here(tenant).map_err(|error| {
+            format!("{name} has ended, and its directory cannot be moved: {error}")
+        })
+    }
+
+    /// A conversation with the QEMU `pid`, which waits for the state of a guest: the only
+    /// process of the tenant, unless it is to take the place of another one.
+    fn waiting(&self, tenant: &Arc<Tenant>, pid: u32, rollback: bool) -> Result<Talk, String> {
+        let directory = match rollback {
+            true => self.guests.next_directory(tenant),
+            false => self.guests.directory(tenant),
+        };
+        let until = Instant::now() + STARTED_WITHIN;
+        loop {
+            let pids = tenant.pids();
+            let why = if pids == [pid] || rollback && pids.contains(&pid) {
+                match self.guests.talk(tenant, &directory, SAID_WITHIN) {
+                    Ok(mut talk) => match state::status(&mut talk.monitor) {
+                        Ok(status) if status == "inmigrate" => return Ok(talk),
+                        Ok(_) => return Err("its QEMU does not wait for a guest".to_owned()),
+                        Err(error) => error.to_string(),
+                    },
+                    Err(why) => why,
+                }
+            } else {
+                format!("its QEMU is not its only process ({pids:?})")
+            };
+            if Instant::now() > until {
+                return Err(why);
+            }
+            if is_ending(pid) {
+                return Err("its QEMU has ended".to_owned());
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+}
+
+/// Whoever starts a tenant's QEMU counts as the tenant's. What the user should know.
+fn adopted(tenant: &Tenant, pid: u32, starter: &Pidfd) -> Vec<String> {
+    let Some(directory) = &tenant.record().cgroup else { return Vec::new() };
+    match Cgroups::adopt(Path::new(directory), pid, starter) {
+        Ok(()) => Vec::new(),
+        Err(error) => vec![format!("no memory cgroup ({error}): see docs/limits.md")],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_changed_byte_changes_the_sum() {
+        assert_eq!(sum(b""), 0xcbf2_9ce4_8422_2325);
+        assert_eq!(sum(b"a"), 0xaf63_dc4c_8601_ec8c);
+        assert_ne!(sum(b"ab"), sum(b"ba"));
+    }
+
+    #[test]
+    fn an_image_that_was_written_is_another() {
+        let path = std::env::temp_dir().join(format!("strata-image-{}", std::process::id()));
+        let name = path.to_str().expect("text").to_owned();
+        std::fs::write(&path, "one").expect("a file");
+        let first = Image::of("/", &name).expect("there");
+        assert_eq!(Image::of("/", &name), Ok(first.clone()));
+        std::fs::write(&path, "more").expect("a file");
+        assert_ne!(Image::of("/", &name), Ok(first));
+        std::fs::remove_file(&path).expect("clean up");
+        assert!(Image::of("/", &name).expect_err("gone").contains(&name));
+    }
+}

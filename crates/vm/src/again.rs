@@ -1,0 +1,378 @@
+//! A guest's command line once more, for a second guest of its kind beside the first: a
+//! clone's, or what comes back from a snapshot. A pure function of the words.
+//!
+//! Each option is known to be harmless when two have it, or is changed, or refused: what
+//! nobody knows could be one thing of the machine's that both would write to.
+
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::path::Path;
+
+use crate::line::{Item, MAX_SOCKET_PATH_BYTES, MONITOR_SOCKET_NAME, items, path_in, text};
+use crate::options::Options;
+use crate::refusals::Refusal;
+
+/// Options without a value that two guests can have.
+const WORDS: [&str; 17] = [
+    "enable-kvm",
+    "mem-prealloc",
+    "no-acpi",
+    "no-fd-bootchk",
+    "no-hpet",
+    "no-reboot",
+    "no-shutdown",
+    "no-user-config",
+    "nodefaults",
+    "nodefconfig",
+    "nographic",
+    "no-quit",
+    "one-insn-per-tb",
+    "singlestep",
+    "usb",
+    "enable-sync-profile",
+    "full-screen",
+];
+/// Those that a second one is started without: it is in the background anyway, and
+/// whether it runs is the snapshot's business.
+const LEFT_OUT: [&str; 2] = ["daemonize", "S"];
+/// Options with a value that two guests can have. Drives among them: whoever takes the
+/// snapshot has seen that none can be written.
+const VALUED: [&str; 43] = [
+    "L",
+    "accel",
+    "acpitable",
+    "append",
+    "bios",
+    "blockdev",
+    "boot",
+    "cdrom",
+    "cpu",
+    "device",
+    "drive",
+    "dtb",
+    "fda",
+    "fdb",
+    "fw_cfg",
+    "global",
+    "hda",
+    "hdb",
+    "hdc",
+    "hdd",
+    "icount",
+    "initrd",
+    "iscsi",
+    "kernel",
+    "m",
+    "machine",
+    "mon",
+    "msg",
+    "mtdblock",
+    "numa",
+    "overcommit",
+    "pflash",
+    "rtc",
+    "sandbox",
+    "set",
+    "smbios",
+    "smp",
+    "tb-size",
+    "uuid",
+    "vga",
+    "audio",
+    "k",
+    "compat",
+];
+/// Objects that two guests can have.
+const OBJECTS: [&str; 6] =
+    ["memory-backend-ram", "iothread", "rng-builtin", "rng-random", "secret", "throttle-group"];
+/// Consoles of QEMU's that lead nowhere else.
+const INNER: [&str; 6] = ["none", "null", "stdio", "pty", "vc", "ringbuf"];
+
+/// A command line for a second guest.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Again {
+    /// Its words, without the program's own.
+    pub words: Vec<OsString>,
+    /// What is not as it was.
+    pub notes: Vec<String>,
+}
+
+/// The words of a guest that is to be called `name` and whose files are in `directory`.
+///
+/// # Errors
+/// There cannot be a second one like it: why, and what to do.
+pub fn again(words: &[OsString], name: &str, directory: &Path) -> Result<Again, Refusal> {
+    let mut second = Second { name, directory, taken: BTreeSet::new(), notes: Vec::new() };
+    let mut all = Vec::new();
+    for item in items(words)? {
+        match item {
+            Item::Word(word) => {
+                let bare = word.to_str().and_then(|word| word.strip_prefix('-'));
+                let bare = bare.map(|bare| bare.strip_prefix('-').unwrap_or(bare));
+                match bare {
+                    Some(bare) if LEFT_OUT.contains(&bare) => {}
+                    Some(bare) if !WORDS.contains(&bare) => return Err(unknown(bare)),
+                    _ => all.push(word),
+                }
+            }
+            Item::Option { word, name, value } if VALUED.contains(&name.as_str()) => {
+                if name == "device" {
+                    second.device(text(&value, &name)?)?;
+                }
+                all.extend([word, value]);
+            }
+            Item::Option { word, name, value } => {
+                let value = second.changed(&name, text(&value, &name)?)?;
+                all.extend([word, value.into()]);
+            }
+        }
+    }
+    Ok(Again { words: all, notes: second.notes })
+}
+
+fn unknown(option: &str) -> Refusal {
+    Refusal::new(
+        format!("whether two guests can have -{option} is not known"),
+        "start the guest without it",
+    )
+}
+
+fn one_only(what: &str) -> Refusal {
+    Refusal::new(format!("{what} is one guest's only"), "start the guest without it")
+}
+
+struct Second<'a> {
+    name: &'a str,
+    directory: &'a Path,
+    /// Files in the directory.
+    taken: BTreeSet<String>,
+    notes: Vec<String>,
+}
+
+impl Second<'_> {
+    fn device(&self, value: &str) -> Result<(), Refusal> {
+        let options = Options::parse(value, "driver")?;
+        let driver = options.get("driver").unwrap_or_default();
+        if ["vhost-", "usb-host", "scsi-generic", "scsi-block"]
+            .iter()
+            .any(|of| driver.starts_with(of))
+        {
+            return Err(one_only(&format!("the device {driver}")));
+        }
+        Ok(())
+    }
+
+    fn changed(&mut self, option: &str, value: &str) -> Result<String, Refusal> {
+        match option {
+            "name" => {
+                let mut options = Options::parse(value, "guest")?;
+                options.set("guest", self.name);
+                Ok(options.to_string())
+            }
+            "netdev" | "nic" | "net" => self.network(option, value),
+            "object" => {
+                let options = Options::parse(value, "qom-type")?;
+                let kind = options.get("qom-type").unwrap_or_default();
+                match OBJECTS.contains(&kind.as_str()) {
+                    true => Ok(value.to_owned()),
+                    false => Err(one_only(&format!("the object {kind}"))),
+                }
+            }
+            "display" | "vnc" if value == "none" => Ok(value.to_owned()),
+            "serial" | "parallel" | "monitor" | "qmp" | "qmp-pretty" | "debugcon" => {
+                self.console(value)
+            }
+            "chardev" => self.chardev(value),
+            "pidfile" | "D" => self.file(value),
+            _ => Err(unknown(option)),
+        }
+    }
+
+    fn network(&mut self, option: &str, value: &str) -> Result<String, Refusal> {
+        let mut options = Options::parse(value, "type")?;
+        let kind = options.get("type").unwrap_or_default();
+        if !matches!(kind.as_str(), "user" | "none" | "nic") {
+            return Err(Refusal::new(
+                format!("two guests with one address would be on the network of -{option} {kind}"),
+                "give the guest user networking (-nic user), or none",
+            ));
+        }
+        for key in ["hostfwd", "guestfwd", "smb", "smbserver"] {
+            if options.remove(key) {
+                self.notes.push(format!("its network has no {key}, which is the first guest's"));
+            }
+        }
+        Ok(options.to_string())
+    }
+
+    /// What is connected to a serial line and the like.
+    fn console(&mut self, value: &str) -> Result<String, Refusal> {
+        let (mux, rest) = match value.strip_prefix("mon:") {
+            Some(rest) => ("mon:", rest),
+            None => ("", value),
+        };
+        let kind = rest.split([':', ',']).next().unwrap_or_default();
+        if INNER.contains(&kind) || kind == "chardev" {
+            return Ok(value.to_owned());
+        }
+        match rest.split_once(':') {
+            Some(("file", path)) => Ok(format!("{mux}file:{}", self.file(path)?)),
+            Some(("unix", rest)) => {
+                let options = self.socket(Options::parse(rest, "path")?)?;
+                Ok(format!("{mux}unix:{options}"))
+            }
+            _ => Err(one_only(&format!("the console {kind}"))),
+        }
+    }
+
+    fn chardev(&mut self, value: &str) -> Result<String, Refusal> {
+        let mut options = Options::parse(value, "backend")?;
+        let kind = options.get("backend").unwrap_or_default();
+        match (kind.as_str(), options.get("path")) {
+            (inner, _) if INNER.contains(&inner) => {}
+            ("file", Some(path)) => options.set("path", &self.file(&path)?),
+            ("socket", Some(_)) => options = self.socket(options)?,
+            _ => return Err(one_only(&format!("the console {kind}"))),
+        }
+        Ok(options.to_string())
+    }
+
+    /// A socket of its own that nobody needs to be connected to.
+    fn socket(&mut self, mut options: Options) -> Result<Options, Refusal> {
+        if !options.is_on("server") {
+            return Err(one_only("a console that connects to a socket"));
+        }
+        let path = self.file(&options.get("path").unwrap_or_default())?;
+        if path.len() > MAX_SOCKET_PATH_BYTES {
+            let why = format!("the socket {path} would have too long a path");
+            return Err(Refusal::new(why, "give the guest a shorter name"));
+        }
+        options.set("path", &path);
+        options.set("wait", "off");
+        Ok(options)
+    }
+
+    /// A file of its own in the place of one of the first guest's.
+    fn file(&mut self, path: &str) -> Result<String, Refusal> {
+        let own = Path::new(path).file_name().and_then(|name| name.to_str()).unwrap_or("file");
+        let is_free = |name: &str| {
+            !self.taken.contains(name)
+                && name != MONITOR_SOCKET_NAME
+                && !name.starts_with("strata-")
+        };
+        let numbered = |number: u32| match number {
+            0 => own.to_owned(),
+            _ => format!("{number}-{own}"),
+        };
+        let name = (0..).map(numbered).find(|name| is_free(name)).expect("numbers do not run out");
+        let path_here = path_in(self.directory, &name)?;
+        self.notes.push(format!("in the place of {path} it has {path_here}"));
+        self.taken.insert(name);
+        Ok(path_here)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn second(words: &[&str]) -> Result<Again, Refusal> {
+        let words: Vec<OsString> = words.iter().map(OsString::from).collect();
+        again(&words, "b", Path::new("/run/strata/guests/0.b"))
+    }
+
+    fn words(words: &[&str]) -> Vec<String> {
+        let found = second(words).expect("there can be a second one").words;
+        found.into_iter().map(|word| word.into_string().expect("text")).collect()
+    }
+
+    #[test]
+    fn what_two_can_have_stays() {
+        let line = [
+            "-cpu",
+            "max",
+            "-nodefaults",
+            "-display",
+            "none",
+            "-kernel",
+            "/k",
+            "-append",
+            "console=ttyS0 -x",
+            "-device",
+            "virtio-net-pci,netdev=n",
+            "-netdev",
+            "user,id=n",
+            "-object",
+            "memory-backend-ram,id=m,size=1G",
+            "-serial",
+            "mon:stdio",
+            "/disk.img",
+            "-serial",
+            "chardev:c",
+            "-chardev",
+            "null,id=c",
+        ];
+        let mut expected = line.to_vec();
+        (expected[12], expected[21]) = ("type=user,id=n", "backend=null,id=c");
+        assert_eq!(words(&line), expected);
+    }
+
+    #[test]
+    fn its_own_things_are_its_own() {
+        let here = "/run/strata/guests/0.b";
+        let found = second(&[
+            "-name",
+            "a,process=x",
+            "-S",
+            "-daemonize",
+            "-pidfile",
+            "/run/a.pid",
+            "-serial",
+            "file:/var/log/a.log",
+            "-serial",
+            "unix:/x/a.log,server=on,wait=on",
+            "-chardev",
+            "socket,id=q,path=monitor,server,nowait",
+            "-nic",
+            "user,hostfwd=tcp::22-:22,model=e1000",
+        ])
+        .expect("there can be");
+        let expected = [
+            "-name".to_owned(),
+            "guest=b,process=x".into(),
+            "-pidfile".into(),
+            format!("{here}/a.pid"),
+            "-serial".into(),
+            format!("file:{here}/a.log"),
+            "-serial".into(),
+            format!("unix:path={here}/1-a.log,server=on,wait=off"),
+            "-chardev".into(),
+            format!("backend=socket,id=q,path={here}/1-monitor,server=on,wait=off"),
+            "-nic".into(),
+            "type=user,model=e1000".into(),
+        ];
+        assert_eq!(found.words, expected.map(OsString::from));
+        assert_eq!(found.notes.len(), 5, "{:?}", found.notes);
+    }
+
+    #[test]
+    fn what_is_one_guests_or_not_known_is_refused_by_name() {
+        for (line, named) in [
+            (&["-vnc", ":1"][..], "-vnc"),
+            (&["-netdev", "tap,id=n"], "tap"),
+            (&["-serial", "tcp::4444,server=on"], "tcp"),
+            (&["-chardev", "socket,id=c,path=/x"], "connects to a socket"),
+            (&["-chardev", "pipe,id=c,path=/x"], "pipe"),
+            (&["-device", "usb-host,hostbus=1"], "usb-host"),
+            (&["-object", "filter-dump,id=f,file=/x"], "filter-dump"),
+            (&["-incoming", "tcp:0:4444"], "-incoming"),
+            (&["-snapshot"], "-snapshot"),
+            (&["-gdb", "tcp::1234"], "-gdb"),
+        ] {
+            let refusal = second(line).expect_err(named);
+            assert!(refusal.why.contains(named), "{}", refusal.why);
+        }
+        let long = "x".repeat(100);
+        assert!(second(&["-serial", &format!("unix:/{long},server=on")]).is_err());
+    }
+}

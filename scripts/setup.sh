@@ -99,6 +99,12 @@ need_guest() {
     need ndctl ndctl
     need e2fsprogs mkfs.ext4
     need redis-server redis-server
+    need libvirt-daemon libvirtd
+    need libvirt-daemon virtlogd
+    need libvirt-clients virsh
+    need_file libvirt-daemon-driver-qemu '/usr/lib/*/libvirt/connection-driver/libvirt_driver_qemu.so'
+    # Its configuration, and the user whose processes its guests are.
+    need_file libvirt-daemon-system /etc/libvirt/qemu.conf
 }
 
 # What CRIU wants of a kernel and Debian's has in modules.
@@ -180,15 +186,24 @@ install_missing() {
     as_root env DEBIAN_FRONTEND=noninteractive \
         apt-get install -q -y --no-install-recommends $packages ||
         stop "apt-get could not install: ${packages% }"
-    # The server is wanted as a program, not at every boot. It was not
+    # Servers are wanted as programs, not at every boot. They were not
     # installed before, so nobody's service is switched off here.
     case " $packages" in *" redis-server "*)
-        for unit in redis-server.service redis.service; do
-            if command -v systemctl >/dev/null; then
-                as_root systemctl disable -q "$unit" 2>/dev/null || true
-            fi
-        done ;;
+        not_at_boot redis-server.service redis.service ;;
     esac
+    case " $packages" in *" libvirt-daemon-system "*)
+        not_at_boot libvirtd.service libvirtd.socket libvirtd-ro.socket libvirtd-admin.socket \
+            libvirt-guests.service virtlogd.socket virtlogd-admin.socket virtlockd.socket \
+            virtlockd-admin.socket ;;
+    esac
+}
+
+not_at_boot() {
+    local unit
+    command -v systemctl >/dev/null || return 0
+    for unit in "$@"; do
+        as_root systemctl disable -q "$unit" 2>/dev/null || true
+    done
 }
 
 case ${1:-} in

@@ -36,7 +36,7 @@ const SOURCE: &str = include_str!("../../programs/merged.c");
 
 /// What was seen of two programs.
 struct Seen {
-    sharing_pages: f64,
+    merged_pages: f64,
     rounds: f64,
     /// At the end; none without Strata.
     stats: Vec<Stats>,
@@ -62,18 +62,18 @@ pub(super) fn merging(bench: &Bench, results: &mut PartResults) -> Result<()> {
             let stats = &seen.stats;
             let sum = |of: fn(&Stats) -> u64| stats.iter().map(of).sum::<u64>() as f64;
             results.raw.push(serde_json::json!({
-                "strata": is_managed, "pages_sharing": seen.sharing_pages,
+                "strata": is_managed, "merged_pages": seen.merged_pages,
                 "rounds": seen.rounds, "stats": stats,
             }));
             if is_managed {
-                with.samples.push(seen.sharing_pages);
+                with.samples.push(seen.merged_pages);
                 fast.samples.push(seen.rounds);
                 let evictions = sum(|stats| stats.evictions_total).max(1.0);
                 let refusals = sum(|stats| stats.evictions_refused_total);
                 refused.samples.push(100.0 * refusals / evictions);
                 spared.samples.push(sum(|stats| stats.merged_saved_bytes) / f64::from(1 << 20));
             } else {
-                without.samples.push(seen.sharing_pages);
+                without.samples.push(seen.merged_pages);
                 native.samples.push(seen.rounds);
             }
         }
@@ -89,7 +89,7 @@ pub(super) fn merging(bench: &Bench, results: &mut PartResults) -> Result<()> {
         ..alone(name, unit, left)
     };
     results.series.extend([
-        beside("pages merged (pages_sharing)", "pages", with, without),
+        beside("pages merged, of both programs", "pages", with, without),
         beside("rounds through all memory, both programs", "rounds", fast, native),
         alone("evictions refused", "%", refused),
         alone("spared by merging, as both tenants are told", "MiB", spared),
@@ -123,9 +123,11 @@ fn switched_on(bench: &Bench) -> Result<Vec<Registered>> {
     Ok(undo)
 }
 
-fn sharing_pages() -> Result<f64> {
-    let text = fs::read_to_string(Path::new(KSM).join("pages_sharing")).context("read KSM")?;
-    text.trim().parse().context("read what KSM has merged")
+/// Pages of a process that are merged: of the machine's count others' guests are a part.
+fn merged_pages(pid: u32) -> Result<f64> {
+    let text = fs::read_to_string(format!("/proc/{pid}/ksm_stat")).context("ask what is merged")?;
+    let word = text.lines().find_map(|line| line.strip_prefix("ksm_merging_pages "));
+    word.and_then(|word| word.trim().parse().ok()).context("read what is merged")
 }
 
 fn started(program: &Path, seconds: u64, wrapping: &Wrapping) -> Result<Child> {
@@ -150,7 +152,8 @@ fn two(program: &Path, seconds: u64, strata: Option<&Strata>, repetition: usize)
     while began.elapsed() + Duration::from_secs(1) < Duration::from_secs(seconds) {
         interrupt::check()?;
         thread::sleep(LOOK_EVERY);
-        seen.push(sharing_pages()?);
+        let merged = children.iter().map(|child| merged_pages(child.id()));
+        seen.push(merged.sum::<Result<f64>>()?);
         if let Some(strata) = strata {
             stats = names.iter().map(|name| strata.stats(name)).collect::<Result<_>>()?;
         }
@@ -162,6 +165,6 @@ fn two(program: &Path, seconds: u64, strata: Option<&Strata>, repetition: usize)
     }
     let mut last = seen.split_off(seen.len() * 2 / 3);
     last.sort_by(f64::total_cmp);
-    let sharing_pages = last.get(last.len() / 2).copied().context("nothing was seen")?;
-    Ok(Seen { sharing_pages, rounds, stats })
+    let merged_pages = last.get(last.len() / 2).copied().context("nothing was seen")?;
+    Ok(Seen { merged_pages, rounds, stats })
 }

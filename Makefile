@@ -52,7 +52,7 @@ mutants: ## Break ten lines, one after the other: do the tests notice?
 	@scripts/setup.sh test
 	@tests/mutants.py
 
-fuzz: ## What strangers send, under a coverage-guided fuzzer (SECONDS=60 for each of six targets)
+fuzz: ## What strangers send, under a coverage-guided fuzzer (SECONDS=60 for each of ten targets)
 	@scripts/setup.sh build
 	scripts/fuzz.sh $(or $(SECONDS),60)
 

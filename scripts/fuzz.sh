@@ -15,7 +15,8 @@ cd "$(dirname "$0")/.."
 seconds=${1:-60}
 shift || true
 targets=("$@")
-[ ${#targets[@]} -gt 0 ] || targets=(control agent archive claims store registry monitor)
+[ ${#targets[@]} -gt 0 ] ||
+    targets=(control agent handshake block archive claims store tier pages registry monitor)
 
 host=$(rustc -vV | sed -n 's/^host: //p')
 build=$(realpath -m "${CARGO_TARGET_DIR:-target}")/fuzz

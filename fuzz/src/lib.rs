@@ -6,6 +6,7 @@
 //! and on changes of it, as an ordinary test. What a fuzzer finds is kept there.
 #![forbid(unsafe_code)]
 
+mod agents;
 mod monitor;
 mod recovery;
 mod snapshots;
@@ -19,20 +20,25 @@ use strata_sys::SharedMemory;
 use strata_units::wire::{self, AsBytes};
 use strata_units::{HintKind, Hints};
 
+pub use agents::{block, handshake};
 pub use monitor::monitor;
-pub use recovery::store;
+pub use recovery::{pages, store, tier};
 pub use snapshots::{archive, claims};
 
 /// A target by its name.
 pub type Target = fn(&[u8]);
 
 /// All of them, by the names of their directories in `corpus/`.
-pub const TARGETS: [(&str, Target); 7] = [
+pub const TARGETS: [(&str, Target); 11] = [
     ("control", control),
     ("agent", agent),
+    ("handshake", handshake),
+    ("block", block),
     ("archive", archive),
     ("claims", claims),
     ("store", store),
+    ("tier", tier),
+    ("pages", pages),
     ("registry", registry),
     ("monitor", monitor),
 ];

@@ -98,4 +98,6 @@ macro_rules! replayed {
     };
 }
 
-replayed!(control, agent, archive, claims, store, registry, monitor);
+replayed!(
+    control, agent, handshake, block, archive, claims, store, tier, pages, registry, monitor
+);

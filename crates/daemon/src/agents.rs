@@ -16,11 +16,11 @@ use strata_sys::{
     ControlBlock, Disproof, Priority, Process, Range, SeqPacket, SeqPacketListener, UffdError,
     Userfaultfd, open_device,
 };
+use strata_units::SpaceId;
+use strata_units::handshake::{Amiss, Handshake, Heard};
 use strata_units::wire::{
-    AsBytes, Hello, HelloKind, MAGIC, Ready, TRANSFER_PAGES, Userfaultfd as UffdMessage, Verdict,
-    Welcome,
+    AsBytes, Hello, HelloKind, MAGIC, Ready, Userfaultfd as UffdMessage, Verdict, Welcome,
 };
-use strata_units::{PAGE_SIZE, SpaceId};
 
 use crate::admission::{Deadline, Room};
 use crate::config::Config;
@@ -43,8 +43,6 @@ const RULES: Rules = Rules {
 };
 /// How long an agent waits for another one of its process to be done with.
 const COMING: Duration = Duration::from_millis(500);
-/// Highest address of a process that we manage (47 bits).
-const HIGHEST: u64 = 1 << 47;
 
 /// By which of the two sockets an agent came.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -136,28 +134,8 @@ fn invalid(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what.to_owned())
 }
 
-/// A hello whose numbers make sense.
-fn checked(hello: &Hello) -> io::Result<HelloKind> {
-    let aligned = |address: u64| address.is_multiple_of(PAGE_SIZE as u64);
-    let transfer_end = hello.transfer.saturating_add((TRANSFER_PAGES * PAGE_SIZE) as u64);
-    let kind = match hello.kind {
-        1 => HelloKind::Start,
-        2 => HelloKind::Forked,
-        3 => HelloKind::Resumed,
-        4 => HelloKind::Restored,
-        _ => return Err(invalid("says hello in an unknown way")),
-    };
-    let sane = hello.magic == MAGIC
-        && aligned(hello.transfer)
-        && aligned(hello.probe)
-        && hello.transfer != 0
-        && transfer_end <= HIGHEST
-        && hello.probe < HIGHEST
-        && hello.own_start <= hello.own_end
-        && hello.own_end <= HIGHEST
-        && aligned(hello.restart)
-        && (hello.restart == 0 || (hello.own_start..hello.own_end).contains(&hello.restart));
-    if sane { Ok(kind) } else { Err(invalid("its hello is of another version, or garbage")) }
+fn amiss(what: Amiss) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what)
 }
 
 fn hail_of(hello: &Hello, process: &Arc<Process>) -> Hail {
@@ -204,12 +182,11 @@ impl Reception {
         socket.set_timeout(deadline.time_left()?)?;
         let mut bytes = [0; size_of::<Hello>()];
         let (got, fds) = socket.receive(&mut bytes)?;
-        if got == 0 {
+        let mut handshake = Handshake::default();
+        let Heard::Hello(hello, kind) = handshake.hear(&bytes[..got], fds.len()).map_err(amiss)?
+        else {
             return Ok(());
-        }
-        let hello =
-            Hello::from_bytes(&bytes[..got]).ok_or_else(|| invalid("its hello is cut short"))?;
-        let kind = checked(&hello)?;
+        };
         // A private daemon's front door is one user's; without a token, whoever comes
         // there is managed by a rule.
         let unknown = kind == HelloKind::Start || (hello.token == 0 && self.private_uid.is_some());
@@ -276,13 +253,12 @@ impl Reception {
         }
         let device = open_device()?;
         self.answer(&socket, Verdict::Create as u32 | required, 0, &[&control, &device])?;
+        handshake.asked_for_userfaultfd();
         socket.set_timeout(deadline.time_left()?)?;
         let mut bytes = [0; size_of::<UffdMessage>()];
         let (got, mut fds) = socket.receive(&mut bytes)?;
-        let whole = UffdMessage::from_bytes(&bytes[..got]).is_some_and(|m| m.magic == MAGIC);
-        let (Some(fd), true) = (fds.pop(), whole) else {
-            return Err(invalid("it sent no userfaultfd"));
-        };
+        handshake.hear(&bytes[..got], fds.len()).map_err(amiss)?;
+        let fd = fds.pop().ok_or(Amiss::NoUserfaultfd).map_err(amiss)?;
         let uffd = Userfaultfd::handshake(fd).map_err(|error| match error {
             UffdError::Features(missing) => io::Error::other(format!(
                 "this kernel lacks userfaultfd features {missing:#x} (UFFDIO_MOVE needs Linux 6.8); see strata doctor"

@@ -290,13 +290,7 @@ impl Evictor {
             space.has_strays.store(true, Ordering::Release);
             return count;
         }
-        let mut results: Vec<Moved> = control.entries[..count]
-            .iter()
-            .map(|entry| match entry.result.load(Ordering::Acquire) {
-                0 => Moved::Yes,
-                other => Moved::No(other),
-            })
-            .collect();
+        let mut results = results_of(control, count);
         let all = results.iter().all(|result| *result == Moved::Yes);
         if !all && look_what_moved(space, agent, first, &mut results).is_err() {
             space.has_strays.store(true, Ordering::Release);
@@ -411,6 +405,17 @@ impl Evictor {
         agent.command(Command::Populate, 0, addresses.len() as u32);
         agent.wait_idle(space, PATIENCE)
     }
+}
+
+/// How the first `count` pages of a batch ended, as its agent says; read once.
+pub(crate) fn results_of(control: &Control, count: usize) -> Vec<Moved> {
+    let entries = control.entries[..count].iter();
+    entries
+        .map(|entry| match entry.result.load(Ordering::Acquire) {
+            0 => Moved::Yes,
+            other => Moved::No(other),
+        })
+        .collect()
 }
 
 /// Corrects what is said not to have been moved: the page tables have the last word.

@@ -54,6 +54,8 @@ mod survey;
 mod tenant;
 mod together;
 mod unattended;
+#[doc(hidden)]
+pub mod untrusted;
 mod unwritten;
 mod usage;
 mod watching;

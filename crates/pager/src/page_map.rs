@@ -7,7 +7,7 @@
 //! then) and cleared first when it is given back.
 
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
@@ -72,27 +72,32 @@ impl PageMap {
 
     /// Numbers of the descriptors, for [`Self::attach`].
     pub(crate) fn fds(&self) -> Vec<RawFd> {
-        [&self.entries, &self.ages, &self.owners].map(|file| file.as_fd().as_raw_fd()).to_vec()
+        self.files().map(|file| file.as_raw_fd()).to_vec()
+    }
+
+    pub(crate) fn files(&self) -> [BorrowedFd<'_>; 3] {
+        [&self.entries, &self.ages, &self.owners].map(|file| file.as_fd())
     }
 
     /// Maps an earlier worker's files again.
     pub(crate) fn attach(fds: &[RawFd]) -> io::Result<Self> {
+        let files = fds.iter().map(|&fd| adopt_fd(fd)).collect::<Option<Vec<OwnedFd>>>();
+        Self::of_files(files.unwrap_or_default())
+    }
+
+    /// The same, of descriptors that are the caller's.
+    pub(crate) fn of_files(files: Vec<OwnedFd>) -> io::Result<Self> {
         let missing = || io::Error::new(io::ErrorKind::InvalidData, "a page map file is gone");
-        let mut files = fds.iter().map(|&fd| adopt_fd(fd)).collect::<Option<Vec<OwnedFd>>>();
-        let mut next = || -> io::Result<SharedMemory> {
-            let fds = files.as_mut().ok_or_else(missing)?;
-            if fds.is_empty() {
-                return Err(missing());
-            }
-            SharedMemory::from_fd(fds.remove(0))
-        };
+        let mut files = files.into_iter();
+        let mut next = || SharedMemory::from_fd(files.next().ok_or_else(missing)?);
         let this =
             Self { entries: next()?, ages: next()?, owners: next()?, free: Mutex::default() };
         let next = this.high_water().load(Ordering::Acquire).min(this.most_leaves()) as u32;
         let mut free = Free { next, list: Vec::new() };
         for leaf in (0..next).map(LeafIndex) {
-            if this.owner_word(leaf).load(Ordering::Acquire) == 0 {
+            if this.owner(leaf).is_none() {
                 // A worker killed while it gave the leaf back left entries.
+                this.owner_word(leaf).store(0, Ordering::Release);
                 this.clear(leaf)?;
                 free.list.push(leaf);
             }
@@ -133,10 +138,11 @@ impl PageMap {
         })
     }
 
-    /// The space and piece of a leaf; none while it is free.
+    /// The space and piece of a leaf; none while it is free, or its owner is no space.
     pub(crate) fn owner(&self, leaf: LeafIndex) -> Option<(SpaceId, Piece)> {
         let word = self.owner_word(leaf).load(Ordering::Acquire);
-        (word != 0).then(|| (SpaceId((word >> 32) as u32 - 1), word as u32))
+        let space = ((word >> 32) as u32).checked_sub(1)?;
+        Some((SpaceId(space), word as u32))
     }
 
     /// Takes a leaf, all of whose pages are untouched. None: the tenant manages

@@ -18,7 +18,7 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
-use strata_store::{Descriptors, Store};
+use strata_store::{Descriptors, Store, StoreConfig};
 use strata_sys::{
     ControlBlock, EventFd, PROCESS_FDS, Process, Range, SeqPacket, Userfaultfd, adopt_fd,
 };
@@ -42,9 +42,9 @@ fn store_descriptors(record: &TenantRecord) -> io::Result<Descriptors> {
 }
 
 /// The page map and the store of tenants that share them.
-struct Files {
-    map: Arc<PageMap>,
-    store: Arc<Store>,
+pub(crate) struct Files {
+    pub(crate) map: Arc<PageMap>,
+    pub(crate) store: Arc<Store>,
     /// Every leaf, by space.
     directories: HashMap<SpaceId, BTreeMap<Piece, LeafIndex>>,
 }
@@ -53,8 +53,15 @@ impl Files {
     fn recover(record: &TenantRecord) -> io::Result<Self> {
         let map = PageMap::attach(&record.map_fds)?;
         let tier = record.tier.as_ref().map(|(path, limit)| (PathBuf::from(path), *limit));
-        let mut recovering = Store::recover(store_descriptors(record)?, store_config(&tier))
-            .map_err(io::Error::other)?;
+        Self::of(map, store_descriptors(record)?, store_config(&tier))
+    }
+
+    pub(crate) fn of(
+        map: PageMap,
+        descriptors: Descriptors,
+        config: StoreConfig,
+    ) -> io::Result<Self> {
+        let mut recovering = Store::recover(descriptors, config).map_err(io::Error::other)?;
         // The store counts references from the page map before it serves; the
         // events of step 3 release and retain, so they wait for it.
         let mut directories: HashMap<SpaceId, BTreeMap<Piece, LeafIndex>> = HashMap::new();

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod decimal;
+pub mod handshake;
 mod hints;
 mod ids;
 mod label;

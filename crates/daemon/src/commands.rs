@@ -12,7 +12,7 @@ use strata_api::{
 };
 use strata_pager::{Claim, ReleaseRefused, Space, Tenant};
 use strata_snapshot::{Terminals, is_ending};
-use strata_sys::peer::Peer;
+use strata_sys::peer::{KnownPeer, Peer};
 use strata_sys::{Pidfd, Priority, SIGTERM, collect_child, status_of_collected, total_bytes};
 use strata_units::ByteSize;
 use strata_units::wire::{ENV_SOCKET, ENV_TOKEN};
@@ -59,9 +59,15 @@ impl Handler for Commands {
         logbook::tell_of(uid, "control", Priority::Warning, line);
     }
 
-    fn handle(&self, peer: Peer, request: Request, tell: Tell<'_>) -> Reply {
+    fn handle(
+        &self,
+        peer: Peer,
+        known: Option<KnownPeer>,
+        request: Request,
+        tell: Tell<'_>,
+    ) -> Reply {
         let asked = request.clone();
-        let mut reply = self.answer(peer, request, tell);
+        let mut reply = self.answer(peer, known, request, tell);
         if let Reply::Stats { stats } = &mut reply {
             self.guests.add(stats);
         }
@@ -73,7 +79,13 @@ impl Handler for Commands {
 }
 
 impl Commands {
-    fn answer(&self, peer: Peer, request: Request, tell: Tell<'_>) -> Reply {
+    fn answer(
+        &self,
+        peer: Peer,
+        known: Option<KnownPeer>,
+        request: Request,
+        tell: Tell<'_>,
+    ) -> Reply {
         if request.shows_progress() {
             self.snapshots.learn_criu(peer);
         }
@@ -83,7 +95,9 @@ impl Commands {
                 version: env!("CARGO_PKG_VERSION").into(),
                 pid: self.supervisor_pid,
             },
-            Request::Run { name, dram_bytes, command } => self.run(peer, name, dram_bytes, command),
+            Request::Run { name, dram_bytes, command } => {
+                self.run(peer, known, name, dram_bytes, command)
+            }
             Request::Guest { name, guest } => {
                 self.with(peer, &name, |tenant| self.guests.make(peer, tenant, guest))
             }
@@ -408,6 +422,7 @@ impl Commands {
     fn run(
         &self,
         peer: Peer,
+        known: Option<KnownPeer>,
         name: Option<String>,
         dram_bytes: Option<u64>,
         command: Vec<String>,
@@ -437,7 +452,7 @@ impl Commands {
             claim,
             tier_limit: None,
             tier_order: None,
-            starter: Some(peer.pid),
+            starter: known.map(|known| (peer.pid, known.into_pidfd())),
             of_rule: false,
         };
         match self.tenants.create(wish) {

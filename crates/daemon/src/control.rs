@@ -18,7 +18,7 @@ use serde::Serialize;
 use strata_api::{
     MAX_LINE_BYTES, NO_ROOM_NOW, Progress, Reply, Request, name_problem, named_problem,
 };
-use strata_sys::peer::{Peer, peer_lives, peer_of};
+use strata_sys::peer::{KnownPeer, Peer, peer_of};
 
 use crate::admission::{Deadline, Gate, Place, Room};
 
@@ -27,10 +27,12 @@ use crate::admission::{Deadline, Gate, Place, Room};
 pub(crate) trait Handler: Send + Sync + 'static {
     /// Does what `peer` asks, if `peer` may ask it. Names in `request` are well-formed
     /// (see [`name_problem`], [`named_problem`]); all else is as the client sent it.
+    /// `known`: the process, which lives, where the request is about it.
     /// `tell` passes on how far long work is; it is cheap to call often.
     fn handle(
         &self,
         peer: Peer,
+        known: Option<KnownPeer>,
         request: Request,
         tell: &mut (dyn FnMut(Progress) + Send),
     ) -> Reply;
@@ -228,12 +230,11 @@ fn converse(shared: &Shared, place: Place, peer: Peer, mut stream: UnixStream, d
     let limits = &shared.limits;
     let reply = match read_line(&mut stream, limits.line_bytes, deadline) {
         Ok(line) => match parse(&line) {
-            Ok(request) if request.is_about_the_caller() && !peer_lives(&stream) => {
-                let why = "asks for a process that has ended".to_owned();
-                shared.complain(peer, &why);
-                Reply::Error { message: why, hint: String::new() }
-            }
             Ok(request) => {
+                let known = match request.is_about_the_caller() {
+                    true => KnownPeer::of(&stream).map(Some),
+                    false => Ok(None),
+                };
                 let mut told = Instant::now();
                 let mut tell = |progress: Progress| {
                     if told.elapsed() >= TELL_EVERY {
@@ -243,7 +244,14 @@ fn converse(shared: &Shared, place: Place, peer: Peer, mut stream: UnixStream, d
                         let _ = write_all(&mut stream, &line_of(&progress), deadline);
                     }
                 };
-                shared.handler.handle(peer, request, &mut tell)
+                match known {
+                    Ok(known) => shared.handler.handle(peer, known, request, &mut tell),
+                    Err(_) => {
+                        let why = "asks for a process that has ended".to_owned();
+                        shared.complain(peer, &why);
+                        Reply::Error { message: why, hint: String::new() }
+                    }
+                }
             }
             Err(why) => {
                 shared.complain(peer, &why);

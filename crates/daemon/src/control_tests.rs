@@ -20,7 +20,14 @@ struct Recorder {
 }
 
 impl Handler for Recorder {
-    fn handle(&self, peer: Peer, request: Request, _: &mut (dyn FnMut(Progress) + Send)) -> Reply {
+    fn handle(
+        &self,
+        peer: Peer,
+        known: Option<KnownPeer>,
+        request: Request,
+        _: &mut (dyn FnMut(Progress) + Send),
+    ) -> Reply {
+        assert_eq!(known.is_some(), request.is_about_the_caller());
         self.handled.fetch_add(1, Ordering::SeqCst);
         *lock(&self.last) = Some((peer, request));
         Reply::Done { note: "handled".into() }
@@ -181,7 +188,13 @@ fn a_client_that_trickles_is_dropped() {
 fn a_client_that_takes_no_reply_is_dropped() {
     struct Verbose;
     impl Handler for Verbose {
-        fn handle(&self, _: Peer, _: Request, _: &mut (dyn FnMut(Progress) + Send)) -> Reply {
+        fn handle(
+            &self,
+            _: Peer,
+            _: Option<KnownPeer>,
+            _: Request,
+            _: &mut (dyn FnMut(Progress) + Send),
+        ) -> Reply {
             Reply::Done { note: "x".repeat(MAX_LINE_BYTES - 100) }
         }
         fn log(&self, _: u32, _: &str) {}

@@ -30,6 +30,7 @@ mod supervisor;
 mod surveyor;
 mod tenants;
 mod tier;
+mod turnstile;
 mod watcher;
 mod worker;
 

@@ -22,6 +22,7 @@ use crate::program::Program;
 use crate::quota::{Quota, RESERVED_TENANTS};
 use crate::shares;
 use crate::supervisor::Inheritance;
+use crate::turnstile::Turnstile;
 
 /// What a new tenant is asked to be.
 #[derive(Debug)]
@@ -35,8 +36,8 @@ pub(crate) struct Wish {
     pub(crate) tier_limit: Option<u64>,
     /// None: the configuration's.
     pub(crate) tier_order: Option<TierOrder>,
-    /// The process that will execute the program; none for a rule's tenant.
-    pub(crate) starter: Option<u32>,
+    /// The process that will execute the program, as it asked; none for a rule's tenant.
+    pub(crate) starter: Option<(u32, Pidfd)>,
     /// A rule's programs stay in the cgroup that their service put them into.
     pub(crate) of_rule: bool,
 }
@@ -125,6 +126,8 @@ pub(crate) struct Tenants {
     private_uid: Option<u32>,
     /// Held by whoever attaches a process: no process is attached twice.
     attaching: Mutex<()>,
+    /// Whoever makes a tenant goes through it: no name is given twice.
+    making: Turnstile,
     /// What is shared out among all.
     dram_bytes: Option<u64>,
 }
@@ -158,6 +161,7 @@ impl Tenants {
             quota: *quota,
             private_uid: inheritance.private.then_some(own_uid),
             attaching: Mutex::default(),
+            making: Turnstile::default(),
             dram_bytes: dram.map(|size| size.0),
         }
     }
@@ -303,6 +307,10 @@ impl Tenants {
         self.lock().by_key.is_empty()
     }
 
+    pub(crate) fn count(&self) -> usize {
+        self.lock().by_key.len()
+    }
+
     /// No more tenants from now on, if there are none.
     pub(crate) fn close_if_empty(&self) -> bool {
         let mut known = self.lock();
@@ -396,7 +404,9 @@ impl Tenants {
                 self.make_room(&Key::new(wish.uid, name))?;
             }
         }
-        let mut known = self.lock();
+        // It takes a while, and only who also makes one waits for it.
+        let _turn = self.making.enter(wish.uid);
+        let known = self.lock();
         if known.closed {
             return Err(ENDING.into());
         }
@@ -421,15 +431,16 @@ impl Tenants {
                 budget_bytes = shares::first_budget(dram_bytes, &others, claim);
             }
         }
+        drop(known);
         let mut warnings = Vec::new();
-        let starter = wish.starter.and_then(|pid| Pidfd::open(pid).ok());
+        let (starter_pid, starter) = wish.starter.unzip();
         let made = if wish.of_rule {
             Err(std::io::Error::other("programs of a rule stay in their own cgroup"))
         } else {
             // What is on the node counts there too, and not in the budget.
             let node_bytes = self.node.map_or(0, |node| node.limit_bytes);
             let memory_bytes = budget_bytes.saturating_add(node_bytes);
-            let starter = starter.as_ref().and_then(|pidfd| Some((wish.starter?, pidfd)));
+            let starter = starter_pid.zip(starter.as_ref());
             self.cgroups.make(wish.uid, &name, starter, memory_bytes)
         };
         let cgroup = match made {
@@ -462,7 +473,7 @@ impl Tenants {
             tier,
             node: self.node,
             tier_order: wish.tier_order.unwrap_or(self.tier_order),
-            starter: wish.starter,
+            starter: starter_pid,
         };
         let made = match origin {
             Some(origin) => origin.create_beside(spec),
@@ -475,6 +486,12 @@ impl Tenants {
             format!("cannot make tenant {name}: {}", chain(&error))
         })?;
         tenant.set_claim(claim);
+        let mut known = self.lock();
+        if known.closed {
+            drop(known);
+            self.take_down(&tenant);
+            return Err(ENDING.into());
+        }
         let record = tenant.record();
         let command = record.command.first().map_or("", |word| word.as_str());
         let line = format!(

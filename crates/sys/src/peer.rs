@@ -89,6 +89,12 @@ impl KnownPeer {
     pub fn pidfd(&self) -> &Pidfd {
         &self.pidfd
     }
+
+    /// The process, to be kept.
+    #[must_use]
+    pub fn into_pidfd(self) -> Pidfd {
+        self.pidfd
+    }
 }
 
 fn ended() -> io::Error {
@@ -121,17 +127,6 @@ fn by_start(pid: u32) -> io::Result<Pidfd> {
     let before = start_of(pid).ok_or_else(ended)?;
     let pidfd = Pidfd::open(pid)?;
     if start_of(pid) == Some(before) { Ok(pidfd) } else { Err(ended()) }
-}
-
-/// Whether the process that connected to `socket` still lives: until it has ended nobody
-/// else has its number. True where the kernel cannot tell.
-#[must_use]
-pub fn peer_lives(socket: impl AsFd) -> bool {
-    match peer_pidfd(socket) {
-        Ok(pidfd) => !pidfd.has_exited(),
-        // ESRCH, ENODATA: it has ended and was collected.
-        Err(error) => error.raw_os_error() == Some(libc::ENOPROTOOPT),
-    }
 }
 
 /// The C library's headers are older than it.
@@ -194,13 +189,6 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_is_here_lives() {
-        let (a, b) = UnixStream::pair().expect("socket pair");
-        assert!(peer_lives(&a) && peer_lives(&b));
-        assert!(!peer_lives(std::fs::File::open("/dev/null").expect("/dev/null")));
-    }
-
-    #[test]
     fn a_peer_that_has_ended_is_nobody() {
         let (here, there) = UnixStream::pair().expect("socket pair");
         assert!(KnownPeer::of(&here).is_ok_and(|peer| peer.peer().pid == std::process::id()));
@@ -219,7 +207,6 @@ mod tests {
         std::fs::remove_file(&directory).expect("removed");
         assert_ne!(peer_of(&ended).expect("its numbers").pid, 0);
         assert_eq!(KnownPeer::of(&ended).expect_err("a dead one").kind(), io::ErrorKind::NotFound);
-        assert!(!peer_lives(&ended));
     }
 
     #[test]

@@ -28,6 +28,9 @@ pub(crate) const DONE: i32 = 0;
 pub(crate) const CANNOT_START: i32 = 3;
 /// How often ended tenants are looked for.
 const TIDY_EVERY: Duration = Duration::from_millis(100);
+/// With so many tenants; with more as much less often, but once a second at least.
+const TIDY_TENANTS: usize = 50;
+const MOST_TIDY_PAUSES: usize = 10;
 /// How long a daemon that is told to end waits for tenants whose last process has
 /// ended and that it has not taken down yet.
 const JUST_ENDED: Duration = Duration::from_millis(400);
@@ -98,6 +101,7 @@ fn start(inheritance: &Inheritance, first: bool) -> anyhow::Result<()> {
         }
     }
     surveyor::start(&tenants)?;
+    strata_pager::start_alarms()?;
     let watcher = watcher(inheritance, &tenants).map(Arc::new);
     let tidied = Arc::clone(&tenants);
     let private = inheritance.private;
@@ -153,7 +157,9 @@ fn tidy(tenants: &Tenants, snapshots: &Snapshots, private: bool, watcher: Option
     let (mut ended, mut looked) = (Vec::new(), Instant::now());
     snapshots.remove_copies();
     loop {
-        std::thread::sleep(TIDY_EVERY);
+        // The more tenants there are the longer a look at all of them takes.
+        let many = (tenants.count() / TIDY_TENANTS).clamp(1, MOST_TIDY_PAUSES);
+        std::thread::sleep(TIDY_EVERY * many as u32);
         if looked.elapsed() >= UNCOLLECTED {
             // Whoever started a child collects it; what stays from one look to the
             // next is a restored process, or one that lost its parent.

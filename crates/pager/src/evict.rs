@@ -159,6 +159,12 @@ impl Agent {
         }
     }
 
+    /// Has it look for a command: the worker before may have given one, and died before it
+    /// woke it.
+    pub(crate) fn remind(&self) {
+        futex_wake(&self.control.control().command_seq);
+    }
+
     /// Asks the agent to end: its space is released.
     pub(crate) fn dismiss(&self) {
         self.command(Command::Leave, 0, 0);

@@ -4,6 +4,7 @@
 
 mod advised;
 mod advising;
+mod alarm;
 mod contents;
 mod evicting;
 mod exchange;
@@ -34,6 +35,7 @@ use strata_units::wire::BATCH_PAGES;
 use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
 
 use advising::Advising;
+pub use alarm::start_alarms;
 use contents::contents;
 use rest::{NextLook, State};
 use spread::Spread;
@@ -175,6 +177,8 @@ struct Keeper<'a> {
     left_out: u32,
     /// Rests that nothing has ended, one after the other.
     rests: u32,
+    /// Set in one of them, for those that follow.
+    alarm: Option<alarm::Alarm>,
     exchange: exchange::Exchange,
     /// Where there is one.
     node: Option<node::NodeKeeper>,
@@ -232,6 +236,7 @@ impl<'a> Keeper<'a> {
             state: None,
             left_out: 0,
             rests: 0,
+            alarm: None,
             exchange: exchange::Exchange::default(),
             node: node::NodeKeeper::of(tenant, now),
             stands_down: false,
@@ -365,7 +370,9 @@ impl Keeper<'_> {
         if heeds || shares || !self.may_rest(&actions, progress) {
             return NextLook::after(after);
         }
-        NextLook { after, at_rest: self.longest_rest().min(node_rest).min(patience).max(after) }
+        // Also one that is looked at so seldom that a first rest would be shorter.
+        let at_rest = self.longest_rest().max(2 * after).min(node_rest).min(patience);
+        NextLook { after, at_rest: at_rest.max(after) }
     }
 
     /// Whether the tenant has been over its budget for a while and hardly

@@ -88,6 +88,7 @@ pub use counters::{Counter, Counters, Latencies};
 pub use ending::Revival;
 pub use fill::Filling;
 pub use hold::Hold;
+pub use keeper::start_alarms;
 pub use node::NodeSpec;
 pub use place::{Refused, Whereabouts, Wish};
 pub use prepared::Prepared;

@@ -213,6 +213,7 @@ impl Tenant {
                 process,
                 restart: Some(address(SpaceAddress::Restart)).filter(|&at| at != 0),
             };
+            agent.remind();
             *space.agent.write().unwrap_or_else(std::sync::PoisonError::into_inner) =
                 Some(Arc::new(agent));
         }

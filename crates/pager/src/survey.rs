@@ -41,6 +41,11 @@ const MOST_PROCESSES: usize = 4096;
 const YOUNG: Duration = Duration::from_secs(1);
 /// A clone's first process.
 const OWN_HELPER: &str = "strata-clone";
+/// How often a tenant is looked through whose processes do not run, and had none beside
+/// them that no agent is in: only who may move processes between cgroups can give it one.
+const STILL_EVERY: Duration = Duration::from_secs(32);
+/// After so many surveys in which it stood still: a young process is left out at first.
+const STILL_AFTER: u32 = 3;
 /// Longest environment that is looked at.
 const MOST_ENVIRONMENT_BYTES: u64 = 256 << 10;
 
@@ -99,8 +104,23 @@ struct State {
     asked: Option<Instant>,
     /// Not before this, if nobody waits for the first.
     next: Option<Instant>,
+    /// When its processes were looked through.
+    looked: Option<Instant>,
+    /// How often it had stood up by then, and surveys since.
+    still: (u64, u32),
     /// Said in the log already.
     said: BTreeSet<u32>,
+}
+
+impl State {
+    /// Whether nothing of the tenant has run for some surveys, this one included.
+    fn stands_still(&mut self, tenant: &Tenant) -> bool {
+        let stood_up = tenant.stood_up.load(Ordering::Relaxed);
+        let (before, surveys) = self.still;
+        let is_still = tenant.stands_still.load(Ordering::Relaxed) && before == stood_up;
+        self.still = (stood_up, if is_still { surveys.saturating_add(1) } else { 0 });
+        self.still.1 > STILL_AFTER
+    }
 }
 
 /// Whether somebody has asked, and since when a survey is under way.
@@ -152,8 +172,14 @@ impl Tenant {
         }
         let began = Instant::now();
         let wants_memory = {
-            let state = lock(&self.survey.state);
+            let mut state = lock(&self.survey.state);
             let asked = state.asked.is_some_and(|when| began < when + ASKED_WITHIN);
+            let recent = state.looked.is_some_and(|when| began < when + STILL_EVERY);
+            let stands_still = state.stands_still(self);
+            if !asked && recent && stands_still {
+                return;
+            }
+            state.looked = Some(began);
             asked && state.next.is_none_or(|next| began >= next)
         };
         lock(&QUESTIONS).1 = Some(began);

@@ -138,6 +138,10 @@ pub struct Tenant {
     pub(crate) freeze_began: Mutex<Option<Instant>>,
     /// Registered: near its budget at some time.
     pub(crate) under_pressure: AtomicBool,
+    /// Nothing of it has run for a while, and its keeper sleeps until something does.
+    pub(crate) stands_still: AtomicBool,
+    /// How often that has ended.
+    pub(crate) stood_up: AtomicU64,
     pub(crate) ended: AtomicBool,
     /// Arrivals that the policy has not seen yet.
     pub(crate) arrivals: Mutex<Vec<PageId>>,
@@ -256,6 +260,8 @@ impl Tenant {
             memory_held: AtomicUsize::new(0),
             freeze_began: Mutex::default(),
             under_pressure: AtomicBool::new(false),
+            stands_still: AtomicBool::new(false),
+            stood_up: AtomicU64::new(0),
             ended: AtomicBool::new(false),
             arrivals: Mutex::default(),
             kept_arrivals: Mutex::default(),
@@ -615,6 +621,10 @@ impl Tenant {
         }
         self.had_space.store(true, Ordering::Relaxed);
         self.spaces.write().unwrap_or_else(PoisonError::into_inner).insert(space.id, space);
+        if self.stands_still.load(Ordering::SeqCst) {
+            // Nobody looks who is in it meanwhile.
+            self.wake_keeper();
+        }
     }
 }
 

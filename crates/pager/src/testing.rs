@@ -44,9 +44,18 @@ pub(crate) fn record(name: &str) -> TenantRecord {
 
 /// A tenant without a keeper: what happens to it is the test's doing.
 pub(crate) fn tenant_on(store: Store) -> Arc<Tenant> {
+    assemble(store, record("test"))
+}
+
+/// A tenant that is told to have that directory for its cgroup.
+pub(crate) fn tenant_in(cgroup: &str) -> Arc<Tenant> {
+    let store = Store::create(StoreConfig::default()).expect("a store");
+    assemble(store, TenantRecord { cgroup: Some(cgroup.into()), ..record("test") })
+}
+
+fn assemble(store: Store, record: TenantRecord) -> Arc<Tenant> {
     let registry = Arc::new(Registry::create().expect("a registry"));
     let map = Arc::new(PageMap::create().expect("a page map"));
-    let record = record("test");
     let id = registry.add_tenant(&record, 1 << 40).expect("an empty registry");
     let tenant = Tenant::assemble(&registry, id, record, map, Arc::new(store));
     tenant.headroom_pages.store(HEADROOM_PAGES, Ordering::Relaxed);

@@ -14,8 +14,10 @@ use crate::message;
 use crate::succession::{self, Turn};
 use crate::thread;
 
-/// How often an idle agent looks whether the daemon still lives.
+/// How often an agent looks whether the daemon still lives when there is nothing to do:
+/// half as often each time, down to this.
 const LIVENESS: Duration = Duration::from_secs(1);
+const LEAST_LIVENESS: Duration = Duration::from_secs(64);
 /// How often a parked agent looks whether it is in a copy of its process: what
 /// the copy's first reply may be late by, at most.
 const PARKED_NAP: Duration = Duration::from_millis(2);
@@ -160,16 +162,18 @@ enum End {
 fn serve(block: &Block, socket: &Fd, userfaultfd: &Fd) -> End {
     let Some(control) = block.control() else { return End::DaemonGone };
     let transfer = block.settings().transfer;
+    let mut liveness = LIVENESS;
     loop {
         if succession::is_wanted(block) {
             return End::Wanted;
         }
         let command = control.command_seq.load(Ordering::Acquire);
         if command == control.done_seq.load(Ordering::Relaxed) {
-            let woken = kernel::futex_wait(&control.command_seq, command, LIVENESS);
+            let woken = kernel::futex_wait(&control.command_seq, command, liveness);
             if !woken && message::hung_up(socket) {
                 return End::DaemonGone;
             }
+            liveness = if woken { LIVENESS } else { (liveness * 2).min(LEAST_LIVENESS) };
             continue;
         }
         match batch::execute(control, userfaultfd, transfer, || message::hung_up(socket)) {

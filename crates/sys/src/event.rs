@@ -1,7 +1,9 @@
 //! A wake-up that can be polled beside other descriptors.
 
-use std::io;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::path::Path;
 
 use crate::uffd::own;
 
@@ -37,6 +39,23 @@ impl EventFd {
         // SAFETY: eight writable bytes. EAGAIN means that nobody rang.
         unsafe { libc::read(self.fd.as_raw_fd(), (&raw mut count).cast(), 8) };
     }
+}
+
+/// Has a memory cgroup of version 1 tell when it is charged `bytes`, from below or from
+/// above; until what is returned is closed. The kernel looks when so many pages have been
+/// charged on a processor that it is half a MiB late at most for each. This waits until no
+/// processor reads its list any more: some milliseconds, in which it does nothing.
+///
+/// # Errors
+/// It is no such cgroup, or it has gone.
+pub fn alarm_when_charged(directory: &Path, bytes: u64) -> io::Result<EventFd> {
+    let event = EventFd::new()?;
+    let usage = File::open(directory.join("memory.usage_in_bytes"))?;
+    let line = format!("{} {} {bytes}", raw(&event), usage.as_raw_fd());
+    let mut control =
+        OpenOptions::new().write(true).open(directory.join("cgroup.event_control"))?;
+    control.write_all(line.as_bytes())?;
+    Ok(event)
 }
 
 /// Its number.

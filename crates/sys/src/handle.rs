@@ -22,7 +22,7 @@ use crate::process::{
     Mapping, MappingFlags, Pidfd, Presence, ReadOutcome, ThreadFaults, parse_mapping,
     parse_mapping_flags, stat_fields, wait_for_page,
 };
-use crate::sched::process_time;
+use crate::sched::WorkClock;
 use crate::smaps::{MappingUse, parse_uses};
 use crate::uffd::{Range, own};
 
@@ -390,7 +390,13 @@ impl Process {
     /// The processor time that its threads have used.
     #[must_use]
     pub fn processor_time(&self) -> Option<Duration> {
-        self.by_number(process_time).flatten()
+        self.by_number(|pid| WorkClock::of(pid)?.read()).flatten()
+    }
+
+    /// By which it is seen whether its threads have run at all.
+    #[must_use]
+    pub fn work_clock(&self) -> Option<WorkClock> {
+        WorkClock::of(self.pid)
     }
 
     /// The stack pointers of those threads that are waiting in the kernel, its own agent's

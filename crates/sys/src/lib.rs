@@ -49,7 +49,7 @@ pub use damon::{
     DAMON_PERIOD, DAMON_RANGES, DAMON_SAMPLES, Damon, DamonOwner, DamonRange, DamonRefusal,
 };
 pub use directory::{Access, Directory, open_plain_file, who_may_replace};
-pub use event::EventFd;
+pub use event::{EventFd, alarm_when_charged};
 pub use file::{OPEN_NO_LINK, file_system_bytes, try_lock};
 pub use futex::{futex_wait, futex_wake};
 pub use handle::{PROCESS_FDS, Process};
@@ -66,7 +66,7 @@ pub use numa::{
 pub use own_memory::OwnMemory;
 pub use perf::idle_task_event;
 pub use placement::{MappedMemory, PlacementError, advise_memory, memory_tiers, placement_reason};
-pub use poll::{Polled, Poller, poll_all, poll_readable};
+pub use poll::{PollSet, Polled, Poller, poll_all, poll_readable};
 pub use process::{
     Mapping, MappingFlags, Pidfd, Presence, ReadOutcome, SIGCONT, SIGKILL, SIGSTOP, SIGTERM,
     ThreadFaults, available_bytes, is_zombie, note_of, noted, parent_of, process_exists,
@@ -76,8 +76,8 @@ pub use proof::Disproof;
 pub use read_queue::{READ_BYTES, ReadId, ReadQueue};
 pub use relay::{Relay, Relayed, end_like};
 pub use sched::{
-    Cpus, current_cpu, idle_time, pin_current_thread, set_thread_name, thread_id, thread_time,
-    wake_in_time, yield_to_others,
+    Cpus, WorkClock, current_cpu, idle_time, pin_current_thread, set_thread_name, thread_id,
+    thread_time, wake_in_time, yield_to_others,
 };
 pub use secrets::{forbid_core_dumps, give_core_filter};
 pub use shared_memory::{SharedMemory, punch_hole};

@@ -1,7 +1,7 @@
 //! Waiting for descriptors.
 
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use crate::uffd::own;
@@ -145,6 +145,55 @@ impl<const N: usize> Poller<N> {
     }
 }
 
+/// Descriptors that come and go, each waited for until it was readable once: the kernel
+/// keeps the list, so that those that stay silent cost nothing.
+#[derive(Debug)]
+pub struct PollSet {
+    epoll: OwnedFd,
+}
+
+impl PollSet {
+    /// An empty one.
+    pub fn new() -> io::Result<Self> {
+        // SAFETY: takes a flag and returns a new descriptor.
+        let fd = unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) };
+        if fd < 0 { Err(io::Error::last_os_error()) } else { Ok(Self { epoll: own(fd) }) }
+    }
+
+    /// Waits for `fd` too, from now on and until it is closed. It is `key`'s.
+    pub fn add(&self, fd: impl AsFd, key: u64) -> io::Result<()> {
+        let events = (libc::EPOLLIN | libc::EPOLLONESHOT) as u32;
+        let mut event = libc::epoll_event { events, u64: key };
+        // SAFETY: both are open for the call, and the kernel copies `event` during it.
+        let code = unsafe {
+            libc::epoll_ctl(
+                self.epoll.as_raw_fd(),
+                libc::EPOLL_CTL_ADD,
+                fd.as_fd().as_raw_fd(),
+                &raw mut event,
+            )
+        };
+        if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
+
+    /// Waits until one is readable; the keys of some that are, which are not told again.
+    /// A signal ends the wait with none.
+    pub fn wait(&self) -> io::Result<Vec<u64>> {
+        const MOST: usize = 64;
+        let mut events = [libc::epoll_event { events: 0, u64: 0 }; MOST];
+        // SAFETY: `events` has room for as many as is said.
+        let count = unsafe {
+            libc::epoll_wait(self.epoll.as_raw_fd(), events.as_mut_ptr(), MOST as libc::c_int, -1)
+        };
+        if count < 0 {
+            let error = io::Error::last_os_error();
+            let interrupted = error.kind() == io::ErrorKind::Interrupted;
+            return if interrupted { Ok(Vec::new()) } else { Err(error) };
+        }
+        Ok(events[..count as usize].iter().map(|event| event.u64).collect())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::fd::AsFd;
@@ -175,5 +224,22 @@ mod tests {
         two.clear();
         one.ring();
         assert_eq!(poller.wait(short).expect("wait"), [true, false]);
+    }
+
+    #[test]
+    fn who_was_readable_is_told_once_and_who_was_closed_never() {
+        let set = PollSet::new().expect("epoll");
+        let events = [(); 3].map(|()| EventFd::new().expect("eventfd"));
+        for (key, event) in events.iter().enumerate() {
+            set.add(event, key as u64 + 7).expect("added");
+        }
+        let [first, second, third] = events;
+        first.ring();
+        drop(first);
+        second.ring();
+        assert_eq!(set.wait().expect("wait"), [8]);
+        second.ring();
+        third.ring();
+        assert_eq!(set.wait().expect("wait"), [9]);
     }
 }

@@ -94,19 +94,29 @@ pub fn thread_time() -> Duration {
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// How long all threads of a process have run so far; none when it is gone.
-#[must_use]
-pub(crate) fn process_time(pid: u32) -> Option<Duration> {
-    let mut clock: libc::clockid_t = 0;
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    let pid = libc::pid_t::try_from(pid).ok()?;
-    // SAFETY: both write one live word or timespec; a clock of a process that has
-    // gone is refused.
-    let read = unsafe {
-        libc::clock_getcpuclockid(pid, &raw mut clock) == 0
-            && libc::clock_gettime(clock, &raw mut time) == 0
-    };
-    read.then(|| Duration::new(time.tv_sec as u64, time.tv_nsec as u32))
+/// The clock of a process: how long all its threads have run, to the nanosecond. It goes
+/// by the process's number, so it serves to see that nothing ran: two that read alike are
+/// one process's, for who gets a number later begins at nothing.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct WorkClock(libc::clockid_t);
+
+impl WorkClock {
+    pub(crate) fn of(pid: u32) -> Option<Self> {
+        // How the kernel makes a clock of a number (linux/posix-timers.h): its complement,
+        // and which of the clocks, here the scheduler's.
+        const SCHEDULER: libc::clockid_t = 2;
+        let pid = libc::pid_t::try_from(pid).ok().filter(|&pid| pid > 0)?;
+        Some(Self(((!pid) << 3) | SCHEDULER))
+    }
+
+    /// What it shows; none when there is no such process.
+    #[must_use]
+    pub fn read(self) -> Option<Duration> {
+        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: writes one live timespec; a clock of a process that has gone is refused.
+        let read = unsafe { libc::clock_gettime(self.0, &raw mut time) } == 0;
+        read.then(|| Duration::new(time.tv_sec as u64, time.tv_nsec as u32))
+    }
 }
 
 /// Makes this thread give way to others (a niceness of 10): what it does can
@@ -161,5 +171,29 @@ mod tests {
         })
         .join()
         .expect("no assertion failed");
+    }
+
+    #[test]
+    fn a_clock_stands_as_long_as_its_process_does_nothing() {
+        let own = WorkClock::of(std::process::id()).expect("a number");
+        let before = own.read().expect("it lives");
+        while own.read().expect("it lives") < before + Duration::from_millis(1) {}
+        let mut child = std::process::Command::new("sleep").arg("100").spawn().expect("sleep");
+        let clock = WorkClock::of(child.id()).expect("a number");
+        // It has to start first, for which a busy machine takes its time.
+        let hangs = std::time::Instant::now() + Duration::from_secs(60);
+        let mut last = clock.read();
+        loop {
+            std::thread::sleep(Duration::from_millis(50));
+            let now = clock.read();
+            if std::mem::replace(&mut last, now) == now {
+                break;
+            }
+            assert!(std::time::Instant::now() < hangs, "a sleeping process runs");
+        }
+        child.kill().expect("it sleeps");
+        child.wait().expect("it was killed");
+        assert_ne!(clock.read(), last, "it is gone");
+        assert_eq!(WorkClock::of(0), None);
     }
 }

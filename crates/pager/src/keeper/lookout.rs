@@ -6,6 +6,9 @@
 //! of the daemon's, are read for all at once: as long as that one is charged the same,
 //! none of them has grown, unless another one has given back as much. So each is still
 //! looked at itself, only less often.
+//!
+//! Those that have alarms ([`alarm`](super::alarm)) are asked for nothing but whether their
+//! processes have run, a few times a second, and now and then the rest.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -13,7 +16,10 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::rest::{State, usage_file};
+use strata_sys::WorkClock;
+
+use super::alarm::Alarm;
+use super::rest::{Cause, State, usage_file};
 use crate::space::lock;
 use crate::tenant::Tenant;
 
@@ -26,7 +32,16 @@ const OWN_LOOK: Duration = Duration::from_millis(250);
 /// How often it is counted anew who is in which group.
 const COUNT_EVERY: Duration = Duration::from_secs(1);
 
-static RESTING: Mutex<All> = Mutex::new(All { resting: BTreeMap::new(), groups: BTreeMap::new() });
+/// How often it is looked whether the processes of a tenant with an alarm have run: as
+/// often as guards are looked for ([`guards`](super::guards))...
+const STILL_LOOK: Duration = Duration::from_millis(250);
+/// ...and one time in so many of one that has nothing registered, and so nothing that a
+/// guard could be on.
+const UNREGISTERED_IN: u32 = 4;
+/// One time in so many they are looked at in whole.
+const WHOLE_IN: u32 = 16;
+
+static RESTING: Mutex<All> = Mutex::new(All::new());
 static CAME: Condvar = Condvar::new();
 /// Whether there is such a thread; the first to rest starts it.
 static THERE: OnceLock<bool> = OnceLock::new();
@@ -35,6 +50,28 @@ static THERE: OnceLock<bool> = OnceLock::new();
 struct All {
     resting: BTreeMap<usize, Resting>,
     groups: BTreeMap<PathBuf, Group>,
+    still: Still,
+}
+
+/// Those with alarms. They are looked at all together, so that the lookout sleeps in
+/// between.
+struct Still {
+    resting: BTreeMap<usize, Resting>,
+    /// All that is looked at most of the time: to go through all tenants would take longer
+    /// than to read the clocks.
+    clocks: Vec<Watched>,
+    /// Somebody has come or gone since these were put together.
+    has_changed: bool,
+    looks: u32,
+    due: Option<Instant>,
+}
+
+/// A clock of a tenant that stands still, and what it showed.
+struct Watched {
+    clock: WorkClock,
+    before: Duration,
+    key: usize,
+    is_registered: bool,
 }
 
 struct Resting {
@@ -45,8 +82,11 @@ struct Resting {
     looked: Instant,
     /// The cgroup by which it is read for together with others.
     group: Option<PathBuf>,
+    /// One that was set while it rested, or before.
+    alarm: Option<Alarm>,
     looks: u32,
-    changed: bool,
+    /// Its keeper was woken.
+    cause: Option<Cause>,
 }
 
 /// A cgroup with those of several tenants below it.
@@ -61,23 +101,29 @@ struct Group {
     own_look: Instant,
 }
 
+/// How a tenant rests.
+pub(super) struct Rest {
+    /// So often it is looked at...
+    pub(super) every: Duration,
+    /// ...by itself and not with others.
+    pub(super) alone: bool,
+    /// With one that was set before its state was noted less is looked at.
+    pub(super) alarm: Option<Alarm>,
+}
+
 /// What became of a tenant while it rested.
 pub(super) struct Went {
     pub(super) state: State,
     /// So often it was looked at.
     pub(super) looks: u32,
-    pub(super) changed: bool,
+    /// Why its keeper was woken.
+    pub(super) cause: Option<Cause>,
+    pub(super) alarm: Option<Alarm>,
 }
 
-/// Takes `state`, and wakes the keeper when its tenant is not like that any more, found
-/// out `every` so often, by itself if it is `alone`. Who was taken must [`leave`]; false:
-/// nobody would look.
-pub(super) fn enter(
-    tenant: &Arc<Tenant>,
-    state: &mut Option<State>,
-    every: Duration,
-    alone: bool,
-) -> bool {
+/// Takes `state`, and wakes the keeper when its tenant is not like that any more. Who was
+/// taken must [`leave`]; false: nobody would look.
+pub(super) fn enter(tenant: &Arc<Tenant>, state: &mut Option<State>, rest: Rest) -> bool {
     let start = || {
         let thread = std::thread::Builder::new().name("lookout".into());
         thread.spawn(look_out).is_ok()
@@ -86,16 +132,25 @@ pub(super) fn enter(
         return false;
     }
     let Some(state) = state.take() else { return false };
+    let Rest { every, alone, alarm } = rest;
     let now = Instant::now();
-    let due = now + every;
-    let group = if alone { None } else { group_of(tenant) };
-    let tenant = Arc::clone(tenant);
-    let mut resting =
-        Resting { state, every, due, looked: now, group, looks: 0, changed: false, tenant };
     let mut all = lock(&RESTING);
+    // One that has gone off by now tells nobody.
+    let alarm = alarm.filter(|alarm| !alarm.has_rung());
+    let is_still = alarm.is_some() && state.knows_work();
+    let group = if alone || is_still { None } else { group_of(tenant) };
+    let tenant = Arc::clone(tenant);
+    let due = now + every;
+    let looked = now;
+    let mut resting =
+        Resting { state, every, due, looked, group, alarm, looks: 0, cause: None, tenant };
     let before = all.next_due();
-    all.join_group(&mut resting, now);
-    all.resting.insert(key(&resting.tenant), resting);
+    if is_still {
+        all.still.enter(resting, now);
+    } else {
+        all.join_group(&mut resting, now);
+        all.resting.insert(key(&resting.tenant), resting);
+    }
     // It sleeps until somebody is due, and this one, or its group, may be due before.
     let next = all.next_due();
     if next.is_some_and(|next| before.is_none_or(|before| next < before)) {
@@ -106,12 +161,37 @@ pub(super) fn enter(
 
 /// The keeper looks itself again.
 pub(super) fn leave(tenant: &Arc<Tenant>) -> Option<Went> {
-    let Resting { state, looks, changed, .. } = lock(&RESTING).resting.remove(&key(tenant))?;
-    Some(Went { state, looks, changed })
+    let mut all = lock(&RESTING);
+    let key = key(tenant);
+    let rested = all.resting.remove(&key).or_else(|| all.still.leave(key));
+    if tenant.stands_still.swap(false, Ordering::Relaxed) {
+        tenant.stood_up.fetch_add(1, Ordering::Relaxed);
+    }
+    let Resting { state, looks, cause, alarm, .. } = rested?;
+    Some(Went { state, looks, cause, alarm })
+}
+
+/// An alarm was set for a tenant: if it does not rest any more, it asks again.
+pub(super) fn give_alarm(tenant: &Arc<Tenant>, alarm: Alarm) {
+    if let Some(resting) = lock(&RESTING).resting.get_mut(&key(tenant))
+        && !alarm.has_rung()
+    {
+        resting.alarm = Some(alarm);
+    }
+}
+
+/// An alarm has gone off.
+pub(super) fn alarmed(key: usize) {
+    let mut all = lock(&RESTING);
+    let All { resting, still, .. } = &mut *all;
+    if let Some(one) = still.resting.get_mut(&key).or_else(|| resting.get_mut(&key)) {
+        one.alarm = None;
+        one.wake(Cause::Changed);
+    }
 }
 
 /// Numbers of tenants are a registry's own; as long as one rests, its address is its own.
-fn key(tenant: &Arc<Tenant>) -> usize {
+pub(super) fn key(tenant: &Arc<Tenant>) -> usize {
     Arc::as_ptr(tenant).addr()
 }
 
@@ -123,7 +203,20 @@ fn group_of(tenant: &Tenant) -> Option<PathBuf> {
     Path::new(tenant.record.cgroup.as_ref()?).parent().map(Path::to_owned)
 }
 
+impl Resting {
+    fn wake(&mut self, cause: Cause) {
+        if self.cause.is_none() {
+            self.cause = Some(cause);
+            self.tenant.wake_keeper();
+        }
+    }
+}
+
 impl All {
+    const fn new() -> Self {
+        Self { resting: BTreeMap::new(), groups: BTreeMap::new(), still: Still::new() }
+    }
+
     /// Enters a tenant's group, if it is in one that can be read.
     fn join_group(&mut self, resting: &mut Resting, now: Instant) {
         let Some(path) = &resting.group else { return };
@@ -146,7 +239,7 @@ impl All {
     /// have gone.
     fn count_groups(&mut self) {
         let mut every: BTreeMap<&Path, Duration> = BTreeMap::new();
-        for resting in self.resting.values().filter(|one| !one.changed) {
+        for resting in self.resting.values().filter(|one| one.cause.is_none()) {
             if let Some(path) = &resting.group {
                 let least = every.entry(path).or_insert(resting.every);
                 *least = resting.every.min(*least);
@@ -184,7 +277,7 @@ impl All {
         for group in self.groups.values_mut().filter(|group| group.own_look <= now + TOGETHER) {
             group.own_look = now + OWN_LOOK;
         }
-        let due = |one: &&mut Resting| !one.changed && one.due <= now + TOGETHER;
+        let due = |one: &&mut Resting| one.cause.is_none() && one.due <= now + TOGETHER;
         for resting in self.resting.values_mut().filter(due) {
             resting.looks += 1;
             resting.looked = now;
@@ -193,15 +286,69 @@ impl All {
             let together = group.map(|group| group.own_look.max(now + resting.every));
             resting.due = together.unwrap_or(now + resting.every);
             if !resting.state.is_unchanged(&resting.tenant) {
-                resting.changed = true;
-                resting.tenant.wake_keeper();
+                resting.wake(Cause::Changed);
             }
         }
     }
 
     fn next_due(&self) -> Option<Instant> {
-        let own = self.resting.values().filter(|one| !one.changed).map(|one| one.due);
-        own.chain(self.groups.values().map(|group| group.due)).min()
+        let own = self.resting.values().filter(|one| one.cause.is_none()).map(|one| one.due);
+        own.chain(self.groups.values().map(|group| group.due)).chain(self.still.due).min()
+    }
+}
+
+impl Still {
+    const fn new() -> Self {
+        let clocks = Vec::new();
+        Self { resting: BTreeMap::new(), clocks, has_changed: false, looks: 0, due: None }
+    }
+
+    fn enter(&mut self, mut resting: Resting, now: Instant) {
+        resting.tenant.stands_still.store(true, Ordering::SeqCst);
+        // Who comes from now on wakes it; this one has come before.
+        if resting.tenant.space_count() != resting.state.clocks().count() {
+            resting.wake(Cause::Changed);
+        }
+        self.resting.insert(key(&resting.tenant), resting);
+        self.has_changed = true;
+        self.due.get_or_insert(now + STILL_LOOK);
+    }
+
+    fn leave(&mut self, key: usize) -> Option<Resting> {
+        self.has_changed = true;
+        self.resting.remove(&key)
+    }
+
+    /// Looks whether any of them has run, when it is time to.
+    fn look(&mut self, now: Instant) {
+        if self.due.is_none_or(|due| due > now + TOGETHER) {
+            return;
+        }
+        self.due = if self.resting.is_empty() { None } else { Some(now + STILL_LOOK) };
+        self.looks = self.looks.wrapping_add(1);
+        if std::mem::take(&mut self.has_changed) {
+            self.clocks.clear();
+            for (&key, one) in &self.resting {
+                let is_registered = one.tenant.under_pressure.load(Ordering::Relaxed);
+                let watched = |(clock, before)| Watched { clock, before, key, is_registered };
+                self.clocks.extend(one.state.clocks().map(watched));
+            }
+        }
+        let all = self.looks.is_multiple_of(UNREGISTERED_IN);
+        for one in self.clocks.iter().filter(|one| all || one.is_registered) {
+            if one.clock.read() != Some(one.before)
+                && let Some(resting) = self.resting.get_mut(&one.key)
+            {
+                resting.wake(Cause::Worked);
+            }
+        }
+        if self.looks.is_multiple_of(WHOLE_IN) {
+            for one in self.resting.values_mut().filter(|one| one.cause.is_none()) {
+                if !one.state.is_unchanged(&one.tenant) {
+                    one.wake(Cause::Changed);
+                }
+            }
+        }
     }
 }
 
@@ -217,6 +364,7 @@ fn look_out() {
         }
         all.read_for_groups(now);
         all.look(now);
+        all.still.look(now);
         all = match all.next_due() {
             Some(due) => {
                 let patience = due.saturating_duration_since(Instant::now());
@@ -238,7 +386,8 @@ mod tests {
         let state = State::of_file("/proc/self/statm")?;
         let group = Some(group.to_owned());
         let due = looked + Duration::from_secs(60);
-        Some(Resting { tenant, state, every, due, looked, group, looks: 0, changed: false })
+        let (alarm, cause) = (None, None);
+        Some(Resting { tenant, state, every, due, looked, group, alarm, looks: 0, cause })
     }
 
     #[test]
@@ -251,7 +400,7 @@ mod tests {
         let every = Duration::from_millis(4);
         let Some(mut one) = resting(&group, now, every) else { return };
         let far = one.due;
-        let mut all = All { resting: BTreeMap::new(), groups: BTreeMap::new() };
+        let mut all = All::new();
         all.join_group(&mut one, now);
         all.resting.insert(1, one);
         let due_after = |all: &mut All, ms| {

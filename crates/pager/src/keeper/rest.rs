@@ -7,6 +7,10 @@
 //! What cannot be told that way waits for [`LONGEST`]: memory of the store that a program
 //! gave back, a new part of a program of unchanged size. Of a tenant of which nothing is
 //! registered that is nothing that matters: it rests twice as long each time.
+//!
+//! Whose processes do not run at all can have done none of it. One that has rested a few
+//! times gets an [`alarm`] from the kernel, and then rests until it is charged more memory
+//! or its processes have run, which is looked at instead: a clock says it.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -16,11 +20,12 @@ use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use strata_policy::budget::Actions;
-use strata_sys::Process;
+use strata_sys::{Process, WorkClock};
 
+use super::alarm::{self, Alarm};
 use super::{Keeper, Progress, QUIET_LOOK, QUIET_ROUNDS, lookout};
 use crate::counters::Counter;
-use crate::space::lock;
+use crate::space::{Space, lock};
 use crate::tenant::{Order, Tenant};
 
 /// A tenant is looked at this often at least...
@@ -31,8 +36,10 @@ const LONGEST_MERGED: Duration = Duration::from_millis(10);
 /// ...and one of which nothing is registered, after it has rested so often, this many
 /// times doubled: every six seconds.
 const DOUBLED: u32 = 6;
-/// After so many rests it is read for together with others.
+/// After so many rests it is read for together with others, and gets an alarm.
 const TOGETHER_AFTER: u32 = 3;
+/// With one, and while its processes do not run, it is looked at this often at least.
+const LONGEST_STILL: Duration = Duration::from_secs(64);
 /// Looks left out by a keeper itself, before the lookout does it for all that rest.
 const OWN_READS: u32 = 16;
 /// More than the files that are read have.
@@ -51,6 +58,15 @@ impl NextLook {
     pub(super) const fn after(after: Duration) -> Self {
         Self { after, at_rest: after }
     }
+}
+
+/// Why the lookout has woken a keeper.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Cause {
+    /// The tenant has changed.
+    Changed,
+    /// Its processes have run, and nothing else is known.
+    Worked,
 }
 
 /// A file that says how much memory a tenant has, and what it said.
@@ -90,6 +106,19 @@ impl Gauge {
 pub(super) struct State {
     gauge: Gauge,
     seen: Seen,
+    /// What its processes had worked, of one that has an alarm.
+    work: Option<Work>,
+}
+
+/// The clocks of a tenant's processes, and what each showed.
+type Work = Vec<(WorkClock, Duration)>;
+
+fn work_of(tenant: &Tenant) -> Option<Work> {
+    let clock = |space: &Arc<Space>| {
+        let clock = space.process()?.work_clock()?;
+        Some((clock, clock.read()?))
+    };
+    tenant.space_list().iter().map(clock).collect()
 }
 
 #[derive(PartialEq, Eq, Debug)]
@@ -117,26 +146,37 @@ impl Seen {
 
 impl State {
     /// `before`: of an earlier look. None: of this tenant it cannot be told.
-    fn of(tenant: &Tenant, before: Option<Self>) -> Option<Self> {
+    fn of(tenant: &Tenant, before: Option<Self>, has_alarm: bool) -> Option<Self> {
         let seen = Seen::of(tenant)?;
+        let work = if has_alarm { work_of(tenant) } else { None };
         let (path, process) = gauge_path(tenant)?;
         let gauge = match before {
             Some(Self { gauge, .. }) if gauge.path == path => gauge.again(),
             _ => Gauge::open(path, process.as_deref()),
         };
-        Some(Self { gauge: gauge?, seen })
+        Some(Self { gauge: gauge?, seen, work })
     }
 
     /// What a file says, and a tenant without processes is like.
     #[cfg(test)]
     pub(super) fn of_file(path: &str) -> Option<Self> {
         let gauge = Gauge::open(path.into(), None)?;
-        Some(Self { gauge, seen: Seen { policy_time: 0, hints: Vec::new() } })
+        Some(Self { gauge, seen: Seen { policy_time: 0, hints: Vec::new() }, work: None })
     }
 
     /// Whether its programs have ever said something of their memory.
     fn has_hints(&self) -> bool {
         self.seen.hints.iter().any(|&given| given > 0)
+    }
+
+    /// Whether it is known what its processes had worked.
+    pub(super) fn knows_work(&self) -> bool {
+        self.work.is_some()
+    }
+
+    /// The clocks of its processes, and what they showed.
+    pub(super) fn clocks(&self) -> impl Iterator<Item = (WorkClock, Duration)> {
+        self.work.iter().flatten().copied()
     }
 
     /// Whether the tenant is like that still.
@@ -183,6 +223,9 @@ impl Keeper<'_> {
         if self.may_unmerge_beyond() {
             return LONGEST_MERGED;
         }
+        if self.alarm.is_some() {
+            return LONGEST_STILL;
+        }
         // These can grow where nobody reads of it while it rests.
         let elsewhere = tenant.unattended_bytes.load(Ordering::Relaxed) > 0
             || lock(&tenant.usage).shared_bytes > 0;
@@ -198,26 +241,46 @@ impl Keeper<'_> {
         // at itself.
         let hints = self.state.as_ref().is_some_and(State::has_hints);
         let alone = rests < TOGETHER_AFTER || hints;
-        if !lookout::enter(tenant, &mut self.state, every, alone) {
+        let alarm = self.alarm.take().filter(Alarm::fits);
+        let wants_alarm = alarm.is_none() && !alone && self.may_stand_still();
+        let rest = lookout::Rest { every, alone, alarm };
+        if !lookout::enter(tenant, &mut self.state, rest) {
             self.left_out = 0;
             return wait_for_orders(tenant, every).unwrap_or_default();
+        }
+        if wants_alarm {
+            alarm::ask(tenant);
         }
         let orders = wait_for_orders(tenant, left);
         let Some(went) = lookout::leave(tenant) else { return orders.unwrap_or_default() };
         self.state = Some(went.state);
+        self.alarm = went.alarm;
         self.quiet_rounds += went.looks;
-        if went.changed {
-            self.left_out = 0;
-        } else if orders.is_none() {
-            self.rests = rests + 1;
+        match went.cause {
+            Some(Cause::Changed) => self.left_out = 0,
+            // It is looked at, and rests on as before if that shows nothing.
+            Some(Cause::Worked) => self.rests = rests,
+            None if orders.is_none() => self.rests = rests + 1,
+            None => {}
         }
         orders.unwrap_or_default()
+    }
+
+    /// Whether a tenant may rest until it is charged more memory or its processes run:
+    /// all that it costs is in its cgroup, and nothing that is said of it wants to be said
+    /// anew by itself.
+    fn may_stand_still(&self) -> bool {
+        let unattended = self.tenant.unattended_bytes.load(Ordering::Relaxed) > 0;
+        self.tenant.record.cgroup.is_some() && !unattended && !self.thrashes
     }
 
     /// Notes what the tenant is like. To be done before it is looked at: what changes
     /// from now on is a change.
     pub(super) fn note_state(&mut self) {
-        self.state = State::of(self.tenant, self.state.take());
+        if !self.may_stand_still() {
+            self.alarm = None;
+        }
+        self.state = State::of(self.tenant, self.state.take(), self.alarm.is_some());
     }
 
     /// Whether a round has left nothing to go on with, so that the tenant may rest.
@@ -283,7 +346,10 @@ mod tests {
 
     /// A tenant of one process that sleeps.
     fn asleep() -> Option<(Arc<Tenant>, Child)> {
-        let tenant = testing::tenant();
+        asleep_of(testing::tenant())
+    }
+
+    fn asleep_of(tenant: Arc<Tenant>) -> Option<(Arc<Tenant>, Child)> {
         let uffd = testing::userfaultfd()?;
         let mut command = Command::new("sleep");
         let child = command.arg("1000").stdout(Stdio::null()).stderr(Stdio::null());
@@ -375,6 +441,62 @@ mod tests {
         let rest = NextLook { after: Duration::from_millis(1), at_rest: Duration::from_millis(20) };
         keeper.wait(rest);
         assert_eq!(keeper.rests, 0);
+        child.kill().expect("it sleeps");
+        child.wait().expect("it was killed");
+    }
+
+    #[test]
+    fn who_has_an_alarm_rests_until_it_goes_off_or_something_runs() {
+        let nowhere = testing::tenant_in("/nonexistent");
+        let Some((tenant, mut child)) = asleep_of(nowhere) else { return };
+        let mut keeper = Keeper::new(&tenant);
+        let path = std::env::temp_dir().join(format!("strata-charged-{}", std::process::id()));
+        std::fs::write(&path, "4096\n").expect("file");
+        let rest = NextLook { after: Duration::from_millis(1), at_rest: HANGS * 2 };
+        let signal = |name: &str| {
+            let status =
+                Command::new("kill").args([name, child.id().to_string().as_str()]).status();
+            assert!(status.is_ok());
+        };
+        let other = testing::userfaultfd().map(|uffd| testing::space(&tenant, uffd));
+        let causes: [(&(dyn Fn() + Sync), bool); 3] = [
+            (&|| signal("-STOP"), true),
+            (&|| tenant.adopt_space(other.clone().expect("as before")), false),
+            (&|| lookout::alarmed(lookout::key(&tenant)), false),
+        ];
+        for (number, (cause, goes_on)) in causes.into_iter().enumerate() {
+            keeper.alarm = Some(Alarm::of_file(&path, 8192));
+            settle(&mut keeper);
+            let runs = |keeper: &Keeper<'_>| {
+                let mut clocks = keeper.state.as_ref().expect("noted").clocks();
+                clocks.any(|(clock, before)| clock.read() != Some(before))
+            };
+            while runs(&keeper) {
+                settle(&mut keeper);
+            }
+            assert_eq!(keeper.longest_rest(), LONGEST_STILL);
+            (keeper.left_out, keeper.rests) = (OWN_READS, TOGETHER_AFTER);
+            lock(&tenant.inbox).woken = false;
+            let begun = Instant::now();
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    while !tenant.stands_still.load(Ordering::Relaxed) {
+                        std::thread::sleep(Duration::from_millis(1));
+                    }
+                    cause();
+                });
+                keeper.wait(rest);
+            });
+            assert!(begun.elapsed() < HANGS, "{number}");
+            assert!(!tenant.stands_still.load(Ordering::Relaxed));
+            let goes = keeper.left_out >= OWN_READS && keeper.rests >= TOGETHER_AFTER;
+            assert_eq!(goes, goes_on, "{number}");
+            assert_eq!(keeper.alarm.is_some(), number < 2, "{number}");
+            if number == 1 {
+                tenant.bury(other.as_ref().expect("as before"));
+            }
+        }
+        std::fs::remove_file(&path).expect("file");
         child.kill().expect("it sleeps");
         child.wait().expect("it was killed");
     }

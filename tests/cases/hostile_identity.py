@@ -138,3 +138,14 @@ def identity_many(run):
         if (ready := program.gate()) != "1":
             raise Failure(f"one process has got {ready} spaces")
         end(program)
+
+
+@case("identity-forger", native=False, own_daemon=True)
+def identity_forger(run):
+    """A file that answers as a userfaultfd, and others without a name, are no userfaultfds."""
+    forger = run.start("forger", os.path.join(run.directory, "forged"), budget="32MiB")
+    if (said := forger.gate()) != "refused":
+        run.note("no FUSE here: only other descriptors were offered")
+        if said != "refused, no fuse":
+            raise Failure(f"it says {said!r}")
+    end(forger)

@@ -142,6 +142,8 @@ pub struct Tenant {
     pub(crate) stands_still: AtomicBool,
     /// How often that has ended.
     pub(crate) stood_up: AtomicU64,
+    /// An alarm is being set for it.
+    pub(crate) waits_for_alarm: AtomicBool,
     pub(crate) ended: AtomicBool,
     /// Arrivals that the policy has not seen yet.
     pub(crate) arrivals: Mutex<Vec<PageId>>,
@@ -262,6 +264,7 @@ impl Tenant {
             under_pressure: AtomicBool::new(false),
             stands_still: AtomicBool::new(false),
             stood_up: AtomicU64::new(0),
+            waits_for_alarm: AtomicBool::new(false),
             ended: AtomicBool::new(false),
             arrivals: Mutex::default(),
             kept_arrivals: Mutex::default(),

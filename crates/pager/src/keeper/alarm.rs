@@ -3,13 +3,14 @@
 //! to nothing: the [`lookout`] looks now and then whether its processes have run.
 //!
 //! There are such alarms with cgroups of version 1. Setting one takes some milliseconds,
-//! in which the kernel waits, so a thread of its own does it; another one waits for them.
+//! in which the kernel waits, so threads of their own do it; another one waits for them.
 
 use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
@@ -20,6 +21,8 @@ use super::lookout;
 use crate::space::lock;
 use crate::tenant::Tenant;
 
+/// Alarms that are being set at a time.
+const SETTERS: usize = 4;
 /// So much more than it was charged when the alarm was set. The kernel adds up to half a
 /// MiB for each processor.
 const MORE_BYTES: u64 = 1 << 20;
@@ -73,9 +76,12 @@ fn charged(usage: &File) -> Option<u64> {
     std::str::from_utf8(&text[..count]).ok()?.trim_end().parse().ok()
 }
 
-/// Has an alarm set for a tenant at rest; the lookout gets it, if it rests still.
+/// Has an alarm set for a tenant at rest, unless one is being set; the lookout gets it, if
+/// the tenant rests still.
 pub(super) fn ask(tenant: &Arc<Tenant>) {
-    if let Some(setter) = SETTER.get() {
+    if let Some(setter) = SETTER.get()
+        && !tenant.waits_for_alarm.swap(true, Ordering::Relaxed)
+    {
         // It takes them as long as it lives.
         let _ = lock(setter).send(Arc::clone(tenant));
     }
@@ -87,17 +93,23 @@ pub(super) fn ask(tenant: &Arc<Tenant>) {
 /// No descriptor, or no thread.
 pub fn start_alarms() -> io::Result<()> {
     let waiting = Arc::new(PollSet::new()?);
-    let set = Arc::clone(&waiting);
     let (asked, asking) = mpsc::channel::<Arc<Tenant>>();
+    let asking = Arc::new(Mutex::new(asking));
     let thread = |name: &str| std::thread::Builder::new().name(name.into());
-    let setting = move || {
-        strata_sys::set_thread_name("alarm-setter");
-        for tenant in asking {
-            set_for(&tenant, &set);
-        }
-    };
+    for _ in 0..SETTERS {
+        let (set, asking) = (Arc::clone(&waiting), Arc::clone(&asking));
+        let setting = move || {
+            strata_sys::set_thread_name("alarm-setter");
+            loop {
+                let next = lock(&asking).recv();
+                let Ok(tenant) = next else { return };
+                set_for(&tenant, &set);
+                tenant.waits_for_alarm.store(false, Ordering::Relaxed);
+            }
+        };
+        thread("alarm-setter").spawn(setting)?;
+    }
     thread("alarms").spawn(move || listen(&waiting))?;
-    thread("alarm-setter").spawn(setting)?;
     // A second one would find nobody to send it anything, and end.
     let _ = SETTER.set(Mutex::new(asked));
     Ok(())

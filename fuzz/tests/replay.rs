@@ -98,6 +98,4 @@ macro_rules! replayed {
     };
 }
 
-replayed!(
-    control, agent, handshake, block, archive, claims, store, tier, pages, registry, monitor
-);
+replayed!(control, agent, handshake, block, archive, claims, store, tier, pages, registry, monitor);

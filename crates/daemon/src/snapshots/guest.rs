@@ -228,8 +228,8 @@ impl Snapshots {
             return Ok(Begun { tenant, spec: part.spec, warnings });
         }
         if name != known.info.tenant {
-            let wish =
-                crate::tenants::Wish { starter: Some(peer.pid), ..wish_of(&known.info, &name) };
+            let starter = Some((peer.pid, starter));
+            let wish = crate::tenants::Wish { starter, ..wish_of(&known.info, &name) };
             let (tenant, warnings) = self.tenants.create_beside(wish, &origin)?;
             return Ok(Begun { tenant, spec: part.spec, warnings });
         }

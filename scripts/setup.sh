@@ -2,13 +2,16 @@
 # Sees to it that what a make target needs is there: checks cargo, installs the
 # Debian packages that are missing (and says so), does nothing when none is.
 #
-#   scripts/setup.sh build|demo|test|bench|guest|criu
+#   scripts/setup.sh build|demo|test|bench|guest|disk|criu
 #
 # criu fetches a CRIU that works, if there is none, and prints where it is
 # (scripts/criu.sh); into the user's cache, not installed.
 #
 # guest also fetches kernels of the distribution for the guests of the tests,
 # into target/tests/guest; they are unpacked, not installed.
+#
+# disk does what guest does, and builds the disk of the guests that are measured
+# and shown (scripts/guest-disk.sh), there too.
 #
 # Packages that bring a service get installed without starting it; a service
 # that was there before is left alone.
@@ -107,13 +110,19 @@ need_guest() {
     need_file libvirt-daemon-system /etc/libvirt/qemu.conf
 }
 
+# What builds a disk with a Debian on it.
+need_disk() {
+    need mmdebstrap mmdebstrap
+    need xz-utils xz
+}
+
 # What CRIU wants of a kernel and Debian's has in modules.
 modules=({nfnetlink,nf_tables,libcrc32c,crc32c_generic}.ko tun.ko veth.ko
     {unix,inet,tcp,udp,raw,af_packet,netlink}_diag.ko)
 # And for a file system on persistent memory.
 modules+=({libnvdimm,nfit,nd_btt,nd_pmem,crc16,mbcache,jbd2,ext4}.ko)
-# And for a guest's balloon.
-modules+=(virtio{,_ring,_pci_legacy_dev,_pci_modern_dev,_pci,_mmio,_balloon}.ko)
+# And for a guest's balloon and its disk.
+modules+=(virtio{,_ring,_pci_legacy_dev,_pci_modern_dev,_pci,_mmio,_balloon,_blk}.ko)
 
 # Kernels to boot guests with: the distribution's own, and a newer one if it
 # offers that beside it; vmlinuz-VERSION, and modules-VERSION beside it, where
@@ -212,13 +221,15 @@ demo) need_build && need_demo ;;
 bench) need_build && need_demo && need_bench && need_programs ;;
 test) need_build && need_demo && need_test ;;
 guest) need_build && need_guest ;;
+disk) need_build && need_guest && need_disk ;;
 criu) exec scripts/criu.sh ;;
-*) stop "give one of: build, demo, test, bench, guest, criu" ;;
+*) stop "give one of: build, demo, test, bench, guest, disk, criu" ;;
 esac
 check_cargo
 if [ ${#missing[@]} -gt 0 ]; then
     install_missing
 fi
-if [ "${1:-}" = guest ]; then
-    fetch_kernels
-fi
+case ${1:-} in
+guest) fetch_kernels ;;
+disk) fetch_kernels && as_root env CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-target}" scripts/guest-disk.sh ;;
+esac

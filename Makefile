@@ -8,10 +8,10 @@ BENCH_FLAGS ?=
 SOAK_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test lint bench soak steady mutants fuzz guest
+.PHONY: help build demo test lint bench soak steady mutants fuzz guest guest-demo
 
 help: ## This list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 build: ## Build Strata (release)
 	@scripts/setup.sh build
@@ -21,6 +21,11 @@ demo: ## Redis in DRAM, on zram and on Strata, side by side (under five minutes)
 	@scripts/setup.sh demo
 	cargo build --release --workspace --locked
 	$(BINARIES)/strata-lab demo $(DEMO_FLAGS)
+
+guest-demo: ## Strata inside a guest, over (emulated) persistent memory, to try (under five minutes)
+	@scripts/setup.sh disk
+	cargo build --release --workspace --locked
+	$(BINARIES)/strata-lab guest-demo $(DEMO_FLAGS)
 
 test: ## Format, lints, unit tests, and programs under real pressure
 	@scripts/setup.sh test

@@ -11,6 +11,7 @@ mod cgroup;
 mod contention;
 mod demo;
 mod drawing;
+mod guest;
 mod histogram;
 mod host_memory;
 mod interrupt;
@@ -94,6 +95,11 @@ enum Command {
     Moves(moves::MovesOptions),
     /// Print the monotonic clock, in nanoseconds, and end
     Now,
+    /// A guest with Strata inside and Redis under it, to try
+    GuestDemo(guest::demo::Options),
+    /// The first process of a guest of the lab's; started by the guest's kernel
+    #[command(hide = true)]
+    Guest,
     /// Puts the machine back as it was when the lab ends; started by the lab
     #[command(hide = true)]
     Janitor,
@@ -134,6 +140,10 @@ fn run(command: &Command) -> anyhow::Result<()> {
             alloc::now();
             Ok(())
         }
+        Command::GuestDemo(options) => {
+            interrupt::install().and_then(|()| guest::demo::run(options))
+        }
+        Command::Guest => guest::agent::run(),
         Command::Janitor => janitor::serve(),
     }
 }

@@ -50,7 +50,16 @@ impl Strata {
         binaries: &Path,
         directory: &Path,
     ) -> Result<Self> {
-        Self::start_as(janitor, binaries, &[], Some(directory))
+        Self::start_configured(janitor, binaries, &format!("tier_path = {directory:?}\n"))
+    }
+
+    /// The same with these lines in the daemon's configuration.
+    pub(crate) fn start_configured(
+        janitor: &Janitor,
+        binaries: &Path,
+        lines: &str,
+    ) -> Result<Self> {
+        Self::start_as(janitor, binaries, &[], Some(lines))
     }
 
     /// The same with more in the daemon's environment.
@@ -66,7 +75,7 @@ impl Strata {
         janitor: &Janitor,
         binaries: &Path,
         environment: &[(&str, &Path)],
-        tier: Option<&Path>,
+        lines: Option<&str>,
     ) -> Result<Self> {
         let (program, daemon) = (binaries.join("strata"), binaries.join("stratad"));
         for path in [&program, &daemon] {
@@ -86,11 +95,10 @@ impl Strata {
         let log = directory.join("stratad.log");
         let output = File::create(&log).context("make the daemon's log")?;
         let mut arguments: Vec<OsString> = vec!["--private".into(), directory.clone().into()];
-        if let Some(tier) = tier {
-            // Only a configuration can name one.
+        if let Some(lines) = lines {
             let file = directory.join("stratad.toml");
             let text = format!(
-                "socket_dir = {directory:?}\nsnapshot_dir = {:?}\ntier_path = {tier:?}\n",
+                "socket_dir = {directory:?}\nsnapshot_dir = {:?}\n{lines}",
                 directory.join("snapshots")
             );
             fs::write(&file, text).context("write the daemon's configuration")?;

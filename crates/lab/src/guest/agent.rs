@@ -1,0 +1,166 @@
+//! The first process of a guest: boots it, does what the host says over the second
+//! serial line, and says what came of it.
+
+use super::{
+    boot,
+    checks::{self, Checked},
+    servers::{self, Redis},
+    words::{Order, Reply},
+};
+use anyhow::{Context, Result, bail};
+use rustix::{
+    system::{RebootCommand, reboot},
+    termios::{OptionalActions, tcgetattr, tcsetattr},
+};
+use serde_json::{Value, json};
+use std::{
+    collections::BTreeMap,
+    fs::File,
+    io::{BufRead, BufReader, Write},
+    process::{Child, Command},
+    sync::{Arc, Mutex},
+};
+
+/// Where the host listens; the first line is the console.
+const LINE: &str = "/dev/ttyS1";
+const CONSOLE: &str = "/dev/ttyS0";
+
+/// Boots, obeys, and switches the machine off.
+pub(crate) fn run() -> Result<()> {
+    if std::process::id() != 1 {
+        bail!("this is the first process of a guest, and nothing else");
+    }
+    let ended = serve();
+    if let Err(error) = &ended {
+        eprintln!("guest: {error:#}");
+    }
+    rustix::fs::sync();
+    reboot(RebootCommand::PowerOff).context("switch the guest off")
+}
+
+fn serve() -> Result<()> {
+    boot::up()?;
+    let line = File::options().read(true).write(true).open(LINE).context("open the line")?;
+    let mut raw = tcgetattr(&line).context("look at the line")?;
+    raw.make_raw();
+    tcsetattr(&line, OptionalActions::Now, &raw).context("make the line raw")?;
+    let answers =
+        Answers { line: Arc::new(Mutex::new(line.try_clone().context("share the line")?)) };
+    answers.say(&Reply::Up);
+    let mut guest = Guest::default();
+    for order in BufReader::new(line).lines() {
+        let order = order.context("hear the host")?;
+        let done = serde_json::from_str(&order)
+            .with_context(|| format!("understand {order:?}"))
+            .and_then(|order| guest.obey(order, &answers));
+        answers.say(&match done {
+            Ok(value) => Reply::Done(value),
+            Err(error) => Reply::Failed(format!("{error:#}")),
+        });
+        if guest.is_over {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// The line's other direction; watchers speak there, too.
+#[derive(Clone)]
+struct Answers {
+    line: Arc<Mutex<File>>,
+}
+
+impl Answers {
+    fn say(&self, reply: &Reply) {
+        let text = serde_json::to_string(reply).expect("a reply can be said");
+        let mut line = self.line.lock().expect("no holder panicked");
+        if let Err(error) = writeln!(line, "{text}") {
+            eprintln!("guest: answer the host: {error}");
+        }
+    }
+}
+
+/// What has been started.
+#[derive(Default)]
+struct Guest {
+    watched: Option<Arc<checks::Progress>>,
+    redis: BTreeMap<String, Redis>,
+    strata: Option<Child>,
+    is_over: bool,
+}
+
+impl Guest {
+    fn obey(&mut self, order: Order, answers: &Answers) -> Result<Value> {
+        match order {
+            Order::Watch { mebibytes, mebibytes_per_second } => {
+                let told = answers.clone();
+                let wrong = move |what| told.say(&Reply::Wrong(what));
+                let checked = Checked::fill(mebibytes);
+                self.watched = Some(checks::watch(checked, mebibytes_per_second, wrong));
+                Ok(Value::Null)
+            }
+            Order::Watched => {
+                let watched = self.watched.as_ref().context("nothing is watched")?;
+                Ok(json!(watched.read()))
+            }
+            Order::Strata => {
+                self.strata = Some(servers::strata()?);
+                Ok(Value::Null)
+            }
+            Order::Redis { name, records, dram_mebibytes } => {
+                let redis = Redis::start(&name, records, dram_mebibytes)?;
+                self.redis.insert(name, redis);
+                Ok(Value::Null)
+            }
+            Order::Drive(load) => Ok(json!(self.of(&load.name)?.drive(&load)?)),
+            Order::Verify { name } => Ok(json!(self.of(&name)?.verify()?)),
+            Order::Run { line } => Ok(json!(servers::tool("bash", &["-c", &line])?)),
+            Order::Shell { text } => {
+                shell(&text)?;
+                Ok(Value::Null)
+            }
+            Order::End => {
+                self.redis.clear();
+                if let Some(mut daemon) = self.strata.take() {
+                    daemon.kill().and_then(|()| daemon.wait()).context("end stratad")?;
+                }
+                self.is_over = true;
+                Ok(Value::Null)
+            }
+        }
+    }
+
+    fn of(&self, name: &str) -> Result<&Redis> {
+        self.redis.get(name).with_context(|| format!("no Redis is called {name}"))
+    }
+}
+
+/// A shell for whoever sits at the console.
+fn shell(text: &str) -> Result<()> {
+    let mut console = File::options().write(true).open(CONSOLE).context("open the console")?;
+    console.write_all(text.as_bytes()).context("write to the console")?;
+    let terminal = || File::options().read(true).write(true).open(CONSOLE);
+    Command::new("setsid")
+        .args(["--ctty", "--wait", "bash", "--norc"])
+        .env("PATH", servers::PATH)
+        .env("HOME", "/root")
+        .env("TERM", "vt100")
+        .env("PS1", "guest# ")
+        .env(strata_api::ENV_CONTROL_SOCKET, servers::CONTROL)
+        .stdin(terminal().context("open the console")?)
+        .stdout(terminal().context("open the console")?)
+        .stderr(terminal().context("open the console")?)
+        .status()
+        .context("start a shell")?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn elsewhere_it_refuses_to_run() {
+        assert!(run().is_err());
+    }
+}

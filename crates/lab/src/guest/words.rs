@@ -1,0 +1,118 @@
+//! What host and guest say to each other: a line of JSON each. Types only.
+
+use serde::{Deserialize, Serialize};
+
+/// What a guest is told; each gets one [`Reply`].
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(tag = "do", rename_all = "kebab-case")]
+pub(crate) enum Order {
+    /// Fill so much memory, and look at all of it again and again from then on,
+    /// so much a second, changing a part.
+    Watch { mebibytes: u64, mebibytes_per_second: u64 },
+    /// How that went: [`Watched`].
+    Watched,
+    /// Start Redis and give it that many records; under Strata in the guest where
+    /// a budget is given.
+    Redis { name: String, records: u64, dram_mebibytes: Option<u64> },
+    /// Drive it: [`Served`].
+    Drive(Drive),
+    /// Read all records and compare them.
+    Verify { name: String },
+    /// Start Strata in the guest, its file tier on the NVDIMM.
+    Strata,
+    /// A command for the shell; what it printed.
+    Run { line: String },
+    /// A shell on the console, until it ends.
+    Shell { text: String },
+    /// Switch the guest off.
+    End,
+}
+
+/// A load on Redis.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub(crate) struct Drive {
+    pub name: String,
+    /// As on the lab's command line.
+    pub pattern: String,
+    /// Share of GETs.
+    pub reads: f64,
+    /// Requests a second; 0: as fast as it goes.
+    pub per_second: u64,
+    pub seconds: u64,
+    pub seed: u64,
+}
+
+/// What a guest says, unasked in the case of `Wrong`.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Reply {
+    /// It has booted.
+    Up,
+    Done(serde_json::Value),
+    Failed(String),
+    /// A byte of its memory is not what it was.
+    Wrong(String),
+}
+
+/// The memory that a guest watches.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize, Deserialize)]
+pub(crate) struct Watched {
+    /// Pages compared so far.
+    pub pages: u64,
+    /// Times that all of it was gone through.
+    pub rounds: u64,
+}
+
+/// Of Redis under a load.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub(crate) struct Served {
+    /// Requests that were due.
+    pub due: u64,
+    pub answered: u64,
+    pub per_second: f64,
+    pub p50_us: f64,
+    pub p99_us: f64,
+    /// Part of the answered that came later than [`LATE_MS`] after they were due.
+    pub late: u64,
+    /// Answers in each [`STEP_MS`] of the time.
+    pub steps: Vec<u64>,
+}
+
+/// An answer that took longer is as good as none to whoever waits for it.
+pub(crate) const LATE_MS: u64 = 100;
+/// Width of a step of [`Served::steps`].
+pub(crate) const STEP_MS: u64 = 500;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_one_half_says_the_other_understands() {
+        for order in [
+            Order::Watch { mebibytes: 16, mebibytes_per_second: 1 },
+            Order::Watched,
+            Order::Redis { name: "r".into(), records: 10, dram_mebibytes: None },
+            Order::Drive(Drive {
+                name: "r".into(),
+                pattern: "gaussian".into(),
+                reads: 0.5,
+                per_second: 100,
+                seconds: 2,
+                seed: 3,
+            }),
+            Order::End,
+        ] {
+            let line = serde_json::to_string(&order).expect("it can be said");
+            assert!(!line.contains('\n'), "{line}");
+            assert_eq!(serde_json::from_str::<Order>(&line).expect("understood"), order);
+        }
+        let reply = Reply::Done(serde_json::json!({ "pages": 3, "rounds": 1 }));
+        let line = serde_json::to_string(&reply).expect("it can be said");
+        let Reply::Done(value) = serde_json::from_str(&line).expect("understood") else {
+            panic!("{line}")
+        };
+        let watched: Watched = serde_json::from_value(value).expect("what was asked for");
+        assert_eq!(watched, Watched { pages: 3, rounds: 1 });
+    }
+}

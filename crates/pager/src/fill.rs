@@ -1,9 +1,9 @@
 //! Memory of a living process that comes from a snapshot of another one: a guest's, whose
 //! QEMU has mapped it, has not used it, and waits.
 //!
-//! The page map of the part is copied at another address, both in pieces of 2 MiB. What
-//! the process has touched there already is overwritten in place; everything else is
-//! stored, and comes when it is asked for. Runs on the keeper: nobody evicts meanwhile.
+//! The page map of the part is copied, page by page, at another address. What the process
+//! has touched there already is overwritten in place; everything else is stored, and comes
+//! when it is asked for. Runs on the keeper: nobody evicts meanwhile.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -19,13 +19,11 @@ use crate::entry::Entry;
 use crate::events::address_of;
 use crate::handler::one_page;
 use crate::inbox::Order;
-use crate::page_map::Piece;
 use crate::snapshot::Memory;
 use crate::space::{Gate, Space, ids_in, lock, piece_of};
 use crate::tenant::Tenant;
 
 const PAGE: u64 = PAGE_SIZE as u64;
-const PIECE_BYTES: u64 = PAGE * PAGES_PER_LEAF as u64;
 /// How often pages that came while others were overwritten are overwritten too.
 const MOST_TURNS: u32 = 8;
 
@@ -36,9 +34,9 @@ pub struct Filling {
     pub pid: u32,
     /// The number of the snapshot's memory, of its tenant.
     pub memory: SpaceId,
-    /// The part of it: whole pages, from the first of a piece of 2 MiB on.
+    /// The part of it: whole pages.
     pub from: Range,
-    /// Where it goes: as long, and as aligned.
+    /// Where it goes: as long.
     pub to: Range,
     /// Addresses of the snapshot that are probably wanted first.
     pub wanted: Vec<u64>,
@@ -46,13 +44,12 @@ pub struct Filling {
 
 impl Filling {
     fn problem(&self) -> Option<&'static str> {
-        let is_aligned = |range: Range| {
-            range.start.is_multiple_of(PIECE_BYTES) && range.end.is_multiple_of(PAGE)
-        };
+        let is_aligned =
+            |range: Range| range.start.is_multiple_of(PAGE) && range.end.is_multiple_of(PAGE);
         if self.from.is_empty() || self.from.len() != self.to.len() {
             Some("the memory has another size")
         } else if !is_aligned(self.from) || !is_aligned(self.to) {
-            Some("the memory does not begin at a multiple of 2 MiB")
+            Some("the memory is not of whole pages")
         } else {
             None
         }
@@ -220,21 +217,23 @@ impl Space {
         filling: &Filling,
         there: &BTreeSet<u64>,
     ) -> Result<(), String> {
-        let pieces =
-            (filling.to.start / PIECE_BYTES) as i64 - (filling.from.start / PIECE_BYTES) as i64;
         let first = piece_of(PageNumber::containing(filling.from.start));
         let last = piece_of(PageNumber::containing(filling.from.end - 1));
         let mut copied: Vec<(PageId, PageId, Entry)> = Vec::with_capacity(PAGES_PER_LEAF);
         let mut handles: Vec<Handle> = Vec::with_capacity(PAGES_PER_LEAF);
         for (&piece, &leaf) in known.directory.range(first..=last) {
-            let piece_here = (i64::from(piece) + pieces) as Piece;
-            (copied.clear(), handles.clear());
+            copied.clear();
+            handles.clear();
             for index in 0..PAGES_PER_LEAF {
-                let address = address_of(piece_here, index);
+                let source = address_of(piece, index);
+                if !filling.from.contains(source) {
+                    continue;
+                }
+                let address = source - filling.from.start + filling.to.start;
                 let from = PageId::new(leaf, index);
                 let copy = match tenant.map.get(from) {
                     Entry::Untouched => continue,
-                    _ if !filling.to.contains(address) || there.contains(&address) => continue,
+                    _ if there.contains(&address) => continue,
                     Entry::Stored(handle) => {
                         handles.push(handle);
                         Entry::Stored(handle)

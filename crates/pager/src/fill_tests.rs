@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use strata_sys::{OwnMemory, Range, Registration};
-use strata_units::{PAGE_SIZE, PAGES_PER_LEAF, PageBuffer};
+use strata_units::{PAGE_SIZE, PageBuffer};
 
 use crate::capture_tests::{Taken, fill};
 use crate::entry::Entry;
@@ -92,12 +92,11 @@ fn memory_that_is_not_fresh_or_not_as_large_is_refused() {
         world.tenant.fill(&world.tenant, filling).expect_err("refused at once")
     };
     let page = PAGE_SIZE as u64;
-    let shifted = Range { start: whole.start + page, end: whole.end + page };
-    assert!(ask(whole, shifted).contains("2 MiB"));
+    let shifted = Range { start: whole.start + 1, end: whole.end + 1 };
+    assert!(ask(whole, shifted).contains("whole pages"));
     let less = Range { end: whole.end - page, ..whole };
     assert!(ask(whole, less).contains("another size"));
     assert!(ask(Range { end: whole.start, ..whole }, whole).contains("another size"));
-    assert!(whole.start.is_multiple_of(page * PAGES_PER_LEAF as u64));
     taken.remove(&world);
     world.end();
 }

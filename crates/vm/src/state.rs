@@ -21,6 +21,8 @@ const IGNORE_SHARED: &str = "x-ignore-shared";
 const HARMLESS: [&str; 1] = ["events"];
 /// What the descriptor is called in the monitor.
 const DESCRIPTOR: &str = "strata-state";
+/// An address of the guest's that is memory in every PC.
+const ASKED: u64 = 1 << 20;
 /// How often it is asked whether a migration has ended.
 const POLL: Duration = Duration::from_micros(500);
 
@@ -67,7 +69,7 @@ pub fn footing(monitor: &mut Monitor) -> Result<Footing, StateError> {
     }
     let files =
         read_only(&monitor.execute("query-named-block-nodes", Some(json!({"flat": true})))?)?;
-    let (_, memory_bytes) = one_memory(&monitor.execute("query-memdev", None)?)?;
+    let (id, memory_bytes) = one_memory(&monitor.execute("query-memdev", None)?)?;
     for name in capabilities(monitor)? {
         if !HARMLESS.contains(&name.as_str()) {
             return Err(unfit(format!(
@@ -77,7 +79,7 @@ pub fn footing(monitor: &mut Monitor) -> Result<Footing, StateError> {
         }
     }
     let is_running = status == "running";
-    Ok(Footing { is_running, memory_start: memory_start(monitor)?, memory_bytes, files })
+    Ok(Footing { is_running, memory_start: memory_start(monitor, &id)?, memory_bytes, files })
 }
 
 /// Where a guest's QEMU has the guest's memory, and how much.
@@ -85,8 +87,8 @@ pub fn footing(monitor: &mut Monitor) -> Result<Footing, StateError> {
 /// # Errors
 /// It does not say so.
 pub fn memory(monitor: &mut Monitor) -> Result<(u64, u64), StateError> {
-    let (_, bytes) = one_memory(&monitor.execute("query-memdev", None)?)?;
-    Ok((memory_start(monitor)?, bytes))
+    let (id, bytes) = one_memory(&monitor.execute("query-memdev", None)?)?;
+    Ok((memory_start(monitor, &id)?, bytes))
 }
 
 /// QEMU's word for what the guest does.
@@ -240,13 +242,16 @@ fn one_memory(objects: &Value) -> Result<(String, u64), StateError> {
     Ok((id, size.ok_or(QmpError::Nonsense("no size of its memory"))?))
 }
 
-/// QEMU's address of the guest's first byte, which on a PC is the first of its memory.
-fn memory_start(monitor: &mut Monitor) -> Result<u64, StateError> {
-    let line = Some(json!({ "command-line": "gpa2hva 0" }));
+/// QEMU's address of the guest's first byte, which on a PC is the first of its object `id`.
+/// Something else can lie over the first page, so another one is asked for.
+fn memory_start(monitor: &mut Monitor, id: &str) -> Result<u64, StateError> {
+    let line = Some(json!({ "command-line": format!("gpa2hva {ASKED:#x}") }));
     let answer = monitor.execute("human-monitor-command", line)?;
     let said = answer.as_str().unwrap_or_default();
     let number = said.trim_end().rsplit("0x").next().unwrap_or_default();
-    let start = u64::from_str_radix(number, 16).ok().filter(|_| said.contains(" is 0x"));
+    let is_it = said.contains(&format!(" ({id}) is 0x"));
+    let start = u64::from_str_radix(number, 16).ok().filter(|_| is_it);
+    let start = start.and_then(|at| at.checked_sub(ASKED));
     start.ok_or_else(|| unfit(format!("it does not say where its memory is: {}", plain(said))))
 }
 
@@ -292,7 +297,7 @@ mod tests {
     );
     const PLACE: (&str, &str) = (
         "human-monitor-command",
-        r#""Host virtual address for 0x0 (strata-ram) is 0x7f3a00000000\r\n""#,
+        r#""Host virtual address for 0x100000 (strata-ram) is 0x7f3a00100000\r\n""#,
     );
     const OFF: (&str, &str) =
         ("query-migrate-capabilities", r#"[{"capability": "events", "state": true}]"#);

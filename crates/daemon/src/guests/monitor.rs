@@ -32,8 +32,8 @@ const RUNS_ON_WITHIN: Duration = Duration::from_secs(10);
 const TRY_EVERY: Duration = Duration::from_millis(50);
 /// Most that the state of a guest's devices may be: a display's memory is in it.
 const MOST_STATE_BYTES: u64 = 256 << 20;
-/// Guests' memory begins where this many bytes do.
-const ALIGNED: u64 = 2 << 20;
+/// Guests' memory consists of whole pages.
+const ALIGNED: u64 = strata_units::PAGE_SIZE as u64;
 
 /// A conversation with the monitor of a guest.
 pub(crate) struct Talk {

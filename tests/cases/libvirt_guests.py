@@ -131,7 +131,7 @@ def free(guest):
     guest.rounds(1)
 
 
-@case("libvirt", native=False, own_daemon=True, seconds=240, takes=50)
+@case("libvirt", native=False, own_daemon=True, seconds=120, takes=35)
 def libvirt_guests(run):
     """One rule, two guests, a tenant each."""
     qemu = run.tool("qemu-system-x86_64")

@@ -8,14 +8,19 @@ import pwd
 import shutil
 import signal
 import subprocess
+import sys
 
 import machine
 from strata import Failure, Skip
+from suite import ROOT
 from under import Guest
 
 CONFIGURATION = "/etc/libvirt"
 STATE = ("/var/lib/libvirt", "/run/libvirt", "/var/log/libvirt", "/var/cache/libvirt")
 USER = "libvirt-qemu"
+# Orphans are collected, as the first process of a system does it: libvirt waits until the
+# QEMU that it asked what it can do is gone, half a minute each time.
+REAPER = os.path.join(ROOT, "tests", "lib", "reaper.py")
 DEVICES = [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "ptmx",
                                       "fd", "stdin", "stdout", "stderr")]
 
@@ -39,7 +44,7 @@ class Libvirt:
         unshare, self.nsenter, virtlogd, libvirtd = programs
         if not os.path.exists(os.path.join(CONFIGURATION, "qemu.conf")):
             raise Skip("libvirt's configuration is not installed (libvirt-daemon-system)")
-        self.processes, self.keeper = [], None
+        self.processes, self.pid_files, self.keeper = [], [], None
         binds = []
         for number, there in enumerate((CONFIGURATION, *STATE)):
             here = os.path.join(place, f"libvirt-{number}")
@@ -74,9 +79,11 @@ class Libvirt:
                 raise Failure(f"no namespace of its own: see {self.log.name}")
             for name, program in (("virtlogd", virtlogd), ("libvirtd", libvirtd)):
                 pid_file = os.path.join(place, f"{name}.pid")
+                command = self.inside([program, "--pid-file", pid_file])
                 self.processes.append(subprocess.Popen(
-                    self.inside([program, "--pid-file", pid_file]), stdin=subprocess.DEVNULL,
+                    [sys.executable, "-B", REAPER, *command], stdin=subprocess.DEVNULL,
                     stdout=self.log, stderr=self.log, start_new_session=True))
+                self.pid_files.append(pid_file)
             run.daemon.wait_until(self.answers, f"libvirtd answers; see {self.log.name}")
         except BaseException:
             self.end()
@@ -112,11 +119,12 @@ class Libvirt:
             pid = int(machine.read(file) or 0)
             if "-name" in machine.read(f"/proc/{pid}/cmdline").split("\0"):
                 os.kill(pid, signal.SIGKILL)
+        for pid_file in reversed(self.pid_files):
+            if pid := int(machine.read(pid_file).strip() or 0):
+                os.kill(pid, signal.SIGTERM)
         for process in reversed(self.processes):
             if process is self.keeper:
                 process.stdin.close()
-            elif process.poll() is None:
-                process.send_signal(signal.SIGTERM)
             try:
                 process.wait(15)
             except subprocess.TimeoutExpired:

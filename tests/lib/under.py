@@ -102,7 +102,8 @@ class Line:
         self.line.sendall(order.encode() + b"\n")
 
     def rounds(self, count):
-        """So many more of them; the number of the last."""
+        """So many more of them; the number of the last, or none."""
+        last = None
         for _ in range(count):
             last = int(self.hear(r"^round (\d+) right\n")[1])
         return last

@@ -25,8 +25,8 @@ def register(name, which):
     def body(run):
         program = run.start("guards", which, budget="32MiB")
         ready(program)
-        program.assert_pressed()
         program.answer()
+        # Before, pages were only evicted; in the end they have come back, too.
         program.finish()
 
 

@@ -324,10 +324,12 @@ mod tests {
         let (reader, writer) = io::pipe().expect("a pipe");
         let (reader, writer) = (OwnedFd::from(reader), OwnedFd::from(writer));
         let number = writer.as_raw_fd();
-        // What grep inherits of the shell, which blocks all while it waits for it.
+        // What grep inherits of the shell, which blocks all while it waits for it; and it
+        // redirects to no descriptor of two digits.
         let mut launch = shell(&format!(
             "umask; cut -d' ' -f6 /proc/$$/stat; grep -E '^Sig(Blk|Ign)' /proc/self/status; \
-             ls /proc/$$/fd | tr '\\n' ' '; echo $HOME; cat; echo told >&{number}"
+             ls /proc/$$/fd | tr '\\n' ' '; echo $HOME; cat; \
+             echo told >/proc/$$/fd/{number}"
         ));
         launch.inherit(vec![writer]);
         let mut running = launch.start(&output.0).expect("it starts");

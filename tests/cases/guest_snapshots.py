@@ -10,6 +10,7 @@ import subprocess
 import time
 
 import machine
+from guests_under import directory_of
 from strata import Failure
 from suite import case
 from under import Guest, Line
@@ -18,10 +19,6 @@ MIB = 1 << 20
 MEMORY_MIB, FILLED_MIB, BUDGET_MIB, PRESSED_MIB = 192, 64, 400, 150
 NAME = "first"
 KILLS = 5
-
-
-def directory_of(run, name):
-    return os.path.join(run.daemon.directory, "guests", f"{os.getuid()}.{name}")
 
 
 def monitor(run, name, *commands):

@@ -59,6 +59,11 @@ impl Filling {
     fn source(&self, address: u64) -> u64 {
         address - self.to.start + self.from.start
     }
+
+    /// The process's address of one of the snapshot's; none: it is not in the part.
+    fn target(&self, source: u64) -> Option<u64> {
+        self.from.contains(source).then(|| source - self.from.start + self.to.start)
+    }
 }
 
 /// To the keeper.
@@ -200,11 +205,8 @@ impl Space {
         }
         self.copy_pages(tenant, gate, known, filling, there)?;
         *lock(&self.touched) = Some(Vec::new());
-        let shift = |address: &u64| {
-            let is_in = filling.from.contains(*address);
-            is_in.then(|| one_page(address - filling.from.start + filling.to.start))
-        };
-        lock(&self.hot).extend(filling.wanted.iter().filter_map(shift));
+        let wanted = filling.wanted.iter().filter_map(|&source| filling.target(source));
+        lock(&self.hot).extend(wanted.map(one_page));
         self.kick.ring();
         Ok(())
     }
@@ -225,11 +227,7 @@ impl Space {
             copied.clear();
             handles.clear();
             for index in 0..PAGES_PER_LEAF {
-                let source = address_of(piece, index);
-                if !filling.from.contains(source) {
-                    continue;
-                }
-                let address = source - filling.from.start + filling.to.start;
+                let Some(address) = filling.target(address_of(piece, index)) else { continue };
                 let from = PageId::new(leaf, index);
                 let copy = match tenant.map.get(from) {
                     Entry::Untouched => continue,

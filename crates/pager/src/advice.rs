@@ -2,6 +2,9 @@
 //! threads share of it, and the answer. Which pages are watched is the keeper's
 //! business ([`crate::keeper`]), what follows from it the policy's.
 
+pub(crate) mod sample;
+pub(crate) mod survey;
+
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -12,8 +15,8 @@ use strata_policy::sampler::hash;
 use strata_store::Foretelling;
 use strata_units::PageId;
 
-use crate::space::lock;
 use crate::tenant::Tenant;
+use crate::tenant::space::lock;
 
 /// A tenant is watched for so long after somebody last asked.
 const WATCHED_FOR: Duration = Duration::from_secs(600);

@@ -18,7 +18,13 @@
 //! freeze, so it has not changed since. A page that the program discards while it
 //! is pending tears the snapshot: the kernel says so too late to save it.
 
+pub(crate) mod clean;
+pub(crate) mod copied;
 mod freeze;
+pub(crate) mod pace;
+
+#[cfg(test)]
+pub(crate) mod capture_tests;
 
 pub(crate) use freeze::Seen;
 
@@ -30,15 +36,15 @@ use strata_store::Put;
 use strata_sys::{Fill, Process, Range};
 use strata_units::{Handle, LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber, SpaceId};
 
-use crate::copied::Copied;
-use crate::entry::Entry;
-use crate::events::address_of;
-use crate::handler::one_page;
-use crate::page_map::{PageMap, Piece};
-use crate::page_set::Bits;
-use crate::space::{Gate, Space, add_run, ids_in, lock, piece_of};
+use crate::capture::clean::Unwritten;
+use crate::capture::copied::Copied;
+use crate::fault::events::address_of;
+use crate::fault::handler::one_page;
+use crate::map::entry::Entry;
+use crate::map::page_map::{PageMap, Piece};
+use crate::map::page_set::Bits;
 use crate::tenant::Tenant;
-use crate::unwritten::Unwritten;
+use crate::tenant::space::{Gate, Space, add_run, ids_in, lock, piece_of};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 /// Pages read at a time: what can be one huge page stays one.

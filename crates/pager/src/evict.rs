@@ -15,6 +15,9 @@
 //! transfer range is emptied only after it. A page whose message says meanwhile
 //! that it was discarded has `slots[slot] = 0` and is dropped.
 
+pub(crate) mod fetch;
+pub(crate) mod kept;
+
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -27,11 +30,11 @@ use strata_units::wire::{BATCH_PAGES, Command, Control, RESULT_CANCELLED, RESULT
 use strata_units::{Handle, PAGE_SIZE, PageBuffer, PageId};
 
 use crate::capture::Leaves;
-use crate::copies::Copies;
-use crate::entry::Entry;
-use crate::scan::Excluded;
-use crate::space::{Agent, Space, lock};
+use crate::evict::kept::Copies;
+use crate::map::entry::Entry;
+use crate::regions::registration::Excluded;
 use crate::tenant::Tenant;
+use crate::tenant::space::{Agent, Space, lock};
 
 /// How long the keeper waits for one command before it turns to other spaces.
 /// A batch takes well under a millisecond, unless its process is stopped.
@@ -347,7 +350,7 @@ impl Evictor {
             if owner != space.id {
                 continue;
             }
-            let address = crate::events::address_of(piece, page.index());
+            let address = crate::fault::events::address_of(piece, page.index());
             let resident = tenant.map.get(page);
             if !resident.is_resident() {
                 continue;

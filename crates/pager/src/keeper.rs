@@ -40,17 +40,17 @@ use contents::contents;
 use rest::{NextLook, State};
 use spread::Spread;
 
-use crate::counters::Counter;
-use crate::entry::Entry;
+use crate::capture::pace::{Machine, Pace};
 use crate::evict::{Evictor, level_of};
 use crate::keeper::advised::Advised;
-use crate::pace::{Machine, Pace};
-use crate::release;
-use crate::scan::{Excluded, register_new, settle_shared};
+use crate::life::release;
+use crate::map::counters::Counter;
+use crate::map::entry::Entry;
+use crate::regions::registration::{Excluded, register_new, settle_shared};
 use crate::snapshot::{Capturing, SnapshotError, Torn};
-use crate::space::{Space, lock};
+use crate::tenant::space::{Space, lock};
+use crate::tenant::usage::measure;
 use crate::tenant::{Order, Tenant};
-use crate::usage::measure;
 
 /// A handler that takes the last but so many pages of headroom wakes the keeper.
 pub(crate) const WAKE_AT_PAGES: i64 = 512;

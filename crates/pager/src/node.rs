@@ -9,6 +9,13 @@
 //! Which pages go is the policy's choice, when is the keeper's
 //! (`crate::keeper::node`).
 
+pub(crate) mod watching;
+
+#[cfg(test)]
+mod node_tests;
+#[cfg(test)]
+mod watching_tests;
+
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
@@ -20,12 +27,12 @@ use strata_sys::{
 };
 use strata_units::{LeafIndex, PAGE_SIZE, PageId};
 
-use crate::counters::Counter;
-use crate::entry::Entry;
-use crate::events::address_of;
-use crate::page_map::Piece;
-use crate::space::{Agent, Gate, Space, lock};
+use crate::fault::events::address_of;
+use crate::map::counters::Counter;
+use crate::map::entry::Entry;
+use crate::map::page_map::Piece;
 use crate::tenant::Tenant;
+use crate::tenant::space::{Agent, Gate, Space, lock};
 
 /// Pages of one call: the kernel prepares each call at length, and holds locks of
 /// the process while it moves.

@@ -4,6 +4,17 @@
 //! Everything here runs on the keeper; only [`Tenant::snapshot`] is called by
 //! whoever wants one, and waits.
 
+pub(crate) mod fill;
+pub(crate) mod hold;
+mod pages;
+pub(crate) mod prepared;
+pub(crate) mod restore;
+
+#[cfg(test)]
+mod fill_tests;
+#[cfg(test)]
+mod prepared_tests;
+
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -13,12 +24,12 @@ use strata_store::Put;
 use strata_sys::{Process, Range, thread_time};
 use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
 
+use crate::capture::pace::Pace;
 use crate::capture::{Capture, RUN_PAGES, Seen};
-use crate::pace::Pace;
-use crate::page_map::Piece;
-use crate::scan::Excluded;
-use crate::settings::Setting;
-use crate::space::{EVERYTHING, Space, lock};
+use crate::map::page_map::Piece;
+use crate::map::settings::Setting;
+use crate::regions::registration::Excluded;
+use crate::tenant::space::{EVERYTHING, Space, lock};
 use crate::tenant::{Order, Tenant};
 
 /// Without any page captured for so long, the snapshot is given up.

@@ -1,6 +1,17 @@
 //! One tenant: its budget, page map, store and spaces, and what the daemon can
 //! ask of it. The work is done by its keeper and by its spaces' handlers.
 
+pub(crate) mod account;
+pub(crate) mod claim;
+pub(crate) mod ending;
+pub(crate) mod inbox;
+pub(crate) mod merged;
+pub(crate) mod notes;
+pub(crate) mod share;
+pub(crate) mod space;
+pub(crate) mod stall;
+pub(crate) mod usage;
+
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
@@ -19,25 +30,26 @@ use strata_units::wire::TRANSFER_PAGES;
 use strata_units::{PAGE_SIZE, PageId, SpaceId, TenantId};
 
 use crate::advice::Advisor;
-use crate::counters::Counters;
-use crate::ending::Grave;
-pub(crate) use crate::inbox::{Inbox, Order};
-use crate::merged::Merged;
+use crate::advice::survey::Surveyed;
+use crate::fault::handler;
+use crate::life::release;
+use crate::map::counters::Counters;
+use crate::map::page_map::PageMap;
+use crate::map::registry::{Registry, SpaceField, TenantRecord};
 use crate::node::NodeSpec;
-use crate::notes::Notes;
-use crate::page_map::PageMap;
-use crate::place::Placement;
-use crate::prepared::MapCopy;
-use crate::registry::{Registry, SpaceField, TenantRecord};
-use crate::share::Share;
+use crate::node::watching::Watching;
+use crate::regions::place::Placement;
 use crate::snapshot::Memory;
-use crate::space::{Agent, AgentRanges, Space, lock};
-use crate::stall::Waiting;
-use crate::survey::Surveyed;
-use crate::usage::Shared;
-pub use crate::usage::Usage;
-use crate::watching::Watching;
-use crate::{handler, release};
+use crate::snapshot::prepared::MapCopy;
+use crate::tenant::ending::Grave;
+pub(crate) use crate::tenant::inbox::{Inbox, Order};
+use crate::tenant::merged::Merged;
+use crate::tenant::notes::Notes;
+use crate::tenant::share::Share;
+use crate::tenant::space::{Agent, AgentRanges, Space, lock};
+use crate::tenant::stall::Waiting;
+use crate::tenant::usage::Shared;
+pub use crate::tenant::usage::Usage;
 
 /// What a new tenant is made of.
 #[derive(Clone, Debug)]
@@ -519,7 +531,7 @@ impl Tenant {
         hail: Hail,
     ) -> io::Result<()> {
         let agent = Agent::new(control, socket, hail);
-        crate::scan::adjust_child(space, self, &agent)?;
+        crate::regions::registration::adjust_child(space, self, &agent)?;
         space.attach_agent(&self.registry, agent);
         self.wake_keeper();
         Ok(())

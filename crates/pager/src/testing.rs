@@ -10,11 +10,11 @@ use strata_store::{Backing, Faults, Faulty, FileConfig, MemoryBacking, Store, St
 use strata_sys::{EventFd, Process, Userfaultfd};
 use strata_units::{PAGE_SIZE, PageBuffer, SpaceId};
 
+use crate::map::page_map::PageMap;
+use crate::map::registry::{Registry, TenantRecord};
 use crate::node::NodeSpec;
-use crate::page_map::PageMap;
-use crate::registry::{Registry, TenantRecord};
-use crate::space::Space;
 use crate::tenant::Tenant;
+use crate::tenant::space::Space;
 
 /// What a test's tenants may have resident.
 pub(crate) const HEADROOM_PAGES: i64 = 1 << 20;

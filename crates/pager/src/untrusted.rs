@@ -10,11 +10,11 @@ use strata_store::{Descriptors, Store, StoreConfig};
 use strata_units::wire::{BATCH_PAGES, Control};
 use strata_units::{Handle, PAGES_PER_LEAF, PageId, SpaceId};
 
-use crate::entry::Entry;
 use crate::evict::{Moved, results_of};
-use crate::page_map::PageMap;
-use crate::recover::Files;
-use crate::scan::{Excluded, stacks_of};
+use crate::life::recover::Files;
+use crate::map::entry::Entry;
+use crate::map::page_map::PageMap;
+use crate::regions::registration::{Excluded, stacks_of};
 
 /// What an agent's control block says.
 #[derive(Debug)]

@@ -10,17 +10,17 @@ use strata_sys::{Fill, Mapping, Process, Range, Registration};
 use strata_units::{Handle, LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber, SpaceId};
 
 use super::{BLOCK_BYTES, Capture, RUN_PAGES};
-use crate::copied::Copied;
-use crate::entry::Entry;
-use crate::events::address_of;
-use crate::handler::one_page;
-use crate::page_map::Piece;
-use crate::page_set::{Bits, PageSet};
-use crate::scan::Excluded;
+use crate::capture::clean::Unwritten;
+use crate::capture::copied::Copied;
+use crate::fault::events::address_of;
+use crate::fault::handler::one_page;
+use crate::map::entry::Entry;
+use crate::map::page_map::Piece;
+use crate::map::page_set::{Bits, PageSet};
+use crate::regions::registration::Excluded;
 use crate::snapshot::{SnapshotError, failed, restless};
-use crate::space::{Space, add_run, lock, piece_of};
 use crate::tenant::Tenant;
-use crate::unwritten::Unwritten;
+use crate::tenant::space::{Space, add_run, lock, piece_of};
 
 /// Looked at and protected under one hold of the gate.
 const ARMED_AT_ONCE: u64 = 64 << 20;

@@ -1,5 +1,5 @@
 //! What programs say of their memory, heeded: hints ([`strata_units::Hints`]), and
-//! settings that make pages leave early ([`crate::settings`]).
+//! settings that make pages leave early ([`crate::map::settings`]).
 //!
 //! It is bounded whatever a program says: hints wait in its own ring, one is under
 //! way for each space, and a round looks at so many pages of each and no more.
@@ -14,14 +14,14 @@ use strata_sys::Range;
 use strata_units::wire::BATCH_PAGES;
 use strata_units::{Handle, HintKind, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber, SpaceId};
 
-use crate::entry::Entry;
-use crate::handler::MOST_HOT;
+use crate::fault::handler::MOST_HOT;
 use crate::keeper::{Keeper, PAGE, RESCAN_EVERY};
-use crate::page_set::PageSet;
-use crate::place::most_pinned_bytes;
-use crate::scan::register_within;
-use crate::settings::Setting;
-use crate::space::{Space, ids_in, lock, piece_of};
+use crate::map::entry::Entry;
+use crate::map::page_set::PageSet;
+use crate::map::settings::Setting;
+use crate::regions::place::most_pinned_bytes;
+use crate::regions::registration::register_within;
+use crate::tenant::space::{Space, ids_in, lock, piece_of};
 
 /// Hints of one space that are begun in a round...
 const HINTS_PER_ROUND: usize = 64;

@@ -16,15 +16,15 @@ use strata_policy::sampler::{COLD_PART, LEAST_SECONDS, Sampler};
 use strata_store::Foretelling;
 use strata_units::PageId;
 
+use crate::advice::sample::{Pieces, register_sample};
 use crate::advice::{Event, Observed};
-use crate::counters::Counter;
-use crate::entry::Entry;
-use crate::events::address_of;
+use crate::fault::events::address_of;
 use crate::keeper::{Keeper, PAGE, SLACK_PART};
-use crate::sample::{Pieces, register_sample};
-use crate::space::{Space, lock};
+use crate::map::counters::Counter;
+use crate::map::entry::Entry;
 use crate::tenant::Tenant;
-use crate::usage::has_huge_pages;
+use crate::tenant::space::{Space, lock};
+use crate::tenant::usage::has_huge_pages;
 
 /// From one look at watched pages to the next.
 const TICK: Duration = Duration::from_millis(50);

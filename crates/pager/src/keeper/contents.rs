@@ -3,8 +3,8 @@
 
 use strata_units::{PAGE_SIZE, PageId};
 
-use crate::entry::Entry;
-use crate::events::address_of;
+use crate::fault::events::address_of;
+use crate::map::entry::Entry;
 use crate::tenant::Tenant;
 
 /// Contents of those of `pages` that are at hand: in place, or in the store's DRAM.
@@ -33,7 +33,7 @@ fn content(tenant: &Tenant, page: PageId) -> Option<[u8; PAGE_SIZE]> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::serve_tests::World;
+    use crate::fault::serve_tests::World;
     use crate::testing;
 
     #[test]

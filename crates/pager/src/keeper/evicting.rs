@@ -10,10 +10,10 @@ use strata_units::PageId;
 use strata_units::wire::BATCH_PAGES;
 
 use super::{Keeper, PINNED_FOR};
-use crate::counters::Counter;
 use crate::evict::{BatchReport, PAGE, Pauses, Stayed};
-use crate::scan::{Excluded, take_charge};
-use crate::space::Space;
+use crate::map::counters::Counter;
+use crate::regions::registration::{Excluded, take_charge};
+use crate::tenant::space::Space;
 
 impl Keeper<'_> {
     /// Evicts `want` pages, or as many of them as the next moments allow without haste,

@@ -4,7 +4,7 @@
 use strata_policy::Level;
 use strata_policy::exchange::{Compressed, Flow, Horizon, LOOK_EVERY, horizon};
 
-use crate::counters::{Counter, Latencies};
+use crate::map::counters::{Counter, Latencies};
 use crate::tenant::Tenant;
 
 /// See the module's text.

@@ -7,7 +7,7 @@ use strata_units::ByteSize;
 
 use super::Keeper;
 use crate::keeper::observe::file_room_bytes;
-use crate::usage::Usage;
+use crate::tenant::usage::Usage;
 
 /// What is not less than this part of a budget is the cause to name.
 const CAUSE_PART: u64 = 4;

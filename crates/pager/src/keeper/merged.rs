@@ -21,12 +21,12 @@ use strata_sys::kernel_has_merged_pages;
 use strata_units::{LeafIndex, PageId};
 
 use super::{Keeper, PAGE};
-use crate::counters::Counter;
-use crate::entry::Entry;
-use crate::events::address_of;
-use crate::merged::Merged;
-use crate::page_set::Bits;
-use crate::space::{Space, lock};
+use crate::fault::events::address_of;
+use crate::map::counters::Counter;
+use crate::map::entry::Entry;
+use crate::map::page_set::Bits;
+use crate::tenant::merged::Merged;
+use crate::tenant::space::{Space, lock};
 
 /// How often it is asked whether processes have merged pages.
 const ASK_EVERY: Duration = Duration::from_millis(250);

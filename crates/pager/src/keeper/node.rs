@@ -20,11 +20,11 @@ use strata_units::{LeafIndex, PAGES_PER_LEAF, PageId, SpaceId};
 use super::observe::file_room_bytes;
 use super::sensed::Sensed;
 use super::{Keeper, PAGE};
-use crate::counters::Counter;
-use crate::entry::Entry;
+use crate::map::counters::Counter;
+use crate::map::entry::Entry;
 use crate::node::{Kernel, MOVED_AT_ONCE, NodeTier};
-use crate::space::{EVERYTHING, Space, ids_in, lock};
 use crate::tenant::Tenant;
+use crate::tenant::space::{EVERYTHING, Space, ids_in, lock};
 
 /// How often the node is attended to.
 const LOOK_EVERY: Duration = Duration::from_millis(100);

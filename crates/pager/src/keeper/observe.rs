@@ -5,10 +5,10 @@ use std::sync::atomic::Ordering;
 use strata_policy::budget::{self, Observation, Packed};
 use strata_store::StoreStats;
 
-use crate::copies::stored_page_cost;
+use crate::evict::kept::stored_page_cost;
 use crate::keeper::{Keeper, PAGE};
-use crate::registry::TenantRecord;
-use crate::usage::Usage;
+use crate::map::registry::TenantRecord;
+use crate::tenant::usage::Usage;
 
 /// The room to spare: this part of the budget.
 const SPARE_PART: u64 = 16;

@@ -24,8 +24,8 @@ use strata_sys::{Process, WorkClock};
 
 use super::alarm::{self, Alarm};
 use super::{Keeper, Progress, QUIET_LOOK, QUIET_ROUNDS, lookout};
-use crate::counters::Counter;
-use crate::space::{Space, lock};
+use crate::map::counters::Counter;
+use crate::tenant::space::{Space, lock};
 use crate::tenant::{Order, Tenant};
 
 /// A tenant is looked at this often at least...
@@ -297,7 +297,7 @@ impl Keeper<'_> {
 }
 
 /// Where the kernel tells how much memory a tenant has, pages that processes share once,
-/// as [`crate::usage::measure`] counts them.
+/// as [`crate::tenant::usage::measure`] counts them.
 fn gauge_path(tenant: &Tenant) -> Option<(String, Option<Arc<Process>>)> {
     let spaces = tenant.space_list();
     match spaces.as_slice() {

@@ -1,4 +1,4 @@
-//! What was seen to be used on the node (`crate::watching`), and what the keeper does
+//! What was seen to be used on the node (`crate::node::watching`), and what the keeper does
 //! about it: which parts are worth DRAM is the policy's (`strata_policy::warmth`); they
 //! come back in place, the hottest first, as fast as budget and bandwidth allow.
 //!
@@ -14,10 +14,10 @@ use strata_policy::warmth::{Room, Watched, worth_dram};
 use strata_units::{LeafIndex, PageId};
 
 use super::{Keeper, PAGE};
-use crate::counters::Counter;
-use crate::entry::Entry;
-use crate::space::{Space, ids_in, lock};
+use crate::map::counters::Counter;
+use crate::map::entry::Entry;
 use crate::tenant::Tenant;
+use crate::tenant::space::{Space, ids_in, lock};
 
 /// Pages of one look that wait to be brought back, at most; the next look finds others.
 const MOST_SENSED: usize = 1 << 16;

@@ -14,7 +14,7 @@ use strata_sys::Cpus;
 
 use super::QUIET_LOOK;
 use crate::evict::{PART_PAGES, Pauses};
-use crate::space::{NO_CPU, Space};
+use crate::tenant::space::{NO_CPU, Space};
 
 /// A part takes so much of the time in which as many pages come: room is won meanwhile.
 const PART_OF_TIME: f64 = 0.75;

@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use crate::fill::FillOrder;
 use crate::keeper::Keeper;
-use crate::scan::{Excluded, register_new, register_part, stand_down};
+use crate::regions::registration::{Excluded, register_new, register_part, stand_down};
+use crate::snapshot::fill::FillOrder;
 use crate::snapshot::{SnapshotOrder, Went};
-use crate::space::{Space, lock};
+use crate::tenant::space::{Space, lock};
 
 /// So long after its last snapshot a tenant far below its budget is left to the
 /// kernel: until then another snapshot reads only what was written since.

@@ -7,8 +7,8 @@ use strata_policy::budget::REGISTER_PERCENT;
 use strata_units::ByteSize;
 
 use super::{Keeper, PAGE};
-use crate::space::Space;
-use crate::usage::Usage;
+use crate::tenant::space::Space;
+use crate::tenant::usage::Usage;
 
 /// A tenant thrashes from this part of the last ten seconds on in which some thread
 /// waited...

@@ -8,7 +8,7 @@ use std::time::Duration;
 use strata_policy::Clock;
 
 use super::Keeper;
-use crate::space::Space;
+use crate::tenant::space::Space;
 
 /// How far the clock was told.
 #[derive(Debug, Default)]

@@ -1,0 +1,103 @@
+//! A forked child without an agent: one whose agent has not come yet, or that was made
+//! by a raw `clone` and never has one.
+//!
+//! Its page map is its parent's, but it did not inherit all of that: memory that was
+//! advised so is empty in it (`MADV_WIPEONFORK`) or not there (`MADV_DONTFORK`). The
+//! fork's message does not say so, nor which process it is. So before the first page
+//! out of the store comes, its process is looked for and asked.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use strata_sys::{
+    MappingFlags, Process, all_processes, children_of, processes_with_thread, read_mapping_flags,
+};
+use strata_units::SpaceId;
+
+use crate::fault::events::Asker;
+use crate::map::entry::Entry;
+use crate::map::registry::SpaceField;
+use crate::regions::registration;
+use crate::tenant::Tenant;
+use crate::tenant::space::{Space, lock};
+
+/// Looked for again after this. A thread waits there, so it is found at once, if at
+/// all: this is for a machine that shows no process but one's own.
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
+
+impl Space {
+    /// Whether the page map still says what its parent's said.
+    pub(crate) fn is_unadjusted(&self) -> bool {
+        self.unadjusted.load(Ordering::Acquire) && self.agent().is_none()
+    }
+
+    /// Whether a fault on such an entry has to wait until that is not so.
+    pub(crate) fn must_adjust(&self, entry: Entry) -> bool {
+        !entry.reads_zero() && !entry.is_resident() && self.is_unadjusted()
+    }
+
+    /// Makes the page map agree with the process whose thread `asker` has faulted at
+    /// `address`. Nothing is done if it cannot be found: then nobody gets a page.
+    pub(crate) fn adjust_unattended(&self, tenant: &Tenant, asker: Asker, address: u64) {
+        {
+            let mut looked = lock(&self.looked);
+            if looked.is_some_and(|at| at.elapsed() < LOOK_AGAIN) {
+                return;
+            }
+            *looked = Some(Instant::now());
+        }
+        let parent = self.parent(tenant);
+        let found = self.find_process(tenant, parent.as_deref(), asker.thread(), address);
+        let Some((pid, mut flags)) = found else { return };
+        let wiped = |mapping: &MappingFlags| mapping.registered && mapping.wiped_on_fork;
+        if flags.iter().any(wiped)
+            && let Some(of_parent) = parent.and_then(|parent| parent.mapping_flags().ok())
+        {
+            // Advised in the child itself, by now, that says nothing of this fork.
+            for mapping in flags.iter_mut().filter(|mapping| wiped(mapping)) {
+                let at = mapping.range.start;
+                mapping.wiped_on_fork =
+                    of_parent.iter().any(|other| other.range.contains(at) && other.wiped_on_fork);
+            }
+        }
+        let mut gate = lock(&self.gate);
+        if self.is_unadjusted() {
+            registration::drop_what_was_not_inherited(tenant, &mut gate, &flags);
+            self.unadjusted.store(false, Ordering::Release);
+            tenant.log(&format!("process {pid} has no agent: it is served, and keeps its pages"));
+        }
+    }
+
+    fn parent(&self, tenant: &Tenant) -> Option<Arc<Process>> {
+        let parent = tenant.registry.space_field(self.id, SpaceField::Parent);
+        let parent = parent.load(Ordering::Relaxed).checked_sub(1)?;
+        tenant.space(SpaceId(parent))?.process()
+    }
+
+    fn find_process(
+        &self,
+        tenant: &Tenant,
+        parent: Option<&Process>,
+        tid: u32,
+        address: u64,
+    ) -> Option<(u32, Vec<MappingFlags>)> {
+        let attended: Vec<u32> = tenant.space_list().iter().filter_map(|s| s.pid()).collect();
+        let is_it = |pid: u32| {
+            if attended.contains(&pid) {
+                return None;
+            }
+            let flags = read_mapping_flags(pid).ok()?;
+            let here = |mapping: &MappingFlags| mapping.range.contains(address);
+            flags.iter().any(|mapping| here(mapping) && mapping.registered).then_some((pid, flags))
+        };
+        if tid == 0 {
+            // The kind of userfaultfd that CRIU makes names no thread; and who has lost
+            // its parent is nobody's child here.
+            let children =
+                parent.and_then(|parent| parent.by_number(children_of)).unwrap_or_default();
+            return children.into_iter().chain(all_processes()).find_map(is_it);
+        }
+        processes_with_thread(tid).find_map(is_it)
+    }
+}

@@ -1,0 +1,407 @@
+//! The registry: what a new worker must know of the old one's tenants and
+//! spaces. One memory file, mapped by the supervisor before it makes a worker,
+//! fixed places, every field that changes an atomic.
+//!
+//! A slot is filled while its `live` word says so to nobody, and goes live by
+//! one store; so a worker killed at any instant leaves whole slots only. The live
+//! words lie together: looking for slots in use touches no memory of the others.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use serde::{Deserialize, Serialize};
+use strata_policy::order::TierOrder;
+use strata_sys::{PROCESS_FDS, SharedMemory, Userfaultfd};
+use strata_units::{SpaceId, TenantId};
+
+use crate::map::counters::{ALL_BUCKETS, COUNTERS};
+use crate::map::settings::SettingsFile;
+use crate::node::NodeSpec;
+
+/// Most tenants at a time.
+pub const TENANTS: u32 = 1024;
+/// Most address spaces at a time.
+pub const SPACES: u32 = 8192;
+/// Of these, so many are for tenants of root alone.
+pub const RESERVED_SPACES: u32 = 512;
+/// Messages taken from a userfaultfd at a time.
+pub(crate) const RING_MESSAGES: usize = 16;
+
+const HEADER_BYTES: u64 = 4096;
+const TENANT_BYTES: u64 = 16384;
+const SPACE_BYTES: u64 = 1024;
+const TENANTS_LIVE_AT: u64 = HEADER_BYTES;
+const SPACES_LIVE_AT: u64 = TENANTS_LIVE_AT + 4 * TENANTS as u64;
+const TENANTS_AT: u64 = SPACES_LIVE_AT + 4 * SPACES as u64;
+const SPACES_AT: u64 = TENANTS_AT + TENANTS as u64 * TENANT_BYTES;
+const REGISTRY_BYTES: u64 = SPACES_AT + SPACES as u64 * SPACE_BYTES;
+
+// Within a tenant's slot.
+const T_RELEASED: u64 = 0;
+const T_BUDGET: u64 = 8;
+/// Reserve, limit, weight: see `Claim`.
+const T_CLAIM: u64 = 16;
+const T_COUNTERS: u64 = 64;
+const T_BUCKETS: u64 = T_COUNTERS + 8 * COUNTERS as u64;
+const T_RECORD: u64 = 12288;
+const _: () = assert!(T_BUCKETS + 8 * ALL_BUCKETS as u64 <= T_RECORD);
+
+/// In the header: descriptor of the settings' memory file + 1.
+const H_SETTINGS: u64 = 8;
+/// In the header: how many spaces there have been.
+const H_SERIAL: u64 = 16;
+/// In the header: the worker's process.
+const H_WORKER: u64 = 24;
+
+// Within a space's slot.
+const S_SETTINGS: u64 = 64;
+const S_SERIAL: u64 = 248;
+const S_RING: u64 = 256;
+const _: () = assert!(S_RING + Userfaultfd::ring_bytes(RING_MESSAGES) as u64 <= SPACE_BYTES);
+
+/// A slot nobody uses.
+const FREE: u32 = 0;
+/// A slot in use.
+const LIVE: u32 = 1;
+/// A slot whose page map is not complete yet: a forked child's, a restored
+/// process's, a snapshot's.
+const BUILDING: u32 = 2;
+/// A snapshot of an address space: a page map without a process.
+const SNAPSHOT: u32 = 3;
+
+/// What is fixed about a tenant from its start on.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TenantRecord {
+    /// Its name.
+    pub name: String,
+    /// Its owner.
+    pub uid: u32,
+    /// What its agents name it by.
+    pub token: u64,
+    /// The program, for display.
+    pub command: Vec<String>,
+    /// Seconds since the epoch.
+    pub started: f64,
+    /// Its memory cgroup's directory, if it has one of its own.
+    pub cgroup: Option<String>,
+    /// Directory and limit of its file tier, if any.
+    pub tier: Option<(String, u64)>,
+    /// Its node tier, if any.
+    pub node: Option<NodeSpec>,
+    /// The order in which its pages go to the tiers below DRAM.
+    pub tier_order: TierOrder,
+    /// The process that `strata run` became; none where a rule of the
+    /// configuration made the tenant.
+    pub starter: Option<u32>,
+    /// Descriptors: page map.
+    pub(crate) map_fds: Vec<RawFd>,
+    /// Descriptors: store.
+    pub(crate) store_fds: Vec<RawFd>,
+}
+
+/// The fields of a space's slot that are plain numbers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u64)]
+pub(crate) enum SpaceField {
+    Tenant = 0,
+    Pid = 4,
+    Uffd = 8,
+    Pidfd = 12,
+    Control = 16,
+    Socket = 20,
+    /// The parent's space + 1, or 0.
+    Parent = 24,
+    Directory = 72,
+    Pagemap = 76,
+    Memory = 80,
+    Maps = 84,
+    Smaps = 88,
+}
+
+/// Where the descriptors of a [`strata_sys::Process`] are recorded, in its order.
+pub(crate) const PROCESS_FIELDS: [SpaceField; PROCESS_FDS] = [
+    SpaceField::Pidfd,
+    SpaceField::Directory,
+    SpaceField::Pagemap,
+    SpaceField::Memory,
+    SpaceField::Maps,
+    SpaceField::Smaps,
+];
+
+/// The fields of a space's slot that are addresses.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u64)]
+pub(crate) enum SpaceAddress {
+    Transfer = 32,
+    OwnStart = 40,
+    OwnEnd = 48,
+    /// 0: none.
+    Restart = 56,
+}
+
+/// See the module's text.
+#[derive(Debug)]
+pub struct Registry {
+    memory: SharedMemory,
+    pub(crate) settings: SettingsFile,
+}
+
+impl Registry {
+    /// A new, empty one.
+    pub fn create() -> io::Result<Self> {
+        let memory = SharedMemory::create("strata-registry", REGISTRY_BYTES)?;
+        Ok(Self { memory, settings: SettingsFile::default() })
+    }
+
+    /// The registry's own descriptor.
+    #[must_use]
+    pub fn descriptor(&self) -> BorrowedFd<'_> {
+        self.memory.as_fd()
+    }
+
+    /// Number of workers so far; the next one adds itself.
+    #[must_use]
+    pub fn workers(&self) -> &AtomicU64 {
+        self.memory.atomic_u64(0)
+    }
+
+    /// The process that works on it; it says so itself before it does anything else.
+    #[must_use]
+    pub fn worker_pid(&self) -> &AtomicU32 {
+        self.memory.atomic_u32(H_WORKER)
+    }
+
+    fn tenant_at(id: TenantId) -> u64 {
+        assert!(id.0 < TENANTS, "tenant ids come from this registry");
+        TENANTS_AT + u64::from(id.0) * TENANT_BYTES
+    }
+
+    fn tenant_live(&self, id: TenantId) -> &AtomicU32 {
+        assert!(id.0 < TENANTS, "tenant ids come from this registry");
+        self.memory.atomic_u32(TENANTS_LIVE_AT + 4 * u64::from(id.0))
+    }
+
+    fn space_live(&self, id: SpaceId) -> &AtomicU32 {
+        assert!(id.0 < SPACES, "space ids come from this registry");
+        self.memory.atomic_u32(SPACES_LIVE_AT + 4 * u64::from(id.0))
+    }
+
+    fn space_at(id: SpaceId) -> u64 {
+        assert!(id.0 < SPACES, "space ids come from this registry");
+        SPACES_AT + u64::from(id.0) * SPACE_BYTES
+    }
+
+    /// Every live tenant.
+    #[must_use]
+    pub fn tenants(&self) -> Vec<(TenantId, TenantRecord)> {
+        (0..TENANTS)
+            .map(TenantId)
+            .filter(|&id| self.tenant_live(id).load(Ordering::Acquire) == LIVE)
+            .filter_map(|id| Some((id, self.tenant_record(id)?)))
+            .collect()
+    }
+
+    fn tenant_record(&self, id: TenantId) -> Option<TenantRecord> {
+        let at = Self::tenant_at(id) + T_RECORD;
+        let length = self.memory.atomic_u32(at).load(Ordering::Acquire) as usize;
+        let mut bytes = vec![0; length.min((TENANT_BYTES - T_RECORD - 4) as usize)];
+        self.memory.read(at + 4, &mut bytes);
+        serde_json::from_slice(&bytes).ok()
+    }
+
+    /// Makes a tenant known. None: all slots are taken, or its paths are longer
+    /// than a slot.
+    pub(crate) fn add_tenant(&self, record: &TenantRecord, budget_bytes: u64) -> Option<TenantId> {
+        let bytes = Self::record_bytes(record)?;
+        let id = (0..TENANTS)
+            .map(TenantId)
+            .find(|&id| self.tenant_live(id).load(Ordering::Acquire) == FREE)?;
+        let at = Self::tenant_at(id);
+        self.memory.write(at, &vec![0; TENANT_BYTES as usize]);
+        self.memory.atomic_u64(at + T_BUDGET).store(budget_bytes, Ordering::Relaxed);
+        self.memory.write(at + T_RECORD + 4, &bytes);
+        self.memory.atomic_u32(at + T_RECORD).store(bytes.len() as u32, Ordering::Release);
+        self.tenant_live(id).store(LIVE, Ordering::Release);
+        Some(id)
+    }
+
+    /// The record as it is kept; the command line, which is for display, is cut
+    /// to what there is room for.
+    fn record_bytes(record: &TenantRecord) -> Option<Vec<u8>> {
+        let mut record = record.clone();
+        let room = (TENANT_BYTES - T_RECORD - 4) as usize;
+        loop {
+            let bytes = serde_json::to_vec(&record).expect("plain strings and numbers");
+            if bytes.len() <= room {
+                return Some(bytes);
+            }
+            // One word that is too long still shows that there is a command.
+            if record.command.pop()?.len() > 3 && record.command.is_empty() {
+                record.command.push("…".into());
+            }
+        }
+    }
+
+    pub(crate) fn remove_tenant(&self, id: TenantId) {
+        self.tenant_live(id).store(FREE, Ordering::Release);
+    }
+
+    pub(crate) fn budget(&self, id: TenantId) -> &AtomicU64 {
+        self.memory.atomic_u64(Self::tenant_at(id) + T_BUDGET)
+    }
+
+    /// Reserve, limit and weight.
+    pub(crate) fn claim(&self, id: TenantId) -> [&AtomicU64; 3] {
+        [0, 8, 16].map(|field| self.memory.atomic_u64(Self::tenant_at(id) + T_CLAIM + field))
+    }
+
+    pub(crate) fn released(&self, id: TenantId) -> &AtomicU32 {
+        self.memory.atomic_u32(Self::tenant_at(id) + T_RELEASED)
+    }
+
+    pub(crate) fn counter(&self, id: TenantId, index: usize) -> &AtomicU64 {
+        assert!(index < COUNTERS, "counters are an enum of ours");
+        self.memory.atomic_u64(Self::tenant_at(id) + T_COUNTERS + 8 * index as u64)
+    }
+
+    pub(crate) fn bucket(&self, id: TenantId, index: usize) -> &AtomicU64 {
+        assert!(index < ALL_BUCKETS, "bucket_of clamps");
+        self.memory.atomic_u64(Self::tenant_at(id) + T_BUCKETS + 8 * index as u64)
+    }
+
+    /// Takes a free slot for a space that is not complete yet. None: all are
+    /// taken.
+    pub(crate) fn add_space(&self, tenant: TenantId, uffd: Option<RawFd>) -> Option<SpaceId> {
+        let id = (0..SPACES).map(SpaceId).find(|&id| {
+            self.space_live(id)
+                .compare_exchange(FREE, BUILDING, Ordering::AcqRel, Ordering::Relaxed)
+                .is_ok()
+        })?;
+        let at = Self::space_at(id);
+        self.memory.write(at, &vec![0; SPACE_BYTES as usize]);
+        let serial = self.memory.atomic_u64(H_SERIAL).fetch_add(1, Ordering::Relaxed) + 1;
+        self.memory.atomic_u64(at + S_SERIAL).store(serial, Ordering::Relaxed);
+        for field in PROCESS_FIELDS {
+            self.set_space_fd(id, field, None);
+        }
+        self.set_space_fd(id, SpaceField::Control, None);
+        self.set_space_fd(id, SpaceField::Socket, None);
+        self.space_field(id, SpaceField::Tenant).store(tenant.0, Ordering::Relaxed);
+        self.set_space_fd(id, SpaceField::Uffd, uffd);
+        Some(id)
+    }
+
+    /// How many slots nobody uses.
+    pub(crate) fn free_spaces(&self) -> usize {
+        let is_free = |&id: &SpaceId| self.space_live(id).load(Ordering::Relaxed) == FREE;
+        (0..SPACES).map(SpaceId).filter(is_free).count()
+    }
+
+    /// Tells the space or snapshot in a slot from those that had the slot before it
+    /// and will have it after.
+    pub(crate) fn serial_of(&self, id: SpaceId) -> u64 {
+        self.memory.atomic_u64(Self::space_at(id) + S_SERIAL).load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn space_goes_live(&self, id: SpaceId) {
+        self.space_live(id).store(LIVE, Ordering::Release);
+    }
+
+    /// Whose space or snapshot it is.
+    pub(crate) fn tenant_of(&self, id: SpaceId) -> TenantId {
+        TenantId(self.space_field(id, SpaceField::Tenant).load(Ordering::Relaxed))
+    }
+
+    pub(crate) fn space_is_live(&self, id: SpaceId) -> bool {
+        self.space_live(id).load(Ordering::Acquire) == LIVE
+    }
+
+    /// The slot is a whole snapshot's from now on.
+    pub(crate) fn snapshot_is_whole(&self, id: SpaceId) {
+        self.space_live(id).store(SNAPSHOT, Ordering::Release);
+    }
+
+    pub(crate) fn is_snapshot(&self, id: SpaceId) -> bool {
+        self.space_live(id).load(Ordering::Acquire) == SNAPSHOT
+    }
+
+    pub(crate) fn remove_space(&self, id: SpaceId) {
+        self.space_live(id).store(FREE, Ordering::Release);
+    }
+
+    /// Slots in use by `tenant`, complete or not.
+    pub(crate) fn spaces_of(&self, tenant: TenantId) -> Vec<SpaceId> {
+        (0..SPACES)
+            .map(SpaceId)
+            .filter(|&id| {
+                self.space_live(id).load(Ordering::Acquire) != FREE
+                    && self.space_field(id, SpaceField::Tenant).load(Ordering::Relaxed) == tenant.0
+            })
+            .collect()
+    }
+
+    pub(crate) fn space_field(&self, id: SpaceId, field: SpaceField) -> &AtomicU32 {
+        self.memory.atomic_u32(Self::space_at(id) + field as u64)
+    }
+
+    pub(crate) fn space_address(&self, id: SpaceId, field: SpaceAddress) -> &AtomicU64 {
+        self.memory.atomic_u64(Self::space_at(id) + field as u64)
+    }
+
+    pub(crate) fn space_fd(&self, id: SpaceId, field: SpaceField) -> Option<RawFd> {
+        let fd = self.space_field(id, field).load(Ordering::Acquire) as RawFd;
+        (fd >= 0).then_some(fd)
+    }
+
+    pub(crate) fn set_space_fd(&self, id: SpaceId, field: SpaceField, fd: Option<RawFd>) {
+        self.space_field(id, field).store(fd.unwrap_or(-1) as u32, Ordering::Release);
+    }
+
+    /// How many settings of a space are kept, and in which bank.
+    pub(crate) fn settings_word(&self, id: SpaceId) -> &AtomicU32 {
+        self.memory.atomic_u32(Self::space_at(id) + S_SETTINGS)
+    }
+
+    /// The settings' memory file, if there is one.
+    pub(crate) fn settings_fd(&self) -> Option<RawFd> {
+        let word = self.memory.atomic_u32(H_SETTINGS).load(Ordering::Acquire);
+        (word as RawFd).checked_sub(1).filter(|&fd| fd >= 0)
+    }
+
+    pub(crate) fn set_settings_fd(&self, fd: RawFd) {
+        self.memory.atomic_u32(H_SETTINGS).store(fd as u32 + 1, Ordering::Release);
+    }
+
+    /// The memory that a space's messages are read into, and where.
+    pub(crate) fn ring(&self, id: SpaceId) -> (&SharedMemory, u64) {
+        (&self.memory, Self::space_at(id) + S_RING)
+    }
+
+    /// Every descriptor that some record names: all others in the table are a
+    /// dead worker's litter.
+    #[must_use]
+    pub fn claimed_fds(&self) -> Vec<RawFd> {
+        let mut fds = vec![self.memory.as_fd().as_raw_fd()];
+        fds.extend(self.settings_fd());
+        for (id, record) in self.tenants() {
+            fds.extend(&record.map_fds);
+            fds.extend(&record.store_fds);
+            for space in self.spaces_of(id) {
+                let others = [SpaceField::Uffd, SpaceField::Control, SpaceField::Socket];
+                for field in others.into_iter().chain(PROCESS_FIELDS) {
+                    fds.extend(self.space_fd(space, field));
+                }
+                let (memory, at) = self.ring(space);
+                for index in 0..RING_MESSAGES {
+                    if let Some(strata_sys::Event::Fork { fd }) =
+                        Userfaultfd::message(memory, at, index)
+                    {
+                        fds.push(fd);
+                    }
+                }
+            }
+        }
+        fds
+    }
+}

@@ -1,0 +1,455 @@
+//! Which memory of a process is managed: reads its memory map, registers what
+//! may be, and notes what is resident there.
+//!
+//! Runs on the keeper, not the handler: `/proc` can keep it waiting as long as
+//! the process holds its own locks.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use strata_sys::{MappingFlags, Process, Range, Registration};
+use strata_units::wire::Control;
+use strata_units::{PAGE_SIZE, PageId, SpaceId};
+
+use crate::fault::handler;
+use crate::map::entry::Entry;
+use crate::map::registry::SpaceField;
+use crate::regions::standing::{is_data, managed};
+use crate::tenant::Tenant;
+use crate::tenant::space::{Agent, EVERYTHING, Gate, Space, lock};
+
+/// A mapping that holds the stack of a thread that was not recorded: its stack can lie in a heap that
+/// its runtime keeps, and that is to be managed (Go's).
+const LARGEST_UNRECORDED_BYTES: u64 = 16 << 20;
+/// Pages around a thread control block (below, above) that are never evicted:
+/// the kernel writes there when a thread ends, and cannot wait for a page then.
+const CONTROL_BLOCK_PAGES: (u64, u64) = (1, 3);
+/// Mappings registered under one hold of the gate; of very many a part of them, because
+/// the memory map is read again each time.
+const REGISTERED_AT_ONCE: usize = 64;
+const PARTS_OF_MANY: usize = 16;
+/// Pages whose entries are changed under one hold of the gate.
+const CHUNK_BYTES: u64 = 16 << 20;
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+/// Addresses that are never evicted, in order.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub(crate) struct Excluded {
+    ranges: Vec<Range>,
+    /// The thread table's generation that this holds for.
+    pub(crate) thread_seq: u32,
+    pinned_seq: u32,
+}
+
+impl Excluded {
+    /// What the threads and mutexes of `control` keep in place. Asked of an
+    /// untrusted table: a wrong answer pins or evicts only its own tenant's
+    /// pages.
+    pub(crate) fn read(control: &Control) -> Self {
+        // The generation first: a thread that comes later raises it, and the
+        // agent cancels a batch that was composed before.
+        let thread_seq = control.thread_seq.load(Ordering::SeqCst);
+        let pinned_seq = control.pinned_seq.load(Ordering::SeqCst);
+        let mut ranges = Vec::new();
+        for slot in &control.threads {
+            let block = slot.control_block.load(Ordering::Acquire);
+            if block != 0 {
+                let page = block & !(PAGE - 1);
+                ranges.push(Range {
+                    start: page.saturating_sub(CONTROL_BLOCK_PAGES.0 * PAGE),
+                    end: page.saturating_add(CONTROL_BLOCK_PAGES.1 * PAGE),
+                });
+            }
+        }
+        for pinned in &control.pinned {
+            let address = pinned.load(Ordering::Acquire);
+            if address != 0 {
+                let page = address & !(PAGE - 1);
+                ranges.push(Range { start: page, end: page.saturating_add(PAGE) });
+            }
+        }
+        ranges.sort_unstable_by_key(|range| range.start);
+        Self { ranges, thread_seq, pinned_seq }
+    }
+
+    /// The parts of `range` that are never evicted, in order, apart from each
+    /// other.
+    pub(crate) fn within(&self, range: Range) -> Vec<Range> {
+        let mut parts: Vec<Range> = Vec::new();
+        for out in &self.ranges {
+            let part = Range { start: out.start.max(range.start), end: out.end.min(range.end) };
+            match parts.last_mut() {
+                _ if part.is_empty() => {}
+                Some(last) if part.start <= last.end => last.end = last.end.max(part.end),
+                _ => parts.push(part),
+            }
+        }
+        parts
+    }
+
+    /// Whether the table has changed since.
+    pub(crate) fn is_stale(&self, control: &Control) -> bool {
+        control.thread_seq.load(Ordering::SeqCst) != self.thread_seq
+            || control.pinned_seq.load(Ordering::SeqCst) != self.pinned_seq
+    }
+
+    pub(crate) fn contains(&self, address: u64) -> bool {
+        // Ranges may overlap, all have nearly the same small length: look at
+        // those that start within it.
+        let longest = (CONTROL_BLOCK_PAGES.0 + CONTROL_BLOCK_PAGES.1) * PAGE;
+        let from =
+            self.ranges.partition_point(|range| range.start < address.saturating_sub(longest));
+        self.ranges[from..]
+            .iter()
+            .take_while(|range| range.start <= address)
+            .any(|range| range.contains(address))
+    }
+}
+
+pub(crate) fn overlaps(a: Range, b: Range) -> bool {
+    a.start < b.end && b.start < a.end
+}
+
+/// An address on the stack of each thread.
+pub(crate) fn stacks_of(control: &Control) -> Vec<u64> {
+    control
+        .threads
+        .iter()
+        .filter(|slot| slot.control_block.load(Ordering::Acquire) != 0)
+        .map(|slot| slot.stack.load(Ordering::Relaxed))
+        .filter(|&stack| stack != 0)
+        .collect()
+}
+
+/// Registers what is eligible and new. Returns whether the process was there.
+pub(crate) fn register_new(space: &Arc<Space>, tenant: &Arc<Tenant>) -> bool {
+    register_some(space, tenant, |_| true)
+}
+
+/// The same, but only the mappings of which `range` has a part: far from its
+/// budget the rest of a program is left alone.
+pub(crate) fn register_within(space: &Arc<Space>, tenant: &Arc<Tenant>, range: Range) -> bool {
+    let _alone = lock(&tenant.placement.registering);
+    tenant.placement.registers.store(true, Ordering::Relaxed);
+    register_some(space, tenant, |mapping| overlaps(mapping, range))
+}
+
+/// The same for the mappings of a guest's memory: the tenant's placement stays as it is.
+/// The caller holds `registering`.
+pub(crate) fn register_part(space: &Arc<Space>, tenant: &Arc<Tenant>, range: Range) -> bool {
+    register_some(space, tenant, |mapping| overlaps(mapping, range))
+}
+
+/// Registers what lies between registered parts of `range`, however little it is: then
+/// the kernel has one mapping there again.
+pub(crate) fn register_whole(space: &Arc<Space>, tenant: &Arc<Tenant>, range: Range) -> bool {
+    let _alone = lock(&tenant.placement.registering);
+    let Some(agent) = space.agent() else { return true };
+    let Ok(maps) = agent.process.maps() else { return false };
+    let new: Vec<Range> = {
+        let gate = lock(&space.gate);
+        if !gate.registered.iter().any(|&known| overlaps(known, range)) {
+            return true;
+        }
+        maps.iter()
+            .filter(|mapping| {
+                is_data(mapping, agent.ranges).is_ok() && overlaps(mapping.range, range)
+            })
+            .map(|mapping| mapping.range)
+            .filter(|&part| !gate.is_registered(part))
+            .collect()
+    };
+    tenant.placement.registers.store(true, Ordering::Relaxed);
+    register_all(space, tenant, &agent.process, &new)
+}
+
+/// Registers `ranges` and enters what is resident there. Returns whether the process was
+/// there.
+pub(crate) fn register_all(
+    space: &Space,
+    tenant: &Tenant,
+    process: &Process,
+    ranges: &[Range],
+) -> bool {
+    for few in ranges.chunks(REGISTERED_AT_ONCE.max(ranges.len() / PARTS_OF_MANY)) {
+        let Some(registered) = register(space, process, few) else { return false };
+        for range in registered {
+            note_resident(space, tenant, process, range);
+        }
+    }
+    true
+}
+
+fn register_some(space: &Arc<Space>, tenant: &Arc<Tenant>, wanted: impl Fn(Range) -> bool) -> bool {
+    let Some(agent) = space.agent() else { return true };
+    let Ok(maps) = agent.process.maps() else { return false };
+    let control = agent.control.control();
+    if control.thread_overflow.load(Ordering::Relaxed) != 0 {
+        tenant.note(
+            "threads",
+            Some(
+                "a process has had more than 4096 threads: its new mappings are not managed".into(),
+            ),
+        );
+        return true;
+    }
+    let stacks = stacks_of(control);
+    handler::start(space, tenant);
+    // MOVE demands that its target is registered here.
+    if space.uffd.register(agent.ranges.transfer) == Registration::Gone {
+        return false;
+    }
+    let mut new = managed(&maps, agent.ranges, &stacks);
+    {
+        let gate = lock(&space.gate);
+        new.retain(|&range| wanted(range) && !gate.is_registered(range));
+    }
+    if !new.is_empty() {
+        // Threads that nobody recorded: those that a library makes past the
+        // wrapper.
+        let more = agent.process.stack_pointers();
+        new.retain(|range| {
+            range.len() > LARGEST_UNRECORDED_BYTES || !more.iter().any(|&at| range.contains(at))
+        });
+    }
+    register_all(space, tenant, &agent.process, &new)
+}
+
+/// Registers those of `ranges` that are still one mapping each, and remembers
+/// them: memory that is taken for registered and is not would be evicted, and
+/// then read as zero.
+///
+/// The kernel registers what is mapped in a range and says nothing of holes, and
+/// the memory map from which `ranges` were taken is old by now. So the map is
+/// read again: a mapping is registered as a whole or not at all, so a range that
+/// lies within one mapping is registered, or has been mapped anew since, and a
+/// message that says so is on its way. The gate is held from the first to the
+/// last: that message cannot be acted on before its range is remembered.
+///
+/// None: the process is gone.
+fn register(space: &Space, process: &Process, ranges: &[Range]) -> Option<Vec<Range>> {
+    let mut gate = lock(&space.gate);
+    let mut registered = Vec::with_capacity(ranges.len());
+    for &range in ranges {
+        match space.uffd.register(range) {
+            Registration::Done => registered.push(range),
+            // Gone or changed since the map was read; or not ours to manage.
+            Registration::Refused => {}
+            Registration::Gone => return None,
+        }
+    }
+    let maps = process.maps().ok()?;
+    // What is not whole is looked at again when the map is read the next time.
+    registered.retain(|&range| {
+        let at = maps.partition_point(|mapping| mapping.range.end <= range.start);
+        maps.get(at).is_some_and(|mapping| {
+            mapping.range.start <= range.start && range.end <= mapping.range.end
+        })
+    });
+    for &range in &registered {
+        gate.add_registered(range);
+    }
+    Some(registered)
+}
+
+/// Ends the registration of a space in which everything is in place; whether it
+/// was so. The kernel serves it alone again, with huge pages.
+pub(crate) fn stand_down(space: &Space, tenant: &Tenant) -> bool {
+    let mut gate = lock(&space.gate);
+    let leaves: Vec<_> = gate.directory.values().copied().collect();
+    let in_place = |page| {
+        let entry = tenant.map.get(page);
+        entry.reads_zero() || entry.is_resident()
+    };
+    if !leaves.iter().flat_map(|leaf| leaf.pages()).all(in_place) {
+        return false;
+    }
+    for &range in &gate.registered {
+        // Refused: it changed, and a message says how.
+        if space.uffd.unregister(range) == Registration::Gone {
+            return false;
+        }
+    }
+    gate.registered.clear();
+    gate.base = None;
+    gate.directory.clear();
+    for leaf in leaves {
+        for page in leaf.pages() {
+            let entry = tenant.map.get(page);
+            tenant.map.set(page, Entry::Untouched);
+            tenant.uncharge(entry);
+        }
+        tenant.map.give_back(leaf);
+    }
+    true
+}
+
+/// Enters pages of `range` that are in the address space already.
+///
+/// The page table is read without the gate, so an answer may be old by the time
+/// it is entered: a page believed resident that is not reads as zero, which is
+/// what a page discarded meanwhile must read as; and a page that was evicted
+/// meanwhile is not `Untouched`, so nothing is entered.
+fn note_resident(space: &Space, tenant: &Tenant, process: &Process, range: Range) {
+    let mut parts = Vec::new();
+    // Gone, then: there is nothing to enter.
+    let _ = process.present(range, |found| {
+        let starts = (found.start..found.end).step_by(CHUNK_BYTES as usize);
+        parts
+            .extend(starts.map(|start| Range { start, end: (start + CHUNK_BYTES).min(found.end) }));
+    });
+    for part in parts {
+        let mut gate = lock(&space.gate);
+        // Unmapped meanwhile: the message has been acted on, or will be.
+        if !gate.is_registered(part) {
+            continue;
+        }
+        for address in (part.start..part.end).step_by(PAGE_SIZE) {
+            let Some(page) = gate.page_or_new(&tenant.map, space.id, address) else { return };
+            if tenant.map.replace(page, Entry::Untouched, Entry::Resident { shared: false }) {
+                tenant.charge_resident(page);
+            }
+        }
+    }
+}
+
+/// A forked child's agent has come, and the child still waits for it: makes its
+/// page map agree with what the kernel let it inherit. Mappings that the parent
+/// advised to keep from children are missing or empty there.
+pub(crate) fn adjust_child(space: &Space, tenant: &Tenant, agent: &Agent) -> io::Result<()> {
+    let flags = agent.process.mapping_flags()?;
+    let stacks = stacks_of(agent.control.control());
+    // The child of a process that was just restored inherits registrations of
+    // memory that is not to be managed: it is served, and never evicted.
+    let is_managed = managed(&agent.process.maps()?, agent.ranges, &stacks);
+    let mut gate = lock(&space.gate);
+    gate.registered.clear();
+    for mapping in flags.iter().filter(|mapping| mapping.registered) {
+        if is_managed.binary_search_by_key(&mapping.range.start, |range| range.start).is_ok() {
+            gate.add_registered(mapping.range);
+        }
+    }
+    drop_what_was_not_inherited(tenant, &mut gate, &flags);
+    Ok(())
+}
+
+/// Forgets what a child's page map has of mappings that the child does not have, or
+/// finds empty.
+pub(crate) fn drop_what_was_not_inherited(
+    tenant: &Tenant,
+    gate: &mut Gate,
+    flags: &[MappingFlags],
+) {
+    let kept: Vec<Range> = flags
+        .iter()
+        .filter(|mapping| mapping.registered && !mapping.wiped_on_fork)
+        .map(|mapping| mapping.range)
+        .collect();
+    let inherits = |address: u64| kept.iter().any(|range| range.contains(address));
+    for (_, leaf, part) in gate.pages_in(EVERYTHING) {
+        if kept.iter().any(|range| range.start <= part.start && part.end <= range.end) {
+            continue;
+        }
+        for (address, page) in crate::tenant::space::ids_in(leaf, part) {
+            let entry = tenant.map.get(page);
+            if entry == Entry::Untouched || inherits(address) {
+                continue;
+            }
+            if let Entry::Leaving { slot, .. } = entry {
+                gate.slots[usize::from(slot)] = 0;
+            }
+            tenant.map.set(page, Entry::Untouched);
+            tenant.uncharge(entry);
+        }
+    }
+}
+
+/// Charges inherited pages at `addresses` to `space`; returns them.
+pub(crate) fn take_charge(space: &Space, tenant: &Tenant, addresses: &[u64]) -> Vec<PageId> {
+    let gate = lock(&space.gate);
+    let shared = Entry::Resident { shared: true };
+    let mut taken = Vec::new();
+    for &address in addresses {
+        if let Some(page) = gate.page(address)
+            && tenant.map.replace(page, shared, Entry::Resident { shared: false })
+        {
+            tenant.charge_resident(page);
+            taken.push(page);
+        }
+    }
+    taken
+}
+
+/// Looks which inherited pages to charge here: those that are this process's
+/// alone by now, and those that the parent holds no longer.
+pub(crate) fn settle_shared(space: &Space, tenant: &Tenant) {
+    let Some(agent) = space.agent() else { return };
+    let parent = tenant.registry.space_field(space.id, SpaceField::Parent).load(Ordering::Relaxed);
+    let parent = parent.checked_sub(1).and_then(|id| tenant.space(SpaceId(id)));
+    let mut left = false;
+    let pieces = lock(&space.gate).pages_in(EVERYTHING);
+    let shared = Entry::Resident { shared: true };
+    for (_, leaf, part) in pieces {
+        let mut present = Vec::new();
+        let read = agent.process.page_presence(part, |index, presence| {
+            present.push((part.start + index * PAGE, presence.exclusive));
+        });
+        if read.is_err() {
+            return;
+        }
+        // One gate at a time.
+        let held_by_parent: Vec<bool> = match &parent {
+            Some(parent) => {
+                let gate = lock(&parent.gate);
+                let holds = |address| {
+                    gate.page(address).is_some_and(|page| {
+                        let entry = tenant.map.get(page);
+                        entry.is_resident() || matches!(entry, Entry::Leaving { .. })
+                    })
+                };
+                present.iter().map(|&(address, _)| holds(address)).collect()
+            }
+            None => vec![false; present.len()],
+        };
+        let gate = lock(&space.gate);
+        for (&(address, exclusive), held) in present.iter().zip(held_by_parent) {
+            if (exclusive || !held)
+                && let Some(page) = gate.page(address)
+                && tenant.map.replace(page, shared, Entry::Resident { shared: false })
+            {
+                tenant.charge_resident(page);
+            }
+        }
+        left |= crate::tenant::space::ids_in(leaf, part)
+            .any(|(_, page)| tenant.map.get(page) == shared);
+    }
+    space.has_shared.store(left, Ordering::Release);
+}
+
+#[cfg(test)]
+mod tests {
+    use strata_sys::OwnMemory;
+
+    use super::*;
+    use crate::testing;
+
+    #[test]
+    fn a_range_with_a_hole_is_not_taken_for_registered() {
+        // Dropped last: while its userfaultfd is open, that would wait.
+        let mut memory = OwnMemory::create(64).expect("memory");
+        let Some(uffd) = testing::userfaultfd() else { return };
+        let tenant = testing::tenant();
+        let space = testing::space(&tenant, uffd);
+        let whole = memory.range();
+        // After the memory map was read, half of it goes.
+        memory.shrink_to(32);
+        let process = testing::own_process();
+        assert_eq!(register(&space, &process, &[whole]).expect("this process lives"), []);
+        assert!(lock(&space.gate).registered.is_empty());
+        let half = memory.range();
+        assert_eq!(register(&space, &process, &[half]).expect("this process lives"), [half]);
+        assert_eq!(lock(&space.gate).registered, [half]);
+    }
+}

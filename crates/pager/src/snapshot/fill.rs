@@ -1,0 +1,287 @@
+//! Memory of a living process that comes from a snapshot of another one: a guest's, whose
+//! QEMU has mapped it, has not used it, and waits.
+//!
+//! The page map of the part is copied, page by page, at another address. What the process
+//! has touched there already is overwritten in place; everything else is stored, and comes
+//! when it is asked for. Runs on the keeper: nobody evicts meanwhile.
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, mpsc};
+
+use strata_sys::{Process, Range};
+use strata_units::{Handle, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageId, PageNumber, SpaceId};
+
+use crate::fault::events::address_of;
+use crate::fault::handler::one_page;
+use crate::map::entry::Entry;
+use crate::snapshot::Memory;
+use crate::tenant::Tenant;
+use crate::tenant::inbox::Order;
+use crate::tenant::space::{Gate, Space, ids_in, lock, piece_of};
+
+const PAGE: u64 = PAGE_SIZE as u64;
+/// How often pages that came while others were overwritten are overwritten too.
+const MOST_TURNS: u32 = 8;
+
+/// What memory of which process comes from where.
+#[derive(Clone, Debug)]
+pub struct Filling {
+    /// The process, of the tenant that is asked.
+    pub pid: u32,
+    /// The number of the snapshot's memory, of its tenant.
+    pub memory: SpaceId,
+    /// The part of it: whole pages.
+    pub from: Range,
+    /// Where it goes: as long.
+    pub to: Range,
+    /// Addresses of the snapshot that are probably wanted first.
+    pub wanted: Vec<u64>,
+}
+
+impl Filling {
+    fn problem(&self) -> Option<&'static str> {
+        let is_aligned =
+            |range: Range| range.start.is_multiple_of(PAGE) && range.end.is_multiple_of(PAGE);
+        if self.from.is_empty() || self.from.len() != self.to.len() {
+            Some("the memory has another size")
+        } else if !is_aligned(self.from) || !is_aligned(self.to) {
+            Some("the memory is not of whole pages")
+        } else {
+            None
+        }
+    }
+
+    /// The snapshot's address of one of the process's.
+    fn source(&self, address: u64) -> u64 {
+        address - self.to.start + self.from.start
+    }
+
+    /// The process's address of one of the snapshot's; none: it is not in the part.
+    fn target(&self, source: u64) -> Option<u64> {
+        self.from.contains(source).then(|| source - self.from.start + self.to.start)
+    }
+}
+
+/// To the keeper.
+pub(crate) struct FillOrder {
+    filling: Filling,
+    known: Arc<Memory>,
+    answer: mpsc::Sender<Result<(), String>>,
+}
+
+impl Tenant {
+    /// Has memory of one of its processes come from a snapshot of `origin`, which it
+    /// shares its pages with. The process must not use that memory meanwhile.
+    ///
+    /// # Errors
+    /// What is in the memory is not known: the process must not run.
+    pub fn fill(&self, origin: &Self, filling: Filling) -> Result<(), String> {
+        if let Some(problem) = filling.problem() {
+            return Err(problem.to_owned());
+        }
+        if !Arc::ptr_eq(&self.map, &origin.map) {
+            return Err("the snapshot was taken of another tenant".to_owned());
+        }
+        let known = lock(&origin.snapshots).get(&filling.memory).cloned();
+        let known = known.ok_or("there is no such snapshot")?;
+        let (answer, receiver) = mpsc::channel();
+        self.order(Order::Fill(Box::new(FillOrder { filling, known, answer })));
+        receiver.recv().unwrap_or_else(|_| Err("the tenant has ended".to_owned()))
+    }
+}
+
+impl FillOrder {
+    pub(crate) fn pid(&self) -> u32 {
+        self.filling.pid
+    }
+
+    pub(crate) fn to(&self) -> Range {
+        self.filling.to
+    }
+
+    /// Nothing is done, and why.
+    pub(crate) fn refuse(self, why: &str) {
+        // Whoever asked may have gone.
+        let _ = self.answer.send(Err(why.to_owned()));
+    }
+
+    /// Does it, for a space in which nothing is on its way.
+    pub(crate) fn carry_out(self, tenant: &Tenant, space: &Space) {
+        let Self { filling, known, answer } = self;
+        let outcome = match space.process() {
+            Some(process) => space.fill(tenant, &process, &known, &filling),
+            None => Err("its process has ended".to_owned()),
+        };
+        drop(known);
+        // As above.
+        let _ = answer.send(outcome);
+    }
+}
+
+impl Space {
+    pub(crate) fn fill(
+        &self,
+        tenant: &Tenant,
+        process: &Process,
+        known: &Memory,
+        filling: &Filling,
+    ) -> Result<(), String> {
+        let failed = |error: io::Error| format!("its memory cannot be written: {error}");
+        let memory = process.open_memory_to_write().map_err(failed)?;
+        is_fresh(tenant, &lock(&self.gate), filling.to)?;
+        // The gate is free: who writes may wait for others, and others for the gate.
+        let mut written = BTreeSet::new();
+        for _ in 0..MOST_TURNS {
+            for address in present(process, filling.to)? {
+                if written.insert(address) {
+                    self.overwrite(tenant, &memory, known, filling, address)?;
+                }
+            }
+            let mut gate = lock(&self.gate);
+            if !gate.is_registered(filling.to) {
+                return Err("its memory cannot be managed".to_owned());
+            }
+            let there = present(process, filling.to)?;
+            if there.iter().all(|address| written.contains(address)) {
+                return self.enter(tenant, &mut gate, known, filling, &there);
+            }
+        }
+        Err("its memory is in use".to_owned())
+    }
+
+    /// Puts the snapshot's content in place of a page that is there.
+    fn overwrite(
+        &self,
+        tenant: &Tenant,
+        memory: &File,
+        known: &Memory,
+        filling: &Filling,
+        address: u64,
+    ) -> Result<(), String> {
+        let mut buffer = PageBuffer::zeroed();
+        match page_of(known, filling.source(address)).map(|page| tenant.map.get(page)) {
+            None | Some(Entry::Untouched) => {}
+            Some(Entry::Stored(handle)) => {
+                tenant.store.get(handle, &mut buffer.0).map_err(|error| error.to_string())?;
+            }
+            Some(_) => return Err(lost(filling.source(address))),
+        }
+        memory
+            .write_all_at(&buffer.0, address)
+            .map_err(|error| format!("its memory cannot be written at {address:#x}: {error}"))
+    }
+
+    /// Copies the page map of the part. `there` is in place, as the snapshot has it.
+    fn enter(
+        &self,
+        tenant: &Tenant,
+        gate: &mut Gate,
+        known: &Memory,
+        filling: &Filling,
+        there: &BTreeSet<u64>,
+    ) -> Result<(), String> {
+        let map = &tenant.map;
+        is_fresh(tenant, gate, filling.to)?;
+        // What is missing reads as zero; what is not is not looked at again.
+        for (_, leaf, part) in gate.pages_in(filling.to) {
+            for (address, page) in ids_in(leaf, part) {
+                let entry = map.get(page);
+                if !there.contains(&address) && entry != Entry::Untouched {
+                    map.set(page, Entry::Untouched);
+                    tenant.uncharge(entry);
+                }
+            }
+        }
+        for &address in there {
+            let page = gate.page_or_new(map, self.id, address).ok_or("its page map is full")?;
+            if map.get(page).reads_zero() {
+                map.set(page, Entry::Resident { shared: false });
+                tenant.charge_resident(page);
+            }
+        }
+        self.copy_pages(tenant, gate, known, filling, there)?;
+        *lock(&self.touched) = Some(Vec::new());
+        let wanted = filling.wanted.iter().filter_map(|&source| filling.target(source));
+        lock(&self.hot).extend(wanted.map(one_page));
+        self.kick.ring();
+        Ok(())
+    }
+
+    fn copy_pages(
+        &self,
+        tenant: &Tenant,
+        gate: &mut Gate,
+        known: &Memory,
+        filling: &Filling,
+        there: &BTreeSet<u64>,
+    ) -> Result<(), String> {
+        let first = piece_of(PageNumber::containing(filling.from.start));
+        let last = piece_of(PageNumber::containing(filling.from.end - 1));
+        let mut copied: Vec<(PageId, PageId, Entry)> = Vec::with_capacity(PAGES_PER_LEAF);
+        let mut handles: Vec<Handle> = Vec::with_capacity(PAGES_PER_LEAF);
+        for (&piece, &leaf) in known.directory.range(first..=last) {
+            copied.clear();
+            handles.clear();
+            for index in 0..PAGES_PER_LEAF {
+                let Some(address) = filling.target(address_of(piece, index)) else { continue };
+                let from = PageId::new(leaf, index);
+                let copy = match tenant.map.get(from) {
+                    Entry::Untouched => continue,
+                    _ if there.contains(&address) => continue,
+                    Entry::Stored(handle) => {
+                        handles.push(handle);
+                        Entry::Stored(handle)
+                    }
+                    // Its content is not known: whoever touches it is told.
+                    _ => Entry::Lost,
+                };
+                let to = gate.page_or_new(&tenant.map, self.id, address);
+                copied.push((from, to.ok_or("its page map is full")?, copy));
+            }
+            tenant.store.retain_all(&handles);
+            for &(from, to, entry) in &copied {
+                let age = tenant.map.age(from).load(Ordering::Relaxed);
+                tenant.map.age(to).store(age, Ordering::Relaxed);
+                tenant.map.set(to, entry);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Refuses memory of which something is stored, on its way or lost.
+fn is_fresh(tenant: &Tenant, gate: &Gate, range: Range) -> Result<(), String> {
+    let fresh = |page| {
+        let entry = tenant.map.get(page);
+        entry.reads_zero() || entry.is_resident()
+    };
+    let mut pieces = gate.pages_in(range).into_iter();
+    match pieces.all(|(_, leaf, part)| ids_in(leaf, part).all(|(_, page)| fresh(page))) {
+        true => Ok(()),
+        false => Err("a part of its memory is not in place".to_owned()),
+    }
+}
+
+/// The page of a snapshot at `address`; none: nothing was ever there.
+fn page_of(known: &Memory, address: u64) -> Option<PageId> {
+    let page = PageNumber::containing(address);
+    let leaf = *known.directory.get(&piece_of(page))?;
+    Some(PageId::new(leaf, page.0 as usize % PAGES_PER_LEAF))
+}
+
+fn lost(address: u64) -> String {
+    format!("the snapshot has lost the page at {address:#x}")
+}
+
+/// Addresses of the pages of `range` that the kernel has in place.
+fn present(process: &Process, range: Range) -> Result<BTreeSet<u64>, String> {
+    let mut pages = BTreeSet::new();
+    process
+        .present(range, |part| pages.extend((part.start..part.end).step_by(PAGE_SIZE)))
+        .map_err(|error| format!("its page table cannot be read: {error}"))?;
+    Ok(pages)
+}

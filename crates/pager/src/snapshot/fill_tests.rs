@@ -1,0 +1,102 @@
+//! Memory that comes from a snapshot of other memory, at another address.
+
+use std::sync::atomic::Ordering;
+
+use strata_sys::{OwnMemory, Range, Registration};
+use strata_units::{PAGE_SIZE, PageBuffer};
+
+use crate::capture::capture_tests::{Taken, fill};
+use crate::fault::serve_tests::{PAGES, World};
+use crate::map::entry::Entry;
+use crate::snapshot::fill::Filling;
+use crate::tenant::space::lock;
+use crate::testing;
+
+/// More memory of the space, registered, with junk in a few pages.
+fn more_memory(world: &World, junk: &[usize]) -> &'static OwnMemory {
+    // Never unmapped: that would wait for a handler that may be gone.
+    let memory: &OwnMemory = Box::leak(Box::new(OwnMemory::create(PAGES).expect("memory")));
+    for &page in junk {
+        memory.write_page(page, &testing::page(200));
+    }
+    assert_eq!(world.space.uffd.register(memory.range()), Registration::Done);
+    lock(&world.space.gate).add_registered(memory.range());
+    memory
+}
+
+fn filling(world: &World, taken: &Taken, from: Range, to: Range) -> Result<(), String> {
+    let known = lock(&world.tenant.snapshots).get(&taken.id).cloned().expect("whole");
+    let pid = std::process::id();
+    let filling = Filling { pid, memory: taken.id, from, to, wanted: Vec::new() };
+    world.space.fill(&world.tenant, &testing::own_process(), &known, &filling)
+}
+
+fn expect(memory: &OwnMemory, page: usize, seed: u8) {
+    let mut found = PageBuffer::zeroed();
+    memory.read_page(page, &mut found);
+    assert!(found.0 == testing::page(seed).0, "page {page} is not that of {seed}");
+}
+
+#[test]
+fn memory_of_a_snapshot_is_somewhere_else_again() {
+    let Some(mut world) = World::of(testing::tenant()) else { return };
+    fill(&world, 0..40, |page| 1 + page as u8);
+    world.evict_all(&(0..10).collect::<Vec<_>>());
+    let mut taken = Taken::of(&world);
+    taken.capture_all(&world);
+    // What the first does from then on is its own.
+    for page in 0..40 {
+        world.write(page, 100);
+    }
+    // In place are a page that is stored, two that nothing is known of, and one after.
+    let there = more_memory(&world, &[3, 50, 60, 30]);
+    let resident = world.tenant.resident_pages.load(Ordering::Relaxed);
+    filling(&world, &taken, world.memory.range(), there.range()).expect("filled");
+    assert_eq!(world.tenant.resident_pages.load(Ordering::Relaxed), resident + 4);
+    let entry = |page: usize| {
+        let id = lock(&world.space.gate).page(there.address(page));
+        id.map_or(Entry::Untouched, |id| world.tenant.map.get(id))
+    };
+    assert!(matches!(entry(20), Entry::Stored(_)), "{:?}", entry(20));
+    for page in (0..PAGES).rev() {
+        expect(there, page, if page < 40 { 1 + page as u8 } else { 0 });
+    }
+    there.write_page(7, &testing::page(77));
+    for page in 0..40 {
+        world.expect(page, 100);
+    }
+    expect(there, 7, 77);
+    taken.remove(&world);
+    expect(there, 39, 40);
+    world.end();
+}
+
+#[test]
+fn memory_that_is_not_fresh_or_not_as_large_is_refused() {
+    let Some(mut world) = World::of(testing::tenant()) else { return };
+    fill(&world, 0..8, |page| 1 + page as u8);
+    let mut taken = Taken::of(&world);
+    taken.capture_all(&world);
+    let whole = world.memory.range();
+    // Stored already.
+    world.evict_all(&[2]);
+    let error = filling(&world, &taken, whole, whole).expect_err("not in place");
+    assert!(error.contains("not in place"), "{error}");
+    world.expect(2, 3);
+    // Not registered.
+    let other: &OwnMemory = Box::leak(Box::new(OwnMemory::create(PAGES).expect("memory")));
+    let error = filling(&world, &taken, whole, other.range()).expect_err("not managed");
+    assert!(error.contains("cannot be managed"), "{error}");
+    let ask = |from: Range, to: Range| {
+        let filling = Filling { pid: 1, memory: taken.id, from, to, wanted: Vec::new() };
+        world.tenant.fill(&world.tenant, filling).expect_err("refused at once")
+    };
+    let page = PAGE_SIZE as u64;
+    let shifted = Range { start: whole.start + 1, end: whole.end + 1 };
+    assert!(ask(whole, shifted).contains("whole pages"));
+    let less = Range { end: whole.end - page, ..whole };
+    assert!(ask(whole, less).contains("another size"));
+    assert!(ask(Range { end: whole.start, ..whole }, whole).contains("another size"));
+    taken.remove(&world);
+    world.end();
+}

@@ -484,8 +484,10 @@ fn a_corrupt_page_kills_its_reader() {
     if testing::userfaultfd().is_none() {
         return;
     }
+    let (_, module) = module_path!().split_once("::").expect("a module of a crate");
+    let own_name = format!("{module}::a_corrupt_page_kills_its_reader");
     let status = Program::new(std::env::current_exe().expect("this test"))
-        .args(["--exact", "serve_tests::a_corrupt_page_kills_its_reader", "--test-threads=1"])
+        .args(["--exact", &own_name, "--test-threads=1"])
         .env(ENV_VICTIM, "1")
         .stdout(Stdio::null())
         .stderr(Stdio::null())

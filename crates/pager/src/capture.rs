@@ -19,7 +19,6 @@
 //! is pending tears the snapshot: the kernel says so too late to save it.
 
 pub(crate) mod clean;
-pub(crate) mod copied;
 mod freeze;
 pub(crate) mod pace;
 
@@ -34,17 +33,16 @@ use std::sync::atomic::Ordering;
 
 use strata_store::Put;
 use strata_sys::{Fill, Process, Range};
-use strata_units::{Handle, LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber, SpaceId};
+use strata_units::{Handle, LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber};
 
-use crate::capture::clean::Unwritten;
-use crate::capture::copied::Copied;
-use crate::fault::events::address_of;
-use crate::fault::handler::one_page;
+use crate::map::address::{add_run, address_of, ids_in, one_page, piece_of};
 use crate::map::entry::Entry;
+use crate::map::lock;
 use crate::map::page_map::{PageMap, Piece};
 use crate::map::page_set::Bits;
 use crate::tenant::Tenant;
-use crate::tenant::space::{Gate, Space, add_run, ids_in, lock, piece_of};
+use crate::tenant::capture::Capture;
+use crate::tenant::space::{Gate, Space};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 /// Pages read at a time: what can be one huge page stays one.
@@ -77,30 +75,6 @@ enum What {
     Everything,
     /// What the snapshot before does not have.
     Unknown,
-}
-
-/// What is still to be captured of a space. Behind its gate.
-#[derive(Debug)]
-pub(crate) struct Capture {
-    pub(crate) snapshot: SpaceId,
-    /// No more than this is in it.
-    wanted: Range,
-    directory: BTreeMap<Piece, LeafIndex>,
-    pages: Arc<Process>,
-    pending: u64,
-    /// How much of it the snapshot before did not have, at the freeze.
-    unknown: u64,
-    torn: bool,
-    /// Of what is pending: what the snapshot before it has.
-    pub(crate) unwritten: Unwritten,
-    /// How much of it that was.
-    pub(crate) from_base: u64,
-    /// What was read when somebody was about to write.
-    copied: Copied,
-    /// For the pages of a block, where DRAM is short.
-    block: Vec<u8>,
-    /// Where the keeper goes on.
-    next: Piece,
 }
 
 impl Gate {
@@ -428,11 +402,6 @@ impl Space {
             }
         }
         count
-    }
-
-    /// What copies of pages that are not in the store yet cost.
-    pub(crate) fn copied_bytes(&self) -> u64 {
-        lock(&self.gate).capture.as_ref().map_or(0, |capture| capture.copied.bytes())
     }
 
     /// Captures some of what is pending. Returns how many pages that was.

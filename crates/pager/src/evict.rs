@@ -32,9 +32,10 @@ use strata_units::{Handle, PAGE_SIZE, PageBuffer, PageId};
 use crate::capture::Leaves;
 use crate::evict::kept::Copies;
 use crate::map::entry::Entry;
-use crate::regions::registration::Excluded;
+use crate::map::lock;
 use crate::tenant::Tenant;
-use crate::tenant::space::{Agent, Space, lock};
+use crate::tenant::excluded::Excluded;
+use crate::tenant::space::{Agent, Space};
 
 /// How long the keeper waits for one command before it turns to other spaces.
 /// A batch takes well under a millisecond, unless its process is stopped.
@@ -350,7 +351,7 @@ impl Evictor {
             if owner != space.id {
                 continue;
             }
-            let address = crate::fault::events::address_of(piece, page.index());
+            let address = crate::map::address::address_of(piece, page.index());
             let resident = tenant.map.get(page);
             if !resident.is_resident() {
                 continue;

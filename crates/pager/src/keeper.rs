@@ -14,9 +14,11 @@ mod lookout;
 mod merged;
 mod node;
 mod observe;
+mod release;
 mod rest;
 mod sensed;
 mod spread;
+mod start;
 mod taking;
 mod thrashing;
 mod time;
@@ -29,7 +31,7 @@ use std::time::{Duration, Instant};
 
 use strata_policy::budget::{self, Actions};
 use strata_policy::replacement::Standing;
-use strata_policy::{Census, Pages, Replacement, gap};
+use strata_policy::{Pages, Replacement, gap};
 use strata_sys::thread_time;
 use strata_units::wire::BATCH_PAGES;
 use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
@@ -43,17 +45,18 @@ use spread::Spread;
 use crate::capture::pace::{Machine, Pace};
 use crate::evict::{Evictor, level_of};
 use crate::keeper::advised::Advised;
-use crate::life::release;
 use crate::map::counters::Counter;
 use crate::map::entry::Entry;
-use crate::regions::registration::{Excluded, register_new, settle_shared};
-use crate::snapshot::{Capturing, SnapshotError, Torn};
-use crate::tenant::space::{Space, lock};
+use crate::map::lock;
+use crate::regions::registration::{register_new, settle_shared};
+use crate::snapshot::{Capturing, Torn};
+use crate::tenant::Tenant;
+use crate::tenant::account::MOST_ARRIVALS;
+use crate::tenant::excluded::Excluded;
+use crate::tenant::orders::{Order, SnapshotError};
+use crate::tenant::space::Space;
 use crate::tenant::usage::measure;
-use crate::tenant::{Order, Tenant};
 
-/// A handler that takes the last but so many pages of headroom wakes the keeper.
-pub(crate) const WAKE_AT_PAGES: i64 = 512;
 /// Pages evicted between two looks: a few milliseconds of work.
 const PAGES_PER_ROUND: usize = 2 * BATCH_PAGES;
 /// Pages settled or repacked between two looks.
@@ -84,8 +87,6 @@ const QUIET_ROUNDS: u32 = 50;
 const QUIET_LOOK: Duration = Duration::from_millis(4);
 /// Most leaves whose estimates are swept a round.
 const SWEEP_LEAVES: usize = 16;
-/// Records of arrivals that are kept for a keeper that is held up.
-pub(crate) const MOST_ARRIVALS: usize = 1 << 20;
 /// A page that the kernel would not move is tried again after this.
 const PINNED_FOR: Duration = Duration::from_secs(3);
 /// A tenant over its budget from which fewer than so many pages left in this
@@ -113,14 +114,6 @@ impl Pages for Tenant {
             // On its way out and perhaps back: it is announced when it is.
             _ => Standing::Gone,
         }
-    }
-}
-
-impl Tenant {
-    pub(crate) fn census(&self) -> Census {
-        let resident = self.resident_pages.load(Ordering::Relaxed).max(0) as usize;
-        let elsewhere = self.away_pages() + self.node_pages();
-        Census { managed: resident + elsewhere as usize, resident }
     }
 }
 

@@ -26,25 +26,27 @@ pub mod untrusted;
 #[cfg(test)]
 mod testing;
 
-pub use advice::survey::{Survey, Unattended, Unmanaged, wait_for_questions};
-pub use advice::{Advice, AdviceState};
+pub use advice::survey::wait_for_questions;
 pub use keeper::start_alarms;
 pub use map::counters::{Counter, Counters, Latencies};
 pub use map::registry::{
-    RESERVED_SPACES, Registry, SPACES as MOST_SPACES, TENANTS as MOST_TENANTS, TenantRecord,
+    NodeSpec, RESERVED_SPACES, Registry, SPACES as MOST_SPACES, TENANTS as MOST_TENANTS,
+    TenantRecord,
 };
 pub use map::settings::{MOST_SETTINGS, Setting};
-pub use node::NodeSpec;
-pub use node::watching::{Seen, Watch};
 pub use regions::place::{Refused, Whereabouts, Wish};
-pub use snapshot::fill::Filling;
 pub use snapshot::hold::Hold;
 pub use snapshot::prepared::Prepared;
-pub use snapshot::{Captured, Freeze, Only, SnapshotError, SnapshotRequest, Standing};
 pub use strata_store::StoreStats;
+pub use tenant::advisor::{Advice, AdviceState};
 pub use tenant::claim::{Claim, Demand};
 pub use tenant::ending::Revival;
+pub use tenant::orders::{
+    Captured, Filling, Freeze, Only, SnapshotError, SnapshotRequest, Standing,
+};
 pub use tenant::share::SnapshotSize;
 pub use tenant::space::Space;
 pub use tenant::stall::Stalled;
+pub use tenant::surveyed::{Survey, Unattended, Unmanaged};
+pub use tenant::watching::{Seen, Watch};
 pub use tenant::{Hail, ReleaseRefused, Tenant, TenantSpec, Usage};

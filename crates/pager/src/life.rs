@@ -1,5 +1,5 @@
-//! How the tenants of a worker that died go on with the next one, and how a tenant is
-//! released.
+//! How a tenant gets its address spaces, and how the tenants of a worker that died go on
+//! with the next one.
 
+mod attach;
 pub(crate) mod recover;
-pub(crate) mod release;

@@ -20,19 +20,20 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
-use serde::{Deserialize, Serialize};
 use strata_policy::Level;
 use strata_sys::{
     NodeRefusal, PagePlace, divide_huge_pages, find_pages, memory_node, move_pages, thread_time,
 };
 use strata_units::{LeafIndex, PAGE_SIZE, PageId};
 
-use crate::fault::events::address_of;
+use crate::map::address::address_of;
 use crate::map::counters::Counter;
 use crate::map::entry::Entry;
+use crate::map::lock;
 use crate::map::page_map::Piece;
+use crate::map::registry::NodeSpec;
 use crate::tenant::Tenant;
-use crate::tenant::space::{Agent, Gate, Space, lock};
+use crate::tenant::space::{Agent, Gate, Space};
 
 /// Pages of one call: the kernel prepares each call at length, and holds locks of
 /// the process while it moves.
@@ -58,19 +59,6 @@ const SPARE_MOST_BYTES: u64 = 64 << 20;
 const SAVED_UP: Duration = Duration::from_millis(250);
 
 const PAGE: u64 = PAGE_SIZE as u64;
-
-/// A tenant's node tier.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct NodeSpec {
-    /// The node, one without processors.
-    pub node: u32,
-    /// Where pages come back to.
-    pub home: u32,
-    /// What the tenant may have there.
-    pub limit_bytes: u64,
-    /// What may be moved in a second, there and back.
-    pub bytes_per_second: u64,
-}
 
 /// Who moves pages: the kernel, or a test.
 pub(crate) trait Mover: Send {

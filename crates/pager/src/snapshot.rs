@@ -15,22 +15,26 @@ mod fill_tests;
 #[cfg(test)]
 mod prepared_tests;
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use std::collections::BTreeMap;
 use strata_store::Put;
 use strata_sys::{Process, Range, thread_time};
-use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
+use strata_units::{PAGE_SIZE, SpaceId};
 
 use crate::capture::pace::Pace;
-use crate::capture::{Capture, RUN_PAGES, Seen};
-use crate::map::page_map::Piece;
-use crate::map::settings::Setting;
-use crate::regions::registration::Excluded;
-use crate::tenant::space::{EVERYTHING, Space, lock};
-use crate::tenant::{Order, Tenant};
+use crate::capture::{RUN_PAGES, Seen};
+use crate::map::address::EVERYTHING;
+use crate::map::lock;
+use crate::tenant::Tenant;
+use crate::tenant::capture::Capture;
+use crate::tenant::excluded::Excluded;
+use crate::tenant::orders::{
+    CaptureProgress, Captured, Freeze, Only, Order, SnapshotError, SnapshotOrder, SnapshotRequest,
+    Standing, failed, restless,
+};
+use crate::tenant::space::Space;
 
 /// Without any page captured for so long, the snapshot is given up.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -43,115 +47,8 @@ const THREAD_BYTES: u64 = 8 * PAGE_SIZE as u64;
 /// How often whoever waits for a snapshot hears how far it is.
 const TELL_EVERY: Duration = Duration::from_millis(100);
 
-/// Stops and restarts the tenant's processes, which is not the pager's business.
-pub struct SnapshotRequest {
-    /// Stops all of them until `thaw`.
-    pub freeze: Box<dyn FnOnce() -> Result<Standing, SnapshotError> + Send>,
-    /// Lets them run on, unless they `stay`.
-    pub thaw: Box<dyn FnOnce() -> Result<(), String> + Send>,
-    /// Pages that may be captured before `thaw`, if that is all: slow, but nothing
-    /// can tear it.
-    pub most_frozen_pages: u64,
-    /// `thaw` does not let them run on: whoever asked ends them, or lets them go
-    /// himself. All is captured while they stand.
-    pub stay: bool,
-    /// No more than this; none: all memory of all processes.
-    pub only: Option<Only>,
-}
-
-/// A part of one process's memory.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Only {
-    /// The process's number. Others of the tenant are not stopped.
-    pub pid: u32,
-    /// The part: whole pages.
-    pub range: Range,
-}
-
-/// Processes that stand still.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Standing {
-    /// Their numbers.
-    pub pids: Vec<u32>,
-    /// Since when.
-    pub since: Instant,
-}
-
-/// Why there is no snapshot. The tenant runs on as if nothing had been.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub enum SnapshotError {
-    /// The program discarded memory before it was captured. Another attempt, or
-    /// one with many `most_frozen_pages`, succeeds.
-    Torn,
-    /// Its processes come and go just now: another attempt may find none that has just
-    /// begun, or ends; one line for the user.
-    Restless(String),
-    /// Anything else; one line for the user.
-    Failed(String),
-}
-
-/// The memory of one process in a snapshot.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Captured {
-    /// The process, when it was taken.
-    pub pid: u32,
-    /// The number under which the pager keeps it.
-    pub memory: SpaceId,
-    /// Address of its agent's `wire::Restart`; none: it has no agent.
-    pub restart: Option<u64>,
-    /// The agent's own memory.
-    pub own: Range,
-    /// Memory that must be in place before the process runs again: the kernel
-    /// writes there, and does not wait for a page.
-    pub needed: Vec<Range>,
-    /// What the program had set for ranges of its memory.
-    pub settings: Vec<(Range, Setting)>,
-}
-
-/// What came of a snapshot.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Freeze {
-    /// Each process.
-    pub processes: Vec<Captured>,
-    /// How long the processes stood still: until `thaw` returned.
-    pub frozen: Duration,
-    /// From the thaw until nothing was pending.
-    pub captured: Duration,
-    /// Pages that were in place and had to be read: those that the snapshot before
-    /// has, and that were not written since, did not.
-    pub copied_pages: u64,
-}
-
 /// How often whoever removes a snapshot looks whether it is still read.
 const READERS_EVERY: Duration = Duration::from_millis(1);
-
-/// A snapshot of an address space: the leaves of the page map that describe it.
-#[derive(Debug, Default)]
-pub(crate) struct Memory {
-    pub(crate) directory: BTreeMap<Piece, LeafIndex>,
-}
-
-/// The pages of a leaf that a space's snapshot has, for tests and for restoring.
-pub(crate) fn pages_of(
-    memory: &Memory,
-) -> impl Iterator<Item = (Piece, LeafIndex, usize, PageId)> + '_ {
-    memory.directory.iter().flat_map(|(&piece, &leaf)| {
-        (0..PAGES_PER_LEAF).map(move |index| (piece, leaf, index, PageId::new(leaf, index)))
-    })
-}
-
-/// To the keeper.
-pub(crate) struct SnapshotOrder {
-    request: SnapshotRequest,
-    answer: mpsc::Sender<Result<Freeze, SnapshotError>>,
-    progress: Arc<Progress>,
-}
-
-#[derive(Debug, Default)]
-struct Progress {
-    pending: AtomicU64,
-    total: AtomicU64,
-}
 
 /// What a torn snapshot has captured, which the next attempt need not read again if
 /// it is not written until then: it is its base (`unwritten`). Dropped, it is buried.
@@ -188,18 +85,9 @@ pub(crate) struct Capturing {
     thawed: Instant,
     progressed: Instant,
     answer: mpsc::Sender<Result<Freeze, SnapshotError>>,
-    progress: Arc<Progress>,
+    progress: Arc<CaptureProgress>,
     buffer: Vec<u8>,
     pace: Pace,
-}
-
-pub(crate) fn failed(what: impl std::fmt::Display) -> SnapshotError {
-    SnapshotError::Failed(what.to_string())
-}
-
-/// Its processes come and go.
-pub(crate) fn restless(what: impl std::fmt::Display) -> SnapshotError {
-    SnapshotError::Restless(what.to_string())
 }
 
 impl Tenant {
@@ -214,7 +102,7 @@ impl Tenant {
         mut tell: impl FnMut(u64, u64),
     ) -> Result<Freeze, SnapshotError> {
         let (answer, receiver) = mpsc::channel();
-        let progress = Arc::new(Progress::default());
+        let progress = Arc::new(CaptureProgress::default());
         let order = SnapshotOrder { request, answer, progress: Arc::clone(&progress) };
         self.order(Order::Snapshot(Box::new(order)));
         loop {
@@ -231,17 +119,6 @@ impl Tenant {
                 }
             }
         }
-    }
-
-    /// A snapshot that an earlier worker took.
-    pub(crate) fn know_snapshot(&self, id: SpaceId, directory: BTreeMap<Piece, LeafIndex>) {
-        lock(&self.snapshots).insert(id, Arc::new(Memory { directory }));
-    }
-
-    /// Numbers of its whole snapshots of address spaces.
-    #[must_use]
-    pub fn snapshot_memories(&self) -> Vec<SpaceId> {
-        lock(&self.snapshots).keys().copied().collect()
     }
 
     /// Forgets a snapshot of an address space; what nothing else refers to is

@@ -2,19 +2,29 @@
 //! ask of it. The work is done by its keeper and by its spaces' handlers.
 
 pub(crate) mod account;
+pub(crate) mod advisor;
+pub(crate) mod capture;
 pub(crate) mod claim;
+pub(crate) mod copied;
 pub(crate) mod ending;
+pub(crate) mod excluded;
+pub(crate) mod hold;
 pub(crate) mod inbox;
 pub(crate) mod merged;
 pub(crate) mod notes;
+pub(crate) mod orders;
+pub(crate) mod placement;
 pub(crate) mod share;
+pub(crate) mod snapshots;
 pub(crate) mod space;
 pub(crate) mod stall;
+pub(crate) mod surveyed;
 pub(crate) mod usage;
+pub(crate) mod watching;
 
 use std::collections::BTreeMap;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::os::fd::{AsRawFd, RawFd};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, RwLock};
@@ -23,33 +33,28 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use strata_policy::order::TierOrder;
 use strata_store::{Descriptors, FileConfig, Fingerprint, Store, StoreConfig, StoreStats};
-use strata_sys::{
-    ControlBlock, EventFd, Process, Range, Registration, SIGKILL, SIGSTOP, SeqPacket, Userfaultfd,
-};
+use strata_sys::{ControlBlock, Process, Range, SIGKILL, SIGSTOP, SeqPacket};
 use strata_units::wire::TRANSFER_PAGES;
 use strata_units::{PAGE_SIZE, PageId, SpaceId, TenantId};
 
-use crate::advice::Advisor;
-use crate::advice::survey::Surveyed;
-use crate::fault::handler;
-use crate::life::release;
 use crate::map::counters::Counters;
+use crate::map::lock;
 use crate::map::page_map::PageMap;
-use crate::map::registry::{Registry, SpaceField, TenantRecord};
-use crate::node::NodeSpec;
-use crate::node::watching::Watching;
-use crate::regions::place::Placement;
-use crate::snapshot::Memory;
-use crate::snapshot::prepared::MapCopy;
+use crate::map::registry::{NodeSpec, Registry, TenantRecord};
+use crate::tenant::advisor::Advisor;
 use crate::tenant::ending::Grave;
-pub(crate) use crate::tenant::inbox::{Inbox, Order};
+use crate::tenant::inbox::Inbox;
 use crate::tenant::merged::Merged;
 use crate::tenant::notes::Notes;
+use crate::tenant::placement::Placement;
 use crate::tenant::share::Share;
-use crate::tenant::space::{Agent, AgentRanges, Space, lock};
+use crate::tenant::snapshots::{MapCopy, Memory};
+use crate::tenant::space::{Agent, AgentRanges, Space};
 use crate::tenant::stall::Waiting;
+use crate::tenant::surveyed::Surveyed;
 use crate::tenant::usage::Shared;
 pub use crate::tenant::usage::Usage;
+use crate::tenant::watching::Watching;
 
 /// What a new tenant is made of.
 #[derive(Clone, Debug)]
@@ -205,20 +210,7 @@ impl Tenant {
         Self::make(registry, spec, map, Arc::new(store))
     }
 
-    /// Makes a tenant that shares the pages of this one: what is the same is
-    /// kept once.
-    pub fn create_beside(&self, spec: TenantSpec) -> io::Result<Arc<Self>> {
-        // The files are the same, so is the tier.
-        let tier = self.record.tier.as_ref().map(|(path, limit)| (PathBuf::from(path), *limit));
-        let spec = TenantSpec { tier, ..spec };
-        let (map, store) = (Arc::clone(&self.map), Arc::clone(&self.store));
-        let tenant = Self::make(&self.registry, spec, map, store)?;
-        // Its processes come at once, and with memory.
-        tenant.start_keeper();
-        Ok(tenant)
-    }
-
-    fn make(
+    pub(crate) fn make(
         registry: &Arc<Registry>,
         spec: TenantSpec,
         map: Arc<PageMap>,
@@ -407,14 +399,6 @@ impl Tenant {
         }
     }
 
-    /// Gives every page back and stops managing; the program runs on natively.
-    /// Waits as long as pages come back, and gives up when none did for `patience`.
-    pub fn release(self: &Arc<Self>, patience: Duration) -> Result<(), ReleaseRefused> {
-        // One without a process has none yet.
-        self.start_keeper();
-        release::ask(self, patience)
-    }
-
     /// Ends its processes: `signal` to each. Returns how many were there.
     pub fn signal(&self, signal: i32) -> usize {
         let released = lock(&self.released_agents).clone();
@@ -457,84 +441,6 @@ impl Tenant {
     #[must_use]
     pub fn space(&self, id: SpaceId) -> Option<Arc<Space>> {
         self.spaces.read().unwrap_or_else(PoisonError::into_inner).get(&id).cloned()
-    }
-
-    /// A process that starts under this tenant: its userfaultfd after the
-    /// handshake, and everything that its agent said.
-    pub fn attach(
-        self: &Arc<Self>,
-        uffd: Userfaultfd,
-        control: ControlBlock,
-        socket: SeqPacket,
-        hail: Hail,
-    ) -> io::Result<Arc<Space>> {
-        let space = self.attach_unkept(uffd, control, socket, hail)?;
-        self.start_keeper();
-        self.wake_keeper();
-        Ok(space)
-    }
-
-    /// The same, without a keeper.
-    pub(crate) fn attach_unkept(
-        self: &Arc<Self>,
-        uffd: Userfaultfd,
-        control: ControlBlock,
-        socket: SeqPacket,
-        hail: Hail,
-    ) -> io::Result<Arc<Space>> {
-        let agent = Agent::new(control, socket, hail);
-        let kick = EventFd::new()?;
-        let id = self
-            .registry
-            .add_space(self.id, Some(uffd.as_fd().as_raw_fd()))
-            .ok_or_else(|| io::Error::other("this daemon manages 8192 processes already"))?;
-        let space = Arc::new(Space::new(id, uffd, kick));
-        space.transfer_clean.store(true, Ordering::Release);
-        space.attach_agent(&self.registry, agent);
-        self.registry.space_goes_live(id);
-        self.adopt_space(Arc::clone(&space));
-        Ok(space)
-    }
-
-    /// A space whose userfaultfd a fork made and whose agent has not come yet,
-    /// if the process in which `probe` is mapped is the one; with `restored`, one
-    /// that was restored as the process of that number.
-    ///
-    /// A restored process can fork before its agent has come, and its child then
-    /// has its probe mapped too: the probe alone does not tell them apart.
-    #[must_use]
-    pub fn orphan_with(&self, probe: u64, restored: Option<u32>) -> Option<Arc<Space>> {
-        let range = Range { start: probe, end: probe.saturating_add(PAGE_SIZE as u64) };
-        // Whoever holds a gate may just be making the child's space: wait for
-        // that by taking each gate once.
-        for space in self.space_list() {
-            drop(lock(&space.gate));
-        }
-        let pid_of = |space: &Space| space.held_process().map(|process| process.pid());
-        let mut orphans = self.space_list();
-        orphans.retain(|space| space.agent().is_none() && pid_of(space) == restored);
-        orphans.into_iter().find(|space| {
-            let found = space.uffd.register(range) == Registration::Done;
-            if found {
-                space.uffd.unregister(range);
-            }
-            found
-        })
-    }
-
-    /// The agent of a forked child came.
-    pub fn attach_orphan(
-        &self,
-        space: &Space,
-        control: ControlBlock,
-        socket: SeqPacket,
-        hail: Hail,
-    ) -> io::Result<()> {
-        let agent = Agent::new(control, socket, hail);
-        crate::regions::registration::adjust_child(space, self, &agent)?;
-        space.attach_agent(&self.registry, agent);
-        self.wake_keeper();
-        Ok(())
     }
 
     /// `child` was forked from `parent` in the middle of a batch: its leaving
@@ -599,21 +505,6 @@ impl Tenant {
         all.filter(|process| !process.has_exited()).collect()
     }
 
-    /// An agent connected again. `greet` sends it the control block's
-    /// descriptor.
-    pub fn resume(
-        &self,
-        space: &Space,
-        socket: SeqPacket,
-        greet: impl FnOnce(&SeqPacket, &ControlBlock) -> io::Result<()>,
-    ) -> io::Result<()> {
-        let agent = space.agent().ok_or_else(|| io::Error::other("it has not said hello yet"))?;
-        greet(&socket, &agent.control)?;
-        self.registry.set_space_fd(space.id, SpaceField::Socket, Some(socket.as_fd().as_raw_fd()));
-        *lock(&agent.socket) = Some(socket);
-        Ok(())
-    }
-
     /// Sends a message to the agent of a space.
     pub fn tell_agent(&self, id: SpaceId, bytes: &[u8]) -> io::Result<()> {
         let gone = || io::Error::from(io::ErrorKind::NotConnected);
@@ -625,21 +516,6 @@ impl Tenant {
     #[must_use]
     pub fn has_released_process(&self) -> bool {
         lock(&self.released_agents).iter().any(|agent| !agent.process.has_exited())
-    }
-
-    pub(crate) fn adopt_space(self: &Arc<Self>, space: Arc<Space>) {
-        let managed = self.is_managed();
-        let forked =
-            self.registry.space_field(space.id, SpaceField::Parent).load(Ordering::Relaxed);
-        if managed || forked != 0 {
-            handler::start(&space, self);
-        }
-        self.had_space.store(true, Ordering::Relaxed);
-        self.spaces.write().unwrap_or_else(PoisonError::into_inner).insert(space.id, space);
-        if self.stands_still.load(Ordering::SeqCst) {
-            // Nobody looks who is in it meanwhile.
-            self.wake_keeper();
-        }
     }
 }
 

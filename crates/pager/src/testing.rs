@@ -11,8 +11,7 @@ use strata_sys::{EventFd, Process, Userfaultfd};
 use strata_units::{PAGE_SIZE, PageBuffer, SpaceId};
 
 use crate::map::page_map::PageMap;
-use crate::map::registry::{Registry, TenantRecord};
-use crate::node::NodeSpec;
+use crate::map::registry::{NodeSpec, Registry, TenantRecord};
 use crate::tenant::Tenant;
 use crate::tenant::space::Space;
 

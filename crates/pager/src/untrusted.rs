@@ -14,7 +14,8 @@ use crate::evict::{Moved, results_of};
 use crate::life::recover::Files;
 use crate::map::entry::Entry;
 use crate::map::page_map::PageMap;
-use crate::regions::registration::{Excluded, stacks_of};
+use crate::regions::registration::stacks_of;
+use crate::tenant::excluded::Excluded;
 
 /// What an agent's control block says.
 #[derive(Debug)]

@@ -9,10 +9,11 @@ use strata_sys::{Mapping, Range, Registration};
 use strata_units::PageId;
 
 use crate::fault::handler;
+use crate::map::lock;
 use crate::regions::registration::{register_all, stacks_of};
 use crate::regions::standing::is_large_data;
 use crate::tenant::Tenant;
-use crate::tenant::space::{Space, lock};
+use crate::tenant::space::Space;
 
 /// One piece in so many is registered, of a tenant that is not large.
 const PART: u64 = 112;

@@ -19,10 +19,11 @@ use strata_sys::{MappingUse, is_zombie, stat_field};
 use strata_units::wire::ENV_TOKEN;
 use strata_units::{ByteSize, PAGE_SIZE};
 
+use crate::map::lock;
 use crate::regions::registration::stacks_of;
 use crate::regions::standing::{Why, standings};
 use crate::tenant::Tenant;
-use crate::tenant::space::lock;
+use crate::tenant::surveyed::{State, Survey, Unattended, Unmanaged};
 use crate::tenant::usage::{proportional_shared, proportional_unattended};
 
 /// A survey that is younger serves whoever asks.
@@ -44,84 +45,8 @@ const OWN_HELPER: &str = "strata-clone";
 /// How often a tenant is looked through whose processes do not run, and had none beside
 /// them that no agent is in: only who may move processes between cgroups can give it one.
 const STILL_EVERY: Duration = Duration::from_secs(32);
-/// After so many surveys in which it stood still: a young process is left out at first.
-const STILL_AFTER: u32 = 3;
 /// Longest environment that is looked at.
 const MOST_ENVIRONMENT_BYTES: u64 = 256 << 10;
-
-/// Resident anonymous bytes that are not managed, by cause.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Unmanaged {
-    /// May be managed, and is not registered (yet).
-    pub untouched_bytes: u64,
-    /// In mappings that are too small.
-    pub small_bytes: u64,
-    /// Stacks of threads.
-    pub stacks_bytes: u64,
-    /// In executable mappings.
-    pub executable_bytes: u64,
-    /// In mappings of files: programs' data, `/dev/zero`.
-    pub files_bytes: u64,
-    /// In processes that no agent is in.
-    pub unattended_bytes: u64,
-}
-
-/// A process of the tenant that no agent is in.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Unattended {
-    /// Its number.
-    pub pid: u32,
-    /// What it executes.
-    pub name: String,
-    /// Its resident anonymous bytes, shared pages in proportion.
-    pub bytes: u64,
-    /// Why, for people.
-    pub why: &'static str,
-}
-
-/// See the module's text.
-#[derive(Clone, Debug, Default)]
-pub struct Survey {
-    /// By cause.
-    pub unmanaged: Unmanaged,
-    /// Some of the processes without an agent.
-    pub unattended: Vec<Unattended>,
-    /// How many there are.
-    pub unattended_processes: usize,
-}
-
-/// The last survey, and who wants the next.
-#[derive(Debug, Default)]
-pub(crate) struct Surveyed {
-    state: Mutex<State>,
-    done: Condvar,
-}
-
-#[derive(Debug, Default)]
-struct State {
-    survey: Survey,
-    taken: Option<Instant>,
-    asked: Option<Instant>,
-    /// Not before this, if nobody waits for the first.
-    next: Option<Instant>,
-    /// When its processes were looked through.
-    looked: Option<Instant>,
-    /// How often it had stood up by then, and surveys since.
-    still: (u64, u32),
-    /// Said in the log already.
-    said: BTreeSet<u32>,
-}
-
-impl State {
-    /// Whether nothing of the tenant has run for some surveys, this one included.
-    fn stands_still(&mut self, tenant: &Tenant) -> bool {
-        let stood_up = tenant.stood_up.load(Ordering::Relaxed);
-        let (before, surveys) = self.still;
-        let is_still = tenant.stands_still.load(Ordering::Relaxed) && before == stood_up;
-        self.still = (stood_up, if is_still { surveys.saturating_add(1) } else { 0 });
-        self.still.1 > STILL_AFTER
-    }
-}
 
 /// Whether somebody has asked, and since when a survey is under way.
 static QUESTIONS: Mutex<(bool, Option<Instant>)> = Mutex::new((false, None));

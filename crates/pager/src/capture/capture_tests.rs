@@ -13,9 +13,10 @@ use strata_units::{PAGE_SIZE, PageBuffer, PageId, PageNumber, SpaceId};
 
 use crate::capture::{RUN_PAGES, Seen};
 use crate::fault::serve_tests::{self, HANGS, PAGES, World};
+use crate::map::address::{EVERYTHING, piece_of};
 use crate::map::entry::Entry;
-use crate::regions::registration::Excluded;
-use crate::tenant::space::{EVERYTHING, lock, piece_of};
+use crate::map::lock;
+use crate::tenant::excluded::Excluded;
 use crate::testing;
 
 /// A snapshot of a world, not whole yet.

@@ -20,33 +20,20 @@
 //! worker that dies, leave pages protected that were written before.
 
 use strata_sys::Range;
-use strata_units::{LeafIndex, PageId, SpaceId};
+use strata_units::{LeafIndex, PageId};
 
-use crate::capture::Capture;
+use crate::map::address::EVERYTHING;
 use crate::map::entry::Entry;
+use crate::map::lock;
 use crate::map::page_map::Piece;
-use crate::map::page_set::{Bits, PageSet};
+use crate::map::page_set::Bits;
 use crate::map::registry::Registry;
 use crate::tenant::Tenant;
-use crate::tenant::space::{EVERYTHING, Gate, lock};
+use crate::tenant::capture::{Base, Capture, Unwritten};
+use crate::tenant::space::Gate;
 
 /// More places to which memory was moved are taken for everywhere.
 const MOST_MOVED: usize = 1024;
-
-/// A snapshot that the next one can build on. It may be gone by then, and its slot
-/// another's.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Base {
-    snapshot: SpaceId,
-    serial: u64,
-}
-
-/// Pages that have not been written since a snapshot. Empty: no base.
-#[derive(Debug, Default)]
-pub(crate) struct Unwritten {
-    pub(crate) base: Option<Base>,
-    pub(crate) pages: PageSet,
-}
 
 impl Gate {
     /// The snapshot is whole: the next one can build on it.

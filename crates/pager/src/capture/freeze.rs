@@ -10,17 +10,17 @@ use strata_sys::{Fill, Mapping, Process, Range, Registration};
 use strata_units::{Handle, LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber, SpaceId};
 
 use super::{BLOCK_BYTES, Capture, RUN_PAGES};
-use crate::capture::clean::Unwritten;
-use crate::capture::copied::Copied;
-use crate::fault::events::address_of;
-use crate::fault::handler::one_page;
+use crate::map::address::{add_run, address_of, one_page, piece_of};
 use crate::map::entry::Entry;
+use crate::map::lock;
 use crate::map::page_map::Piece;
 use crate::map::page_set::{Bits, PageSet};
-use crate::regions::registration::Excluded;
-use crate::snapshot::{SnapshotError, failed, restless};
 use crate::tenant::Tenant;
-use crate::tenant::space::{Space, add_run, lock, piece_of};
+use crate::tenant::capture::Unwritten;
+use crate::tenant::copied::Copied;
+use crate::tenant::excluded::Excluded;
+use crate::tenant::orders::{SnapshotError, failed, restless};
+use crate::tenant::space::Space;
 
 /// Looked at and protected under one hold of the gate.
 const ARMED_AT_ONCE: u64 = 64 << 20;
@@ -314,22 +314,4 @@ fn retains_arriving(tenant: &Tenant, page: Option<PageId>, handle: Handle) -> bo
         tenant.store.release(handle);
     }
     is_it
-}
-
-impl Excluded {
-    /// The parts of `range` that may be write-protected.
-    fn spared(&self, range: Range) -> Vec<Range> {
-        let mut parts = Vec::new();
-        let mut start = range.start;
-        for out in self.within(range) {
-            if start < out.start {
-                parts.push(Range { start, end: out.start });
-            }
-            start = start.max(out.end);
-        }
-        if start < range.end {
-            parts.push(Range { start, end: range.end });
-        }
-        parts
-    }
 }

@@ -16,11 +16,12 @@ use strata_units::wire::RESULT_CANCELLED;
 use strata_units::{Handle, PAGE_SIZE, PageId, SpaceId};
 
 use crate::evict::{BatchReport, EBUSY, EINVAL, ENOENT, Evictor, Moved, PAGE, Stayed};
-use crate::fault::handler::one_page;
+use crate::map::address::{add_run, one_page};
 use crate::map::counters::Counter;
 use crate::map::entry::Entry;
+use crate::map::lock;
 use crate::tenant::Tenant;
-use crate::tenant::space::{Agent, Gate, Space, add_run, lock};
+use crate::tenant::space::{Agent, Gate, Space};
 
 /// Pages packed between two looks for threads that wait: about a tenth of a
 /// millisecond.

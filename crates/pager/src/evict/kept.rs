@@ -7,16 +7,14 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
-use strata_store::{Fingerprint, StoreStats};
-use strata_units::{PAGE_SIZE, PageId, SpaceId};
+use strata_store::Fingerprint;
+use strata_units::{PageId, SpaceId};
 
 use crate::map::entry::Entry;
+use crate::map::lock;
 use crate::tenant::Tenant;
-use crate::tenant::space::lock;
+use crate::tenant::share::stored_page_cost;
 
-/// Arrivals with a kept copy that wait for the keeper: more than come between two
-/// looks.
-pub(crate) const MOST_KEPT_ARRIVALS: usize = 1 << 16;
 /// Stale entries that the order may have beyond as many as good ones.
 const SLACK: u64 = 4096;
 /// Copies dropped between two looks.
@@ -114,11 +112,4 @@ impl Copies {
         });
         self.order = kept.collect();
     }
-}
-
-/// What a stored page costs in DRAM on average, staged ones apart.
-pub(crate) fn stored_page_cost(store: &StoreStats) -> u64 {
-    let staged_pages = store.staged_bytes / PAGE_SIZE as u64;
-    let cost = store.dram_bytes.saturating_sub(store.staged_bytes);
-    cost / store.objects.saturating_sub(staged_pages).max(1)
 }

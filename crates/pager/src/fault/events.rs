@@ -16,14 +16,15 @@ use std::time::Duration;
 use strata_policy::gap;
 use strata_sys::{Event, EventFd, Range, Userfaultfd, adopt_fd, futex_wait, futex_wake};
 use strata_units::wire::{Control, READER_BUSY};
-use strata_units::{LeafIndex, PAGE_SHIFT, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
+use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
 
+use crate::map::address::{address_of, ids_in};
 use crate::map::counters::Counter;
 use crate::map::entry::Entry;
 use crate::map::page_map::Piece;
 use crate::map::registry::{RESERVED_SPACES, RING_MESSAGES, SpaceAddress, SpaceField};
 use crate::tenant::Tenant;
-use crate::tenant::space::{Gate, Space, ids_in};
+use crate::tenant::space::{Gate, Space};
 
 /// Looks at a busy agent this often before sleeping on it: a `MOVE` takes about
 /// a microsecond.
@@ -328,7 +329,7 @@ impl Space {
         }
         let space = Space::new(child, Userfaultfd::adopt(uffd), kick);
         space.unadjusted.store(true, Ordering::Release);
-        let mut child_gate = crate::tenant::space::lock(&space.gate);
+        let mut child_gate = crate::map::lock(&space.gate);
         for (piece, leaf, copy) in leaves {
             tenant.prefetch_counts(leaf);
             for index in 0..PAGES_PER_LEAF {
@@ -360,9 +361,4 @@ impl Space {
         drop(child_gate);
         Ok(space)
     }
-}
-
-/// First byte of the page `index` of a piece.
-pub(crate) fn address_of(piece: Piece, index: usize) -> u64 {
-    (u64::from(piece) * PAGES_PER_LEAF as u64 + index as u64) << PAGE_SHIFT
 }

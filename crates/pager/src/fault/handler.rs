@@ -12,8 +12,8 @@ mod ahead;
 mod follow;
 
 use std::os::fd::AsFd;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use strata_store::{Fingerprint, GetError, Source};
@@ -22,11 +22,14 @@ use strata_units::{Handle, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageId};
 
 use crate::fault::events::{Asker, FaultMessage};
 use crate::fault::reads::{Reads, Why};
+use crate::map::address::one_page;
 use crate::map::counters::Counter;
 use crate::map::entry::Entry;
+use crate::map::lock;
+use crate::map::registry::SpaceField;
 use crate::map::settings::Setting;
 use crate::tenant::Tenant;
-use crate::tenant::space::{Gate, Space, lock};
+use crate::tenant::space::{Gate, Space};
 use ahead::Ahead;
 pub(crate) use ahead::MOST_HOT;
 use follow::Follow;
@@ -126,6 +129,24 @@ pub(crate) fn start(space: &Arc<Space>, tenant: &Arc<Tenant>) {
         Ok(thread) => *handler = Some(thread),
         Err(error) => {
             log(Priority::Warning, format_args!("{}: no thread for its faults: {error}", space.id))
+        }
+    }
+}
+
+impl Tenant {
+    /// The tenant has this space from now on, which is served if it is to be.
+    pub(crate) fn adopt_space(self: &Arc<Self>, space: Arc<Space>) {
+        let managed = self.is_managed();
+        let forked =
+            self.registry.space_field(space.id, SpaceField::Parent).load(Ordering::Relaxed);
+        if managed || forked != 0 {
+            start(&space, self);
+        }
+        self.had_space.store(true, Ordering::Relaxed);
+        self.spaces.write().unwrap_or_else(PoisonError::into_inner).insert(space.id, space);
+        if self.stands_still.load(Ordering::SeqCst) {
+            // Nobody looks who is in it meanwhile.
+            self.wake_keeper();
         }
     }
 }
@@ -276,11 +297,6 @@ fn poller(space: &Space, tenant: &Tenant) -> Option<Poller<2>> {
         std::thread::sleep(NO_DESCRIPTOR);
     }
     None
-}
-
-/// The range of one page.
-pub(crate) fn one_page(address: u64) -> Range {
-    Range { start: address, end: address + PAGE_SIZE as u64 }
 }
 
 impl Space {

@@ -13,7 +13,7 @@ use strata_units::{PAGE_SIZE, PageBuffer};
 use crate::fault::serve_tests::{HANGS, PAGES, World};
 use crate::map::counters::Counter;
 use crate::map::entry::Entry;
-use crate::tenant::space::lock;
+use crate::map::lock;
 use crate::testing::{self, Message};
 
 impl World {

@@ -19,11 +19,13 @@ use strata_sys::{READ_BYTES, ReadId, ReadQueue};
 use strata_units::{Handle, PageBuffer, PageId};
 
 use crate::fault::events::{Asker, FaultMessage};
-use crate::fault::handler::{MOST_DEFERRED, Order, Served, one_page};
+use crate::fault::handler::{MOST_DEFERRED, Order, Served};
+use crate::map::address::one_page;
 use crate::map::counters::Counter;
 use crate::map::entry::Entry;
+use crate::map::lock;
 use crate::tenant::Tenant;
-use crate::tenant::space::{Space, lock};
+use crate::tenant::space::Space;
 
 /// Reads of one space under way or at hand, 64 KiB at most each. A device that
 /// needs more of them at a time to be busy is busy with other spaces' too.

@@ -16,9 +16,10 @@ use strata_units::wire::TRANSFER_PAGES;
 use strata_units::{Handle, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer};
 
 use crate::map::entry::Entry;
+use crate::map::lock;
 use crate::map::registry::{RING_MESSAGES, SpaceField};
 use crate::tenant::Tenant;
-use crate::tenant::space::{Space, lock};
+use crate::tenant::space::Space;
 use crate::testing::{self, HEADROOM_PAGES, Message};
 
 /// Where the managed memory begins: aligned to a leaf.

@@ -25,8 +25,9 @@ use strata_units::{PAGE_SIZE, PageBuffer, PageId};
 use crate::evict::Evictor;
 use crate::map::counters::Counter;
 use crate::map::entry::Entry;
-use crate::regions::registration::Excluded;
-use crate::tenant::space::{Space, lock};
+use crate::map::lock;
+use crate::tenant::excluded::Excluded;
+use crate::tenant::space::Space;
 use crate::tenant::{Hail, Tenant};
 use crate::testing;
 

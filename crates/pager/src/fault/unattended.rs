@@ -11,16 +11,18 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use strata_sys::{
-    MappingFlags, Process, all_processes, children_of, processes_with_thread, read_mapping_flags,
+    MappingFlags, Process, Range, all_processes, children_of, processes_with_thread,
+    read_mapping_flags,
 };
 use strata_units::SpaceId;
 
 use crate::fault::events::Asker;
+use crate::map::address::EVERYTHING;
 use crate::map::entry::Entry;
+use crate::map::lock;
 use crate::map::registry::SpaceField;
-use crate::regions::registration;
 use crate::tenant::Tenant;
-use crate::tenant::space::{Space, lock};
+use crate::tenant::space::{Gate, Space};
 
 /// Looked for again after this. A thread waits there, so it is found at once, if at
 /// all: this is for a machine that shows no process but one's own.
@@ -63,7 +65,7 @@ impl Space {
         }
         let mut gate = lock(&self.gate);
         if self.is_unadjusted() {
-            registration::drop_what_was_not_inherited(tenant, &mut gate, &flags);
+            drop_what_was_not_inherited(tenant, &mut gate, &flags);
             self.unadjusted.store(false, Ordering::Release);
             tenant.log(&format!("process {pid} has no agent: it is served, and keeps its pages"));
         }
@@ -99,5 +101,36 @@ impl Space {
             return children.into_iter().chain(all_processes()).find_map(is_it);
         }
         processes_with_thread(tid).find_map(is_it)
+    }
+}
+
+/// Forgets what a child's page map has of mappings that the child does not have, or
+/// finds empty.
+pub(crate) fn drop_what_was_not_inherited(
+    tenant: &Tenant,
+    gate: &mut Gate,
+    flags: &[MappingFlags],
+) {
+    let kept: Vec<Range> = flags
+        .iter()
+        .filter(|mapping| mapping.registered && !mapping.wiped_on_fork)
+        .map(|mapping| mapping.range)
+        .collect();
+    let inherits = |address: u64| kept.iter().any(|range| range.contains(address));
+    for (_, leaf, part) in gate.pages_in(EVERYTHING) {
+        if kept.iter().any(|range| range.start <= part.start && part.end <= range.end) {
+            continue;
+        }
+        for (address, page) in crate::map::address::ids_in(leaf, part) {
+            let entry = tenant.map.get(page);
+            if entry == Entry::Untouched || inherits(address) {
+                continue;
+            }
+            if let Entry::Leaving { slot, .. } = entry {
+                gate.slots[usize::from(slot)] = 0;
+            }
+            tenant.map.set(page, Entry::Untouched);
+            tenant.uncharge(entry);
+        }
     }
 }

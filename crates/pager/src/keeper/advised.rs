@@ -16,12 +16,14 @@ use strata_units::{Handle, HintKind, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumb
 
 use crate::fault::handler::MOST_HOT;
 use crate::keeper::{Keeper, PAGE, RESCAN_EVERY};
+use crate::map::address::{ids_in, piece_of};
 use crate::map::entry::Entry;
+use crate::map::lock;
 use crate::map::page_set::PageSet;
 use crate::map::settings::Setting;
 use crate::regions::place::most_pinned_bytes;
 use crate::regions::registration::register_within;
-use crate::tenant::space::{Space, ids_in, lock, piece_of};
+use crate::tenant::space::Space;
 
 /// Hints of one space that are begun in a round...
 const HINTS_PER_ROUND: usize = 64;

@@ -17,13 +17,14 @@ use strata_store::Foretelling;
 use strata_units::PageId;
 
 use crate::advice::sample::{Pieces, register_sample};
-use crate::advice::{Event, Observed};
-use crate::fault::events::address_of;
 use crate::keeper::{Keeper, PAGE, SLACK_PART};
+use crate::map::address::address_of;
 use crate::map::counters::Counter;
 use crate::map::entry::Entry;
+use crate::map::lock;
 use crate::tenant::Tenant;
-use crate::tenant::space::{Space, lock};
+use crate::tenant::advisor::{Event, Observed};
+use crate::tenant::space::Space;
 use crate::tenant::usage::has_huge_pages;
 
 /// From one look at watched pages to the next.

@@ -18,8 +18,8 @@ use std::time::Duration;
 use strata_sys::{EventFd, PollSet, alarm_when_charged, poll_readable};
 
 use super::lookout;
+use crate::map::lock;
 use crate::tenant::Tenant;
-use crate::tenant::space::lock;
 
 /// Alarms that are being set at a time.
 const SETTERS: usize = 4;

@@ -3,7 +3,7 @@
 
 use strata_units::{PAGE_SIZE, PageId};
 
-use crate::fault::events::address_of;
+use crate::map::address::address_of;
 use crate::map::entry::Entry;
 use crate::tenant::Tenant;
 

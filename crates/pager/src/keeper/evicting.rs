@@ -12,7 +12,8 @@ use strata_units::wire::BATCH_PAGES;
 use super::{Keeper, PINNED_FOR};
 use crate::evict::{BatchReport, PAGE, Pauses, Stayed};
 use crate::map::counters::Counter;
-use crate::regions::registration::{Excluded, take_charge};
+use crate::regions::registration::take_charge;
+use crate::tenant::excluded::Excluded;
 use crate::tenant::space::Space;
 
 impl Keeper<'_> {

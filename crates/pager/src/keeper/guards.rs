@@ -9,8 +9,10 @@ use strata_sys::{Process, Range};
 use strata_units::{PAGE_SIZE, PAGES_PER_LEAF};
 
 use super::Keeper;
+use crate::map::address::{add_run, ids_in};
 use crate::map::entry::Entry;
-use crate::tenant::space::{Space, add_run, ids_in, lock};
+use crate::map::lock;
+use crate::tenant::space::Space;
 
 /// How often page tables are looked through for guards; never more than a part of the
 /// time.

@@ -20,8 +20,8 @@ use strata_sys::WorkClock;
 
 use super::alarm::Alarm;
 use super::rest::{Cause, State, usage_file};
+use crate::map::lock;
 use crate::tenant::Tenant;
-use crate::tenant::space::lock;
 
 /// Whoever is due so soon is looked at with the others.
 const TOGETHER: Duration = Duration::from_micros(500);

@@ -21,12 +21,13 @@ use strata_sys::kernel_has_merged_pages;
 use strata_units::{LeafIndex, PageId};
 
 use super::{Keeper, PAGE};
-use crate::fault::events::address_of;
+use crate::map::address::address_of;
 use crate::map::counters::Counter;
 use crate::map::entry::Entry;
+use crate::map::lock;
 use crate::map::page_set::Bits;
 use crate::tenant::merged::Merged;
-use crate::tenant::space::{Space, lock};
+use crate::tenant::space::Space;
 
 /// How often it is asked whether processes have merged pages.
 const ASK_EVERY: Duration = Duration::from_millis(250);

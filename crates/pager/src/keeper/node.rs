@@ -20,11 +20,13 @@ use strata_units::{LeafIndex, PAGES_PER_LEAF, PageId, SpaceId};
 use super::observe::file_room_bytes;
 use super::sensed::Sensed;
 use super::{Keeper, PAGE};
+use crate::map::address::{EVERYTHING, ids_in};
 use crate::map::counters::Counter;
 use crate::map::entry::Entry;
+use crate::map::lock;
 use crate::node::{Kernel, MOVED_AT_ONCE, NodeTier};
 use crate::tenant::Tenant;
-use crate::tenant::space::{EVERYTHING, Space, ids_in, lock};
+use crate::tenant::space::Space;
 
 /// How often the node is attended to.
 const LOOK_EVERY: Duration = Duration::from_millis(100);

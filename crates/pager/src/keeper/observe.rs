@@ -5,9 +5,9 @@ use std::sync::atomic::Ordering;
 use strata_policy::budget::{self, Observation, Packed};
 use strata_store::StoreStats;
 
-use crate::evict::kept::stored_page_cost;
 use crate::keeper::{Keeper, PAGE};
 use crate::map::registry::TenantRecord;
+use crate::tenant::share::stored_page_cost;
 use crate::tenant::usage::Usage;
 
 /// The room to spare: this part of the budget.

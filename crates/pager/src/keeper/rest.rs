@@ -25,8 +25,10 @@ use strata_sys::{Process, WorkClock};
 use super::alarm::{self, Alarm};
 use super::{Keeper, Progress, QUIET_LOOK, QUIET_ROUNDS, lookout};
 use crate::map::counters::Counter;
-use crate::tenant::space::{Space, lock};
-use crate::tenant::{Order, Tenant};
+use crate::map::lock;
+use crate::tenant::Tenant;
+use crate::tenant::orders::Order;
+use crate::tenant::space::Space;
 
 /// A tenant is looked at this often at least...
 const LONGEST: Duration = Duration::from_millis(100);

@@ -14,10 +14,12 @@ use strata_policy::warmth::{Room, Watched, worth_dram};
 use strata_units::{LeafIndex, PageId};
 
 use super::{Keeper, PAGE};
+use crate::map::address::ids_in;
 use crate::map::counters::Counter;
 use crate::map::entry::Entry;
+use crate::map::lock;
 use crate::tenant::Tenant;
-use crate::tenant::space::{Space, ids_in, lock};
+use crate::tenant::space::Space;
 
 /// Pages of one look that wait to be brought back, at most; the next look finds others.
 const MOST_SENSED: usize = 1 << 16;

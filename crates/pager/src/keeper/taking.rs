@@ -5,10 +5,12 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use crate::keeper::Keeper;
-use crate::regions::registration::{Excluded, register_new, register_part, stand_down};
-use crate::snapshot::fill::FillOrder;
-use crate::snapshot::{SnapshotOrder, Went};
-use crate::tenant::space::{Space, lock};
+use crate::map::lock;
+use crate::regions::registration::{register_new, register_part, stand_down};
+use crate::snapshot::Went;
+use crate::tenant::excluded::Excluded;
+use crate::tenant::orders::{FillOrder, SnapshotOrder};
+use crate::tenant::space::Space;
 
 /// So long after its last snapshot a tenant far below its budget is left to the
 /// kernel: until then another snapshot reads only what was written since.

@@ -25,13 +25,15 @@ use strata_sys::{
 use strata_units::{LeafIndex, PAGE_SIZE, SpaceId, TenantId};
 
 use crate::fault::events::done_reading;
+use crate::map::address::EVERYTHING;
 use crate::map::counters::Counter;
 use crate::map::entry::Entry;
+use crate::map::lock;
 use crate::map::page_map::{PageMap, Piece};
 use crate::map::registry::{
     PROCESS_FIELDS, RING_MESSAGES, Registry, SpaceAddress, SpaceField, TenantRecord,
 };
-use crate::tenant::space::{Agent, AgentRanges, EVERYTHING, Space, lock};
+use crate::tenant::space::{Agent, AgentRanges, Space};
 use crate::tenant::{Tenant, store_config};
 
 fn store_descriptors(record: &TenantRecord) -> io::Result<Descriptors> {
@@ -238,7 +240,7 @@ impl Tenant {
         let mut gate = lock(&space.gate);
         let pieces = gate.pages_in(EVERYTHING);
         for (_, leaf, part) in pieces {
-            for (address, page) in crate::tenant::space::ids_in(leaf, part) {
+            for (address, page) in crate::map::address::ids_in(leaf, part) {
                 match self.map.get(page) {
                     Entry::Resident { shared: false } => self.charge_resident(page),
                     Entry::Kept(_) => {

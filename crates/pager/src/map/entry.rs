@@ -48,7 +48,7 @@ pub(crate) enum Entry {
     /// Of a snapshot only: what the page of the space that it was taken of had
     /// at the freeze, and has still, write-protected.
     Pending,
-    /// Of a snapshot only: read, and not in the store yet (`crate::capture::copied`).
+    /// Of a snapshot only: read, and not in the store yet (`crate::tenant::copied`).
     Copied,
 }
 

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use strata_sys::Range;
 use strata_units::{PAGE_SIZE, PAGES_PER_LEAF, PageNumber};
 
+use crate::map::address::piece_of;
 use crate::map::page_map::Piece;
-use crate::tenant::space::piece_of;
 
 const PAGE: u64 = PAGE_SIZE as u64;
 const PIECE_BYTES: u64 = PAGE * PAGES_PER_LEAF as u64;

@@ -17,7 +17,6 @@ use strata_units::{SpaceId, TenantId};
 
 use crate::map::counters::{ALL_BUCKETS, COUNTERS};
 use crate::map::settings::SettingsFile;
-use crate::node::NodeSpec;
 
 /// Most tenants at a time.
 pub const TENANTS: u32 = 1024;
@@ -69,6 +68,19 @@ const LIVE: u32 = 1;
 const BUILDING: u32 = 2;
 /// A snapshot of an address space: a page map without a process.
 const SNAPSHOT: u32 = 3;
+
+/// A tenant's node tier.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct NodeSpec {
+    /// The node, one without processors.
+    pub node: u32,
+    /// Where pages come back to.
+    pub home: u32,
+    /// What the tenant may have there.
+    pub limit_bytes: u64,
+    /// What may be moved in a second, there and back.
+    pub bytes_per_second: u64,
+}
 
 /// What is fixed about a tenant from its start on.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -12,8 +12,8 @@ use std::sync::{Mutex, OnceLock};
 use strata_sys::{Range, SharedMemory, adopt_fd};
 use strata_units::SpaceId;
 
+use crate::map::lock;
 use crate::map::registry::{Registry, SPACES};
-use crate::tenant::space::lock;
 
 /// Most ranges with a setting in one space: what a fault may have to look
 /// through, and what a hostile program can make the daemon keep.

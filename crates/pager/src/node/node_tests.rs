@@ -13,8 +13,10 @@ use strata_units::{PAGE_SIZE, PageId};
 
 use crate::map::counters::Counter;
 use crate::map::entry::Entry;
-use crate::node::{Mover, NodeSpec, NodeTier};
-use crate::tenant::space::{Agent, Space, lock};
+use crate::map::lock;
+use crate::map::registry::NodeSpec;
+use crate::node::{Mover, NodeTier};
+use crate::tenant::space::{Agent, Space};
 use crate::tenant::{Hail, Tenant};
 use crate::testing::{self, HEADROOM_PAGES};
 

@@ -7,12 +7,15 @@
 
 use std::sync::Arc;
 
-use strata_sys::{Process, Range};
-use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, SpaceId};
+use strata_sys::Range;
+use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF};
 
+use crate::map::address::{EVERYTHING, ids_in};
 use crate::map::entry::Entry;
+use crate::map::lock;
 use crate::tenant::Tenant;
-use crate::tenant::space::{EVERYTHING, Space, ids_in, lock};
+use crate::tenant::space::Space;
+use crate::tenant::watching::{Seen, Sight, Watch};
 
 /// A few pages elsewhere within a run do not end it: what is seen of it is seen of its
 /// pages on the node, by far most of it.
@@ -26,44 +29,6 @@ const LEAST_COMPARED_PAGES: u64 = 16;
 const SEARCHED_LEAVES: usize = 1 << 14;
 
 const PAGE: u64 = PAGE_SIZE as u64;
-
-/// Part of a process.
-#[derive(Clone, Debug)]
-pub struct Watch {
-    /// The process's space...
-    pub space: SpaceId,
-    /// ...and its process.
-    pub process: Arc<Process>,
-    /// What is to be watched, in order, apart from each other.
-    pub ranges: Vec<Range>,
-    /// It is all that the tenant has on the node.
-    pub all: bool,
-}
-
-/// What was seen of a range in one look.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Seen {
-    /// Where.
-    pub range: Range,
-    /// Samples that found a page of it used.
-    pub hits: u32,
-}
-
-/// What was seen, for the keeper.
-#[derive(Debug)]
-pub(crate) struct Sight {
-    pub(crate) space: SpaceId,
-    pub(crate) all: bool,
-    pub(crate) seen: Vec<Seen>,
-}
-
-/// A tenant's part in it.
-#[derive(Debug, Default)]
-pub(crate) struct Watching {
-    /// Where the next look begins.
-    next: Option<(SpaceId, u64)>,
-    sight: Option<Sight>,
-}
 
 impl Tenant {
     /// What to watch next, in up to `most` ranges: the tenant's processes are gone

@@ -7,8 +7,9 @@ use strata_sys::{ControlBlock, Range, SeqPacket};
 use strata_units::{PAGE_SIZE, PAGES_PER_LEAF, PageId};
 
 use crate::map::entry::Entry;
-use crate::node::watching::{Seen, Watch};
-use crate::tenant::space::{Space, lock};
+use crate::map::lock;
+use crate::tenant::space::Space;
+use crate::tenant::watching::{Seen, Watch};
 use crate::tenant::{Hail, Tenant};
 use crate::testing;
 

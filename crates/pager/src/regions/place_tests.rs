@@ -9,10 +9,11 @@ use strata_sys::Range;
 use strata_units::PAGE_SIZE;
 
 use crate::map::entry::Entry;
+use crate::map::lock;
 use crate::map::settings::{MOST_SETTINGS, Setting};
 use crate::regions::place::{Refused, Whereabouts, Wish, most_pinned_bytes};
 use crate::tenant::Tenant;
-use crate::tenant::space::{Space, lock};
+use crate::tenant::space::Space;
 use crate::testing::{self, Message};
 
 const PAGE: u64 = PAGE_SIZE as u64;

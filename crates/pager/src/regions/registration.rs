@@ -8,23 +8,23 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use strata_sys::{MappingFlags, Process, Range, Registration};
+use strata_sys::{Process, Range, Registration};
 use strata_units::wire::Control;
 use strata_units::{PAGE_SIZE, PageId, SpaceId};
 
 use crate::fault::handler;
+use crate::fault::unattended::drop_what_was_not_inherited;
+use crate::map::address::{EVERYTHING, overlaps};
 use crate::map::entry::Entry;
+use crate::map::lock;
 use crate::map::registry::SpaceField;
 use crate::regions::standing::{is_data, managed};
 use crate::tenant::Tenant;
-use crate::tenant::space::{Agent, EVERYTHING, Gate, Space, lock};
+use crate::tenant::space::{Agent, Space};
 
 /// A mapping that holds the stack of a thread that was not recorded: its stack can lie in a heap that
 /// its runtime keeps, and that is to be managed (Go's).
 const LARGEST_UNRECORDED_BYTES: u64 = 16 << 20;
-/// Pages around a thread control block (below, above) that are never evicted:
-/// the kernel writes there when a thread ends, and cannot wait for a page then.
-const CONTROL_BLOCK_PAGES: (u64, u64) = (1, 3);
 /// Mappings registered under one hold of the gate; of very many a part of them, because
 /// the memory map is read again each time.
 const REGISTERED_AT_ONCE: usize = 64;
@@ -33,84 +33,6 @@ const PARTS_OF_MANY: usize = 16;
 const CHUNK_BYTES: u64 = 16 << 20;
 
 const PAGE: u64 = PAGE_SIZE as u64;
-
-/// Addresses that are never evicted, in order.
-#[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub(crate) struct Excluded {
-    ranges: Vec<Range>,
-    /// The thread table's generation that this holds for.
-    pub(crate) thread_seq: u32,
-    pinned_seq: u32,
-}
-
-impl Excluded {
-    /// What the threads and mutexes of `control` keep in place. Asked of an
-    /// untrusted table: a wrong answer pins or evicts only its own tenant's
-    /// pages.
-    pub(crate) fn read(control: &Control) -> Self {
-        // The generation first: a thread that comes later raises it, and the
-        // agent cancels a batch that was composed before.
-        let thread_seq = control.thread_seq.load(Ordering::SeqCst);
-        let pinned_seq = control.pinned_seq.load(Ordering::SeqCst);
-        let mut ranges = Vec::new();
-        for slot in &control.threads {
-            let block = slot.control_block.load(Ordering::Acquire);
-            if block != 0 {
-                let page = block & !(PAGE - 1);
-                ranges.push(Range {
-                    start: page.saturating_sub(CONTROL_BLOCK_PAGES.0 * PAGE),
-                    end: page.saturating_add(CONTROL_BLOCK_PAGES.1 * PAGE),
-                });
-            }
-        }
-        for pinned in &control.pinned {
-            let address = pinned.load(Ordering::Acquire);
-            if address != 0 {
-                let page = address & !(PAGE - 1);
-                ranges.push(Range { start: page, end: page.saturating_add(PAGE) });
-            }
-        }
-        ranges.sort_unstable_by_key(|range| range.start);
-        Self { ranges, thread_seq, pinned_seq }
-    }
-
-    /// The parts of `range` that are never evicted, in order, apart from each
-    /// other.
-    pub(crate) fn within(&self, range: Range) -> Vec<Range> {
-        let mut parts: Vec<Range> = Vec::new();
-        for out in &self.ranges {
-            let part = Range { start: out.start.max(range.start), end: out.end.min(range.end) };
-            match parts.last_mut() {
-                _ if part.is_empty() => {}
-                Some(last) if part.start <= last.end => last.end = last.end.max(part.end),
-                _ => parts.push(part),
-            }
-        }
-        parts
-    }
-
-    /// Whether the table has changed since.
-    pub(crate) fn is_stale(&self, control: &Control) -> bool {
-        control.thread_seq.load(Ordering::SeqCst) != self.thread_seq
-            || control.pinned_seq.load(Ordering::SeqCst) != self.pinned_seq
-    }
-
-    pub(crate) fn contains(&self, address: u64) -> bool {
-        // Ranges may overlap, all have nearly the same small length: look at
-        // those that start within it.
-        let longest = (CONTROL_BLOCK_PAGES.0 + CONTROL_BLOCK_PAGES.1) * PAGE;
-        let from =
-            self.ranges.partition_point(|range| range.start < address.saturating_sub(longest));
-        self.ranges[from..]
-            .iter()
-            .take_while(|range| range.start <= address)
-            .any(|range| range.contains(address))
-    }
-}
-
-pub(crate) fn overlaps(a: Range, b: Range) -> bool {
-    a.start < b.end && b.start < a.end
-}
 
 /// An address on the stack of each thread.
 pub(crate) fn stacks_of(control: &Control) -> Vec<u64> {
@@ -335,37 +257,6 @@ pub(crate) fn adjust_child(space: &Space, tenant: &Tenant, agent: &Agent) -> io:
     Ok(())
 }
 
-/// Forgets what a child's page map has of mappings that the child does not have, or
-/// finds empty.
-pub(crate) fn drop_what_was_not_inherited(
-    tenant: &Tenant,
-    gate: &mut Gate,
-    flags: &[MappingFlags],
-) {
-    let kept: Vec<Range> = flags
-        .iter()
-        .filter(|mapping| mapping.registered && !mapping.wiped_on_fork)
-        .map(|mapping| mapping.range)
-        .collect();
-    let inherits = |address: u64| kept.iter().any(|range| range.contains(address));
-    for (_, leaf, part) in gate.pages_in(EVERYTHING) {
-        if kept.iter().any(|range| range.start <= part.start && part.end <= range.end) {
-            continue;
-        }
-        for (address, page) in crate::tenant::space::ids_in(leaf, part) {
-            let entry = tenant.map.get(page);
-            if entry == Entry::Untouched || inherits(address) {
-                continue;
-            }
-            if let Entry::Leaving { slot, .. } = entry {
-                gate.slots[usize::from(slot)] = 0;
-            }
-            tenant.map.set(page, Entry::Untouched);
-            tenant.uncharge(entry);
-        }
-    }
-}
-
 /// Charges inherited pages at `addresses` to `space`; returns them.
 pub(crate) fn take_charge(space: &Space, tenant: &Tenant, addresses: &[u64]) -> Vec<PageId> {
     let gate = lock(&space.gate);
@@ -422,8 +313,8 @@ pub(crate) fn settle_shared(space: &Space, tenant: &Tenant) {
                 tenant.charge_resident(page);
             }
         }
-        left |= crate::tenant::space::ids_in(leaf, part)
-            .any(|(_, page)| tenant.map.get(page) == shared);
+        left |=
+            crate::map::address::ids_in(leaf, part).any(|(_, page)| tenant.map.get(page) == shared);
     }
     space.has_shared.store(left, Ordering::Release);
 }

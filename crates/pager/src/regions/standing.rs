@@ -4,7 +4,7 @@ use std::sync::OnceLock;
 
 use strata_sys::{Mapping, Range};
 
-use crate::regions::registration::overlaps;
+use crate::map::address::overlaps;
 use crate::tenant::space::AgentRanges;
 
 /// Smaller mappings are left alone as long as a process has few of them: glibc's own

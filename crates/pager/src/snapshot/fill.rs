@@ -13,65 +13,18 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 
 use strata_sys::{Process, Range};
-use strata_units::{Handle, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageId, PageNumber, SpaceId};
+use strata_units::{Handle, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageId, PageNumber};
 
-use crate::fault::events::address_of;
-use crate::fault::handler::one_page;
+use crate::map::address::{address_of, ids_in, one_page, piece_of};
 use crate::map::entry::Entry;
-use crate::snapshot::Memory;
+use crate::map::lock;
 use crate::tenant::Tenant;
-use crate::tenant::inbox::Order;
-use crate::tenant::space::{Gate, Space, ids_in, lock, piece_of};
+use crate::tenant::orders::{FillOrder, Filling, Order};
+use crate::tenant::snapshots::Memory;
+use crate::tenant::space::{Gate, Space};
 
-const PAGE: u64 = PAGE_SIZE as u64;
 /// How often pages that came while others were overwritten are overwritten too.
 const MOST_TURNS: u32 = 8;
-
-/// What memory of which process comes from where.
-#[derive(Clone, Debug)]
-pub struct Filling {
-    /// The process, of the tenant that is asked.
-    pub pid: u32,
-    /// The number of the snapshot's memory, of its tenant.
-    pub memory: SpaceId,
-    /// The part of it: whole pages.
-    pub from: Range,
-    /// Where it goes: as long.
-    pub to: Range,
-    /// Addresses of the snapshot that are probably wanted first.
-    pub wanted: Vec<u64>,
-}
-
-impl Filling {
-    fn problem(&self) -> Option<&'static str> {
-        let is_aligned =
-            |range: Range| range.start.is_multiple_of(PAGE) && range.end.is_multiple_of(PAGE);
-        if self.from.is_empty() || self.from.len() != self.to.len() {
-            Some("the memory has another size")
-        } else if !is_aligned(self.from) || !is_aligned(self.to) {
-            Some("the memory is not of whole pages")
-        } else {
-            None
-        }
-    }
-
-    /// The snapshot's address of one of the process's.
-    fn source(&self, address: u64) -> u64 {
-        address - self.to.start + self.from.start
-    }
-
-    /// The process's address of one of the snapshot's; none: it is not in the part.
-    fn target(&self, source: u64) -> Option<u64> {
-        self.from.contains(source).then(|| source - self.from.start + self.to.start)
-    }
-}
-
-/// To the keeper.
-pub(crate) struct FillOrder {
-    filling: Filling,
-    known: Arc<Memory>,
-    answer: mpsc::Sender<Result<(), String>>,
-}
 
 impl Tenant {
     /// Has memory of one of its processes come from a snapshot of `origin`, which it

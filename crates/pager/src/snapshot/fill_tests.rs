@@ -8,8 +8,8 @@ use strata_units::{PAGE_SIZE, PageBuffer};
 use crate::capture::capture_tests::{Taken, fill};
 use crate::fault::serve_tests::{PAGES, World};
 use crate::map::entry::Entry;
-use crate::snapshot::fill::Filling;
-use crate::tenant::space::lock;
+use crate::map::lock;
+use crate::tenant::orders::Filling;
 use crate::testing;
 
 /// More memory of the space, registered, with junk in a few pages.

@@ -1,17 +1,15 @@
 //! Snapshots' memory, read out page by page and taken in again.
 
 use std::io;
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use strata_store::Put;
 use strata_units::{PAGES_PER_LEAF, PageBuffer, PageId, PageNumber, SpaceId};
 
-use crate::fault::events::address_of;
+use crate::map::address::{address_of, piece_of};
 use crate::map::entry::Entry;
-use crate::snapshot::Memory;
+use crate::map::lock;
 use crate::tenant::Tenant;
-use crate::tenant::space::{lock, piece_of};
+use crate::tenant::snapshots::Memory;
 
 /// Highest address that a managed process can have (47 bits).
 const HIGHEST: u64 = (1 << 47) - 1;
@@ -107,18 +105,5 @@ impl Tenant {
             self.uncharge(before);
         }
         Ok(())
-    }
-
-    /// This tenant is there for its snapshots: without any it ends, also if it
-    /// never had a process.
-    pub fn is_for_snapshots(self: &Arc<Self>) {
-        self.had_space.store(true, Ordering::Relaxed);
-        self.start_keeper();
-    }
-
-    /// Whether it has the memory `id` of a snapshot.
-    #[must_use]
-    pub fn has_snapshot_memory(&self, id: SpaceId) -> bool {
-        lock(&self.snapshots).contains_key(&id)
     }
 }

@@ -14,10 +14,10 @@ use strata_store::Retained;
 use strata_units::{LeafIndex, PAGES_PER_LEAF, PageId, SpaceId};
 
 use crate::map::entry::Entry;
+use crate::map::lock;
 use crate::map::page_map::Piece;
-use crate::snapshot::Memory;
 use crate::tenant::Tenant;
-use crate::tenant::space::lock;
+use crate::tenant::snapshots::{MapCopy, Memory};
 
 /// Threads that copy a page map: mostly each waits for memory, because counts of
 /// references lie far apart.
@@ -25,14 +25,6 @@ const MOST_COPIERS: usize = 4;
 /// Leaves that one of them takes at a time; few, because whoever makes the process
 /// has the same CPUs.
 const PART: usize = 8;
-
-/// A page map in a slot of its own.
-#[derive(Debug)]
-pub(crate) struct MapCopy {
-    slot: SpaceId,
-    directory: BTreeMap<Piece, LeafIndex>,
-    retained: Retained,
-}
 
 /// The page map of a process that is about to be restored. Dropped, it was not
 /// needed.
@@ -119,15 +111,6 @@ impl Tenant {
             drop(known);
         }
         Ok(())
-    }
-
-    pub(crate) fn is_ready(&self, memory: SpaceId) -> bool {
-        lock(&self.ready).contains_key(&memory)
-    }
-
-    /// Slots of page maps that are nobody's yet.
-    pub(crate) fn ready_slots(&self) -> Vec<SpaceId> {
-        lock(&self.ready).values().map(|copied| copied.slot).collect()
     }
 
     fn take_ready(&self, memory: SpaceId) -> Option<MapCopy> {

@@ -7,9 +7,9 @@ use strata_units::{PAGE_SIZE, PageBuffer, SpaceId};
 
 use crate::capture::capture_tests::{Stops, Taken, fill};
 use crate::fault::serve_tests::World;
+use crate::map::lock;
 use crate::tenant::Tenant;
 use crate::tenant::share::SnapshotSize;
-use crate::tenant::space::lock;
 use crate::testing;
 
 #[test]

@@ -6,49 +6,36 @@
 //! registered, by the one who restored it; what is not to be managed (stacks,
 //! small mappings, the agent's own) is brought back whole and let go.
 
-use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::thread;
 use std::time::{Duration, Instant};
+use std::{io, thread};
 
 use strata_store::Put;
 use strata_sys::{ControlBlock, EventFd, Process, Range, Registration, SeqPacket, Userfaultfd};
 use strata_units::PageBuffer;
 use strata_units::wire::{RestartError, patch_restart};
 
-use crate::fault::handler::one_page;
+use crate::map::address::{ids_in, one_page};
 use crate::map::entry::Entry;
+use crate::map::lock;
 use crate::map::registry::SpaceField;
 use crate::regions::registration::stacks_of;
 use crate::regions::standing::standings;
 use crate::snapshot::prepared::Prepared;
-use crate::tenant::space::{Agent, Space, ids_in, lock};
+use crate::tenant::space::{Agent, Space};
 use crate::tenant::{Hail, Tenant};
 
-/// Pages that a restored process asks for first and that are remembered: those
-/// that come before its first answers, not its working set.
-const MOST_TOUCHED: usize = 2048;
 /// How long a process may take to get its unmanaged memory back.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How often that is looked at.
 const LOOK_EVERY: Duration = Duration::from_micros(500);
 /// Pages asked for at a time.
 const PAGES_AT_A_TIME: usize = 1024;
-
-impl Space {
-    /// A restored process asks for the page at `address`.
-    pub(crate) fn note_touched(&self, address: u64) {
-        let mut touched = lock(&self.touched);
-        if let Some(touched) = touched.as_mut().filter(|touched| touched.len() < MOST_TOUCHED) {
-            touched.push(address);
-        }
-    }
-}
 
 impl Tenant {
     /// Takes a process that is being restored, before it runs. With the address of its agent's `wire::Restart`, the agent begins

@@ -4,17 +4,23 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use strata_policy::{Level, gap};
+use strata_policy::{Census, Level, gap};
 use strata_store::Fingerprint;
 use strata_units::{Handle, LeafIndex, PAGE_SIZE, PageId};
 
-use crate::evict::kept::MOST_KEPT_ARRIVALS;
-use crate::keeper;
 use crate::map::counters::Counter;
 use crate::map::entry::Entry;
+use crate::map::lock;
 use crate::tenant::Tenant;
-use crate::tenant::space::{Space, lock};
+use crate::tenant::space::Space;
 
+/// A handler that takes the last but so many pages of headroom wakes the keeper.
+pub(crate) const WAKE_AT_PAGES: i64 = 512;
+/// Records of arrivals that are kept for a keeper that is held up.
+pub(crate) const MOST_ARRIVALS: usize = 1 << 20;
+/// Arrivals with a kept copy that wait for the keeper: more than come between two
+/// looks.
+const MOST_KEPT_ARRIVALS: usize = 1 << 16;
 /// With less than this part of its budget free, a tenant is at its budget.
 const SHORT_PART: i64 = 32;
 
@@ -27,7 +33,14 @@ impl Tenant {
     /// Whether pages have to leave for those that come, now or soon.
     pub(crate) fn is_short(&self) -> bool {
         let budget_pages = (self.budget_bytes() / PAGE_SIZE as u64) as i64;
-        self.headroom_pages() < (budget_pages / SHORT_PART).max(4 * keeper::WAKE_AT_PAGES)
+        self.headroom_pages() < (budget_pages / SHORT_PART).max(4 * WAKE_AT_PAGES)
+    }
+
+    /// What the policy has to know of the sums.
+    pub(crate) fn census(&self) -> Census {
+        let resident = self.resident_pages.load(Ordering::Relaxed).max(0) as usize;
+        let elsewhere = self.away_pages() + self.node_pages();
+        Census { managed: resident + elsewhere as usize, resident }
     }
 
     pub(crate) fn may_fill(&self) -> bool {
@@ -50,14 +63,14 @@ impl Tenant {
         self.resident_pages.fetch_add(1, Ordering::Relaxed);
         let left = self.headroom_pages.fetch_sub(1, Ordering::Relaxed);
         self.tell_policy(page);
-        if left == keeper::WAKE_AT_PAGES {
+        if left == WAKE_AT_PAGES {
             self.wake_keeper();
         }
     }
 
     fn tell_policy(&self, page: PageId) {
         let mut arrivals = lock(&self.arrivals);
-        if arrivals.len() < keeper::MOST_ARRIVALS {
+        if arrivals.len() < MOST_ARRIVALS {
             arrivals.push(page);
         }
     }

@@ -6,9 +6,11 @@ use std::sync::{Arc, PoisonError};
 use strata_sys::Range;
 use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, SpaceId};
 
+use crate::map::address::ids_in;
 use crate::map::entry::Entry;
+use crate::map::lock;
 use crate::tenant::Tenant;
-use crate::tenant::space::{Space, ids_in, lock};
+use crate::tenant::space::Space;
 
 /// Leaves of a dead space that are forgotten in one round of the keeper: with a
 /// big one all at once nobody would be evicted for some tenths of a second.

@@ -1,24 +1,11 @@
-//! A tenant's keeper from outside: what it is asked to do, its start with the first
-//! process, and its end.
+//! A tenant's keeper from outside: its letter box, and its end.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc;
 
-use crate::keeper;
-use crate::life::release;
-use crate::snapshot::SnapshotOrder;
-use crate::snapshot::fill::FillOrder;
-use crate::tenant::space::lock;
-use crate::tenant::{ReleaseRefused, Tenant};
-
-/// What the keeper is asked to do.
-pub(crate) enum Order {
-    Release(mpsc::Sender<Result<(), ReleaseRefused>>, Arc<release::Progress>),
-    Snapshot(Box<SnapshotOrder>),
-    Fill(Box<FillOrder>),
-    End,
-}
+use crate::map::lock;
+use crate::tenant::Tenant;
+use crate::tenant::orders::Order;
 
 /// The keeper's letter box.
 #[derive(Default)]
@@ -26,26 +13,10 @@ pub(crate) struct Inbox {
     pub(crate) orders: Vec<Order>,
     pub(crate) woken: bool,
     /// There is no keeper any more.
-    closed: bool,
+    pub(crate) closed: bool,
 }
 
 impl Tenant {
-    /// Starts the keeper, unless there is one or was one.
-    pub(crate) fn start_keeper(self: &Arc<Self>) {
-        let mut keeper = lock(&self.keeper);
-        if keeper.is_some() || self.has_ended() || lock(&self.inbox).closed {
-            return;
-        }
-        let tenant = Arc::clone(self);
-        let started = std::thread::Builder::new()
-            .name(format!("keeper-{}", self.id))
-            .spawn(move || keeper::run(&tenant));
-        match started {
-            Ok(thread) => *keeper = Some(thread),
-            Err(error) => self.log(&format!("no thread to keep its budget: {error}")),
-        }
-    }
-
     /// Takes the tenant down once its processes are gone, or at once when they
     /// are none of its business any more.
     pub fn end(self: &Arc<Self>) {

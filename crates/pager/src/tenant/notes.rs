@@ -8,8 +8,8 @@ use std::time::Instant;
 use strata_policy::Allowance;
 use strata_sys::{Priority, log};
 
+use crate::map::lock;
 use crate::tenant::Tenant;
-use crate::tenant::space::lock;
 
 /// A note that comes again is logged again after this.
 const NOTED_AGAIN_MS: u64 = 60_000;

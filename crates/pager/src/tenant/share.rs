@@ -5,12 +5,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use strata_store::StoreStats;
-use strata_units::SpaceId;
+use strata_units::{PAGE_SIZE, SpaceId};
 
-use crate::evict::kept::stored_page_cost;
-use crate::snapshot::pages_of;
+use crate::map::lock;
 use crate::tenant::Tenant;
-use crate::tenant::space::lock;
+use crate::tenant::snapshots::pages_of;
 
 /// How often it is counted anew, at most...
 const COUNT_EVERY: Duration = Duration::from_millis(250);
@@ -155,4 +154,11 @@ impl Tenant {
         let live = lock(&self.share).map(|share| share.live);
         live.unwrap_or_else(|| self.store.stats().stored_pages).saturating_sub(self.kept_pages())
     }
+}
+
+/// What a stored page costs in DRAM on average, staged ones apart.
+pub(crate) fn stored_page_cost(store: &StoreStats) -> u64 {
+    let staged_pages = store.staged_bytes / PAGE_SIZE as u64;
+    let cost = store.dram_bytes.saturating_sub(store.staged_bytes);
+    cost / store.objects.saturating_sub(staged_pages).max(1)
 }

@@ -8,7 +8,7 @@
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
@@ -16,13 +16,14 @@ use strata_sys::{ControlBlock, Disproof, EventFd, Process, Range, SeqPacket, Use
 use strata_units::wire::TRANSFER_PAGES;
 use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber, SpaceId};
 
-use crate::capture::Capture;
-use crate::capture::clean::{Base, Unwritten};
+use crate::map::address::piece_of;
+use crate::map::lock;
 use crate::map::page_map::{PageMap, Piece};
 use crate::map::page_set::PageSet;
 use crate::map::registry::{PROCESS_FIELDS, Registry, SpaceAddress, SpaceField};
 use crate::map::settings::Settings;
-use crate::snapshot::hold::Held;
+use crate::tenant::capture::{Base, Capture, Unwritten};
+use crate::tenant::hold::Held;
 
 /// First byte of the transfer range and of the agent's own memory.
 #[derive(Clone, Copy, Debug)]
@@ -71,6 +72,10 @@ pub(crate) struct Gate {
     pub(crate) settings: Settings,
 }
 
+/// Pages that a restored process asks for first and that are remembered: those
+/// that come before its first answers, not its working set.
+const MOST_TOUCHED: usize = 2048;
+
 /// No CPU's number.
 pub(crate) const NO_CPU: u32 = u32::MAX;
 
@@ -115,17 +120,6 @@ pub struct Space {
     pub(crate) read: Mutex<Vec<Range>>,
     /// Whether its memory is to outlive its process.
     pub(crate) held: Held,
-}
-
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // A panic aborts the worker (profile: panic = "abort"): no lock is ever
-    // seen poisoned.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// The 2 MiB piece that holds a page. Addresses above 2^53 do not exist.
-pub(crate) fn piece_of(page: PageNumber) -> Piece {
-    (page.0 / PAGES_PER_LEAF as u64) as Piece
 }
 
 impl Gate {
@@ -260,26 +254,6 @@ impl Gate {
     }
 }
 
-/// Adds a range to others before it; where it begins at the end of the last, they
-/// become one.
-pub(crate) fn add_run(runs: &mut Vec<Range>, range: Range) {
-    match runs.last_mut() {
-        Some(last) if last.end == range.start => last.end = range.end,
-        _ => runs.push(range),
-    }
-}
-
-/// More than any process has.
-pub(crate) const EVERYTHING: Range = Range { start: 0, end: 1 << 52 };
-
-/// The addresses of the pages of `range`, beside their ids in `leaf`.
-pub(crate) fn ids_in(leaf: LeafIndex, range: Range) -> impl Iterator<Item = (u64, PageId)> {
-    (range.start..range.end).step_by(PAGE_SIZE).map(move |address| {
-        let index = PageNumber::containing(address).0 as usize % PAGES_PER_LEAF;
-        (address, PageId::new(leaf, index))
-    })
-}
-
 impl Space {
     pub(crate) fn new(id: SpaceId, uffd: Userfaultfd, kick: EventFd) -> Self {
         Self {
@@ -392,6 +366,14 @@ impl Space {
         }
     }
 
+    /// A restored process asks for the page at `address`.
+    pub(crate) fn note_touched(&self, address: u64) {
+        let mut touched = lock(&self.touched);
+        if let Some(touched) = touched.as_mut().filter(|touched| touched.len() < MOST_TOUCHED) {
+            touched.push(address);
+        }
+    }
+
     /// The process is gone, or the address space is being given up.
     pub(crate) fn set_gone(&self) {
         self.gone.store(true, Ordering::Release);
@@ -406,6 +388,7 @@ impl Space {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::map::address::ids_in;
 
     fn r(start: u64, end: u64) -> Range {
         Range { start: start << 12, end: end << 12 }

@@ -9,8 +9,8 @@ use strata_policy::stall::{Averages, Stall, Sums};
 use strata_sys::Process;
 
 use crate::map::counters::Counter;
+use crate::map::lock;
 use crate::tenant::Tenant;
-use crate::tenant::space::lock;
 
 /// See the module's text.
 #[derive(Debug)]

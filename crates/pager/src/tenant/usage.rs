@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use strata_sys::Process;
 use strata_units::PAGE_SIZE;
 
+use crate::map::lock;
 use crate::tenant::Tenant;
-use crate::tenant::space::lock;
 
 /// How often a cgroup is asked for shared memory, which is of no use to the eviction
 /// that it calls for.

@@ -9,13 +9,15 @@ use std::time::Duration;
 use strata_sys::Range;
 use strata_units::{PAGE_SIZE, PageBuffer};
 
-use super::{Filled, Order, Served, one_page};
+use super::{Filled, Order, Served};
 use crate::fault::clustering::{Together, addresses};
 use crate::fault::reads::{Reads, Why};
 use crate::fault::streams::Streams;
+use crate::map::address::one_page;
 use crate::map::entry::Entry;
+use crate::map::lock;
 use crate::tenant::Tenant;
-use crate::tenant::space::{Space, lock};
+use crate::tenant::space::Space;
 
 /// Pages brought ahead between two looks for threads that wait.
 const AHEAD_AT_A_TIME: usize = 8;
@@ -23,7 +25,7 @@ const AHEAD_AT_A_TIME: usize = 8;
 const MOST_AHEAD: usize = 64;
 /// Pages that must be free in the budget for it: as many as the keeper is woken
 /// at.
-const AHEAD_HEADROOM: i64 = crate::keeper::WAKE_AT_PAGES;
+const AHEAD_HEADROOM: i64 = crate::tenant::account::WAKE_AT_PAGES;
 /// What comes around a page where all pages will: of a fault most is the messages
 /// and the switches between threads.
 const AROUND_BYTES: u64 = 16 * PAGE_SIZE as u64;

@@ -4,7 +4,7 @@
 //! unregistered range reads as zero.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
@@ -12,9 +12,12 @@ use strata_sys::available_bytes;
 use strata_units::PAGE_SIZE;
 
 use crate::evict::Evictor;
+use crate::map::address::{EVERYTHING, ids_in};
 use crate::map::entry::Entry;
-use crate::tenant::space::{EVERYTHING, Space, ids_in, lock};
-use crate::tenant::{Order, ReleaseRefused, Tenant};
+use crate::map::lock;
+use crate::tenant::orders::{Order, ReleaseProgress};
+use crate::tenant::space::Space;
+use crate::tenant::{ReleaseRefused, Tenant};
 
 /// DRAM that stays free for the rest of the machine.
 const MARGIN_BYTES: u64 = 64 << 20;
@@ -23,33 +26,13 @@ const LOOK_EVERY: Duration = Duration::from_millis(10);
 /// Pages asked for at a time.
 const PAGES_AT_A_TIME: usize = 2048;
 
-/// What the keeper and the one who asked know of each other. A keeper can be
-/// held up for as long as a program likes: what it reads from a process may be
-/// memory that the process makes its readers wait for.
-#[derive(Debug)]
-pub(crate) struct Progress {
-    /// Without any page coming back for so long, it is given up.
-    patience: Duration,
-    /// Grows with everything that comes of it.
-    steps: AtomicU64,
-    /// Nobody waits any more: it is not to be carried out later.
-    given_up: AtomicBool,
-}
-
-impl Progress {
-    fn new(patience: Duration) -> Self {
-        Self { patience, steps: AtomicU64::new(0), given_up: AtomicBool::new(false) }
-    }
-
-    fn step(&self) {
-        self.steps.fetch_add(1, Ordering::Relaxed);
-    }
-
-    fn check(&self) -> Result<(), ReleaseRefused> {
-        if self.given_up.load(Ordering::Acquire) {
-            return Err(ReleaseRefused::Unanswered);
-        }
-        Ok(())
+impl Tenant {
+    /// Gives every page back and stops managing; the program runs on natively.
+    /// Waits as long as pages come back, and gives up when none did for `patience`.
+    pub fn release(self: &Arc<Self>, patience: Duration) -> Result<(), ReleaseRefused> {
+        // One without a process has none yet.
+        self.start_keeper();
+        ask(self, patience)
     }
 }
 
@@ -58,7 +41,7 @@ impl Progress {
 /// long again, so that it can find out for itself.
 pub(crate) fn ask(tenant: &Tenant, patience: Duration) -> Result<(), ReleaseRefused> {
     let (sender, receiver) = mpsc::channel();
-    let progress = Arc::new(Progress::new(patience));
+    let progress = Arc::new(ReleaseProgress::new(patience));
     tenant.order(Order::Release(sender, Arc::clone(&progress)));
     let mut seen = 0;
     loop {
@@ -86,7 +69,7 @@ pub(crate) fn ask(tenant: &Tenant, patience: Duration) -> Result<(), ReleaseRefu
 pub(crate) fn release(
     tenant: &Arc<Tenant>,
     evictor: &mut Evictor,
-    progress: &Progress,
+    progress: &ReleaseProgress,
 ) -> Result<(), ReleaseRefused> {
     progress.check()?;
     let stored_pages = tenant.away_pages();
@@ -142,7 +125,7 @@ fn bring_back(
     space: &Arc<Space>,
     tenant: &Arc<Tenant>,
     evictor: &mut Evictor,
-    progress: &Progress,
+    progress: &ReleaseProgress,
 ) -> Result<(), ReleaseRefused> {
     let mut least = u64::MAX;
     let mut since = Instant::now();
@@ -248,7 +231,7 @@ mod tests {
         let tenant = testing::tenant();
         let space = testing::space(&tenant, uffd);
         tenant.adopt_space(Arc::clone(&space));
-        let progress = Progress::new(PATIENCE);
+        let progress = ReleaseProgress::new(PATIENCE);
         progress.given_up.store(true, Ordering::Relaxed);
         let refused = release(&tenant, &mut Evictor::new(), &progress);
         assert_eq!(refused, Err(ReleaseRefused::Unanswered));

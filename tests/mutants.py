@@ -28,7 +28,7 @@ MUTANTS = (
      "crates/pager/src/fault/events.rs",
      "gate.slots[usize::from(slot)] = address - from + to;",
      "gate.slots[usize::from(slot)] = address;", PAGER),
-    ("what a discarded page had stored is never freed", "crates/pager/src/tenant/account.rs",
+    ("what a discarded page had stored is never freed", "crates/pager/src/tenant/transitions.rs",
      "Entry::Stored(handle) | Entry::Arriving(handle) => self.store.release(handle),",
      "Entry::Stored(_) | Entry::Arriving(_) => {}", PAGER),
     ("a child does not look for pages that left during its fork",

@@ -29,7 +29,6 @@ pub(crate) use freeze::Seen;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use strata_store::Put;
 use strata_sys::{Fill, Process, Range};
@@ -209,7 +208,7 @@ impl Capture {
                 .collect()
         });
         // Until the keeper measures.
-        tenant.headroom_pages.fetch_sub(count, Ordering::Relaxed);
+        tenant.account.copies_take(count);
         added.is_some()
     }
 
@@ -504,8 +503,7 @@ impl Space {
                 {
                     capture.settle(&tenant.map, page, Entry::Untouched);
                     if let Some((id, Entry::Discarded)) = live {
-                        tenant.map.set(id, Entry::Resident { shared: false });
-                        tenant.charge_resident(id);
+                        tenant.now_resident(id);
                     }
                     captured += 1;
                 }

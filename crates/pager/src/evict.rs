@@ -31,7 +31,6 @@ use strata_units::{Handle, PAGE_SIZE, PageBuffer, PageId};
 
 use crate::capture::Leaves;
 use crate::evict::kept::Copies;
-use crate::map::entry::Entry;
 use crate::map::lock;
 use crate::tenant::Tenant;
 use crate::tenant::excluded::Excluded;
@@ -376,23 +375,11 @@ impl Evictor {
             };
             let slot = first + count;
             gate.of_freeze[slot] = leaves == Leaves::WithSnapshot;
-            // Leaving pages are charged here, and as DRAM: the store is there.
-            if resident == (Entry::Resident { shared: true }) || resident == Entry::OnNode {
-                tenant.resident_pages.fetch_add(1, Ordering::Relaxed);
-            }
-            if resident == Entry::OnNode {
-                tenant.node_pages.fetch_sub(1, Ordering::Relaxed);
-                tenant.headroom_pages.fetch_sub(1, Ordering::Relaxed);
-            }
             let entry = &control.entries[count];
             entry.address.store(address, Ordering::Relaxed);
             entry.result.store(RESULT_PENDING, Ordering::Relaxed);
             gate.slots[slot] = address;
-            tenant.map.set(page, Entry::Leaving { slot: slot as u16, wanted: false });
-            let copy = resident.handle();
-            if copy.is_some() {
-                tenant.kept_pages.fetch_sub(1, Ordering::Relaxed);
-            }
+            let copy = tenant.begins_to_leave(page, resident, slot as u16);
             self.promotes.push(exchange::promotes(self.horizon, level_of(tenant, page)));
             self.kept.push(copy.map(|handle| (handle, self.copies.forget(page))));
             count += 1;

@@ -51,10 +51,10 @@ use crate::map::lock;
 use crate::regions::registration::{register_new, settle_shared};
 use crate::snapshot::{Capturing, Torn};
 use crate::tenant::Tenant;
-use crate::tenant::account::MOST_ARRIVALS;
 use crate::tenant::excluded::Excluded;
 use crate::tenant::orders::{Order, SnapshotError};
 use crate::tenant::space::Space;
+use crate::tenant::transitions::MOST_ARRIVALS;
 use crate::tenant::usage::measure;
 
 /// Pages evicted between two looks: a few milliseconds of work.
@@ -300,7 +300,7 @@ impl Keeper<'_> {
         self.tell_time(&spaces);
         self.say_thrashing(&spaces, usage);
         if tenant.is_released() {
-            tenant.may_exceed.store(true, Ordering::Relaxed);
+            tenant.account.set_may_exceed(true);
             return NextLook::after(if forgets { Duration::ZERO } else { RESCAN_EVERY });
         }
         let budget = tenant.budget_bytes();
@@ -344,7 +344,7 @@ impl Keeper<'_> {
         self.sweep();
         // Before the first scan nothing is known to be evictable.
         let exhausted = was_managed && self.is_stuck(&progress);
-        tenant.may_exceed.store(exhausted, Ordering::Relaxed);
+        tenant.account.set_may_exceed(exhausted);
         self.say_exhausted(exhausted, &actions, usage, budget);
         if progress.more || forgets {
             return NextLook::after(Duration::ZERO);
@@ -472,7 +472,7 @@ impl Keeper<'_> {
         self.scanned = Instant::now();
         self.scan_took = self.scanned - began;
         self.attended_at_scan = attended;
-        let managed = self.tenant.resident_pages.load(Ordering::Relaxed).max(0) as u64 * PAGE;
+        let managed = self.tenant.account.resident_pages().max(0) as u64 * PAGE;
         let usage = measure(self.tenant, 0);
         self.unmanaged_at_scan = usage.unmanaged_bytes(managed);
     }
@@ -496,7 +496,7 @@ impl Keeper<'_> {
         let tenant = self.tenant;
         let began = thread_time();
         let before = tenant.store.stats();
-        tenant.keep_copies.store(actions.keep_copies, Ordering::Relaxed);
+        tenant.account.keep_copies(actions.keep_copies);
         if actions.drop_kept_bytes > 0 {
             self.evictor.copies.drop_oldest(tenant, actions.drop_kept_bytes);
         }
@@ -513,7 +513,7 @@ impl Keeper<'_> {
         let mut freed_pages = tenant.store.settle(settle);
         let mut evicted_pages = 0;
         let aside_before = self.merged.pages();
-        self.spread.count(tenant.arrivals_so_far.load(Ordering::Relaxed));
+        self.spread.count(tenant.account.arrivals());
         let evict = (actions.evict_pages as usize).min(PAGES_PER_ROUND);
         if evict > 0 {
             evicted_pages = self.evict_evenly(evict, spaces);

@@ -327,18 +327,18 @@ impl NodeTier {
         };
         self.purse.spend(pages.len());
         let mut moved = Vec::with_capacity(pages.len());
-        let mut account = Account::open(tenant, space);
+        let mut locked = LockedSpace::open(tenant, space);
         for ((&page, &address), place) in pages.iter().zip(&addresses).zip(places) {
             let entry = tenant.map.get(page);
             if place == PagePlace::Node(to)
                 && is_there(entry)
-                && account.address(page) == Some(address)
-                && account.settle(page, entry, demotes)
+                && locked.address(page) == Some(address)
+                && locked.settle(page, entry, demotes)
             {
                 moved.push(page);
             }
         }
-        drop(account);
+        drop(locked);
         self.remember(space, &moved, now);
         moved
     }
@@ -393,15 +393,15 @@ impl NodeTier {
             let (pages, addresses) = in_place(tenant, space, batch, any);
             let Some(process) = living(space).filter(|_| !pages.is_empty()) else { continue };
             let Ok(places) = self.mover.find(&process, &addresses) else { continue };
-            let mut account = Account::open(tenant, space);
+            let mut locked = LockedSpace::open(tenant, space);
             for ((&page, &address), place) in pages.iter().zip(&addresses).zip(places) {
                 let entry = tenant.map.get(page);
                 let is_there = place == PagePlace::Node(self.spec.node);
                 let wrong = if is_there { entry.is_own_dram() } else { entry == Entry::OnNode };
                 // One that is nowhere was discarded, not moved.
                 if wrong
-                    && account.address(page) == Some(address)
-                    && account.settle(page, entry, is_there)
+                    && locked.address(page) == Some(address)
+                    && locked.settle(page, entry, is_there)
                     && place != PagePlace::Absent
                     && self.forget_move(page, now)
                 {
@@ -428,9 +428,9 @@ impl NodeTier {
     }
 }
 
-/// A space's part of the account, its gate held: what is looked up for a page holds
+/// A space with its gate held: what is looked up for a page holds
 /// for its leaf, and neighbours come one after the other.
-struct Account<'a> {
+struct LockedSpace<'a> {
     tenant: &'a Tenant,
     space: &'a Space,
     gate: MutexGuard<'a, Gate>,
@@ -439,7 +439,7 @@ struct Account<'a> {
     newcomer: Level,
 }
 
-impl<'a> Account<'a> {
+impl<'a> LockedSpace<'a> {
     fn open(tenant: &'a Tenant, space: &'a Space) -> Self {
         let newcomer = tenant.census().newcomer();
         Self { tenant, space, gate: lock(&space.gate), leaf: None, newcomer }
@@ -467,16 +467,11 @@ impl<'a> Account<'a> {
     /// The page, whose entry was `entry`, is on the node now, or in DRAM; false: it
     /// has changed since.
     fn settle(&self, page: PageId, entry: Entry, on_node: bool) -> bool {
-        let now = if on_node { Entry::OnNode } else { Entry::Resident { shared: false } };
-        if !self.tenant.map.replace(page, entry, now) {
-            return false;
-        }
         if on_node {
-            self.tenant.went_to_node(page, entry, self.newcomer);
+            self.tenant.went_to_node(page, entry, self.newcomer)
         } else {
-            self.tenant.came_from_node(page);
+            self.tenant.came_from_node(page)
         }
-        true
     }
 }
 
@@ -488,11 +483,11 @@ fn in_place(
     pages: &[PageId],
     wanted: impl Fn(Entry) -> bool,
 ) -> (Vec<PageId>, Vec<u64>) {
-    let mut account = Account::open(tenant, space);
+    let mut locked = LockedSpace::open(tenant, space);
     let found = pages.iter().filter_map(|&page| {
         let entry = tenant.map.get(page);
-        let address = account.address(page).filter(|_| wanted(entry))?;
-        let stays = entry != Entry::OnNode && account.is_pinned(address);
+        let address = locked.address(page).filter(|_| wanted(entry))?;
+        let stays = entry != Entry::OnNode && locked.is_pinned(address);
         (!stays).then_some((page, address))
     });
     found.unzip()

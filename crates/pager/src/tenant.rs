@@ -19,6 +19,7 @@ pub(crate) mod snapshots;
 pub(crate) mod space;
 pub(crate) mod stall;
 pub(crate) mod surveyed;
+pub(crate) mod transitions;
 pub(crate) mod usage;
 pub(crate) mod watching;
 
@@ -26,7 +27,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, RwLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -41,6 +42,7 @@ use crate::map::counters::Counters;
 use crate::map::lock;
 use crate::map::page_map::PageMap;
 use crate::map::registry::{NodeSpec, Registry, TenantRecord};
+use crate::tenant::account::Account;
 use crate::tenant::advisor::Advisor;
 use crate::tenant::ending::Grave;
 use crate::tenant::inbox::Inbox;
@@ -131,24 +133,10 @@ pub struct Tenant {
     /// Counters since the tenant's start.
     pub counters: Counters,
     pub(crate) spaces: RwLock<BTreeMap<SpaceId, Arc<Space>>>,
-    /// Resident pages whose stored copies are kept.
-    pub(crate) kept_pages: AtomicI64,
-    /// More of them may be.
-    pub(crate) keep_copies: AtomicBool,
-    /// Managed pages in DRAM, those on their way out included.
-    pub(crate) resident_pages: AtomicI64,
-    /// Managed pages on the node.
-    pub(crate) node_pages: AtomicI64,
-    /// Pages that may still come in before the budget is full.
-    pub(crate) headroom_pages: AtomicI64,
-    /// Pages that have come into DRAM since this worker began.
-    pub(crate) arrivals_so_far: AtomicU64,
-    /// By how much each moves the policy's time on ([`strata_policy::Clock`]).
-    pub(crate) units_of_arrival: AtomicU64,
+    /// What its pages cost it.
+    pub(crate) account: Account,
     /// All of its pages are on their way back, and there is room for them.
     pub(crate) comes_back: AtomicBool,
-    /// Nothing can be evicted any more: faults are served beyond the budget.
-    pub(crate) may_exceed: AtomicBool,
     /// Address spaces that outlive their processes.
     pub(crate) memory_held: AtomicUsize,
     /// Its processes are being stopped, since then.
@@ -254,15 +242,8 @@ impl Tenant {
             share: Mutex::default(),
             counters: Counters::new(Arc::clone(registry), id),
             spaces: RwLock::default(),
-            kept_pages: AtomicI64::new(0),
-            keep_copies: AtomicBool::new(false),
-            resident_pages: AtomicI64::new(0),
-            node_pages: AtomicI64::new(0),
-            headroom_pages: AtomicI64::new(0),
-            arrivals_so_far: AtomicU64::new(0),
-            units_of_arrival: AtomicU64::new(1),
+            account: Account::default(),
             comes_back: AtomicBool::new(false),
-            may_exceed: AtomicBool::new(false),
             memory_held: AtomicUsize::new(0),
             freeze_began: Mutex::default(),
             under_pressure: AtomicBool::new(false),
@@ -335,7 +316,7 @@ impl Tenant {
     /// Over its budget with nothing left to evict.
     #[must_use]
     pub fn is_exhausted(&self) -> bool {
-        self.may_exceed.load(Ordering::Relaxed)
+        self.account.may_exceed()
     }
 
     /// Its processes.
@@ -373,7 +354,7 @@ impl Tenant {
     #[must_use]
     pub fn pages(&self) -> (u64, u64) {
         let managed = self.leaf_count() * strata_units::PAGES_PER_LEAF as u64;
-        (self.resident_pages.load(Ordering::Relaxed).max(0) as u64, managed)
+        (self.account.resident_pages().max(0) as u64, managed)
     }
 
     /// The store's figures, as far as they are this tenant's.

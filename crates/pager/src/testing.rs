@@ -3,7 +3,6 @@
 
 use std::os::fd::{AsFd, AsRawFd, IntoRawFd};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use strata_policy::order::TierOrder;
 use strata_store::{Backing, Faults, Faulty, FileConfig, MemoryBacking, Store, StoreConfig};
@@ -57,7 +56,7 @@ fn assemble(store: Store, record: TenantRecord) -> Arc<Tenant> {
     let map = Arc::new(PageMap::create().expect("a page map"));
     let id = registry.add_tenant(&record, 1 << 40).expect("an empty registry");
     let tenant = Tenant::assemble(&registry, id, record, map, Arc::new(store));
-    tenant.headroom_pages.store(HEADROOM_PAGES, Ordering::Relaxed);
+    tenant.account.set_headroom(HEADROOM_PAGES);
     tenant
 }
 

@@ -261,8 +261,7 @@ fn a_page_that_went_unseen_before_the_freeze_was_zero() {
     while world.entry(2) != Entry::Discarded {
         assert!(Instant::now() < hangs, "the event is never acted on");
     }
-    world.tenant.map.set(id, Entry::Resident { shared: false });
-    world.tenant.charge_resident(id);
+    world.tenant.now_resident(id);
     let mut taken = Taken::of(&world);
     taken.capture_all(&world);
     taken.expect(&world, 2, 0);
@@ -279,8 +278,7 @@ fn what_is_there_counts_whatever_its_entry_says() {
     let id = |page| world.id(page).expect("touched");
     let (free, late) = (id(0), id(2));
     // As MADV_FREE leaves a page that is written again before the kernel takes it.
-    world.tenant.map.set(free, Entry::Discarded);
-    world.tenant.uncharge(Entry::Resident { shared: false });
+    world.tenant.overwrite(free, world.entry(0), Entry::Discarded);
     // As the handler leaves a page that it has put in place a moment ago, and
     // that was written since.
     let Entry::Stored(stale) = world.entry(1) else { panic!("page 1 is stored") };
@@ -296,8 +294,7 @@ fn what_is_there_counts_whatever_its_entry_says() {
     world.write(0, 9);
     taken.expect(&world, 0, 1);
     taken.remove(&world);
-    world.tenant.map.set(free, Entry::Resident { shared: false });
-    world.tenant.charge_resident(free);
+    world.tenant.now_resident(free);
     world.end();
 }
 

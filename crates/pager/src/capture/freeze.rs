@@ -289,11 +289,8 @@ impl Capture {
                     let bytes = bytes.try_into().expect("whole pages");
                     let handle = tenant.store.put(bytes, Put::Staged).map_err(failed)?;
                     let before = tenant.map.get(page);
-                    tenant.map.set(page, Entry::Stored(handle));
-                    match before {
-                        Entry::Pending => self.pending -= 1,
-                        before => tenant.uncharge(before),
-                    }
+                    tenant.overwrite(page, before, Entry::Stored(handle));
+                    self.pending -= u64::from(before == Entry::Pending);
                 }
                 start = end;
             }

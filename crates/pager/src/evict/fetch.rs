@@ -286,8 +286,7 @@ impl Settling<'_> {
         );
         // Before a fault can bring it back.
         tenant.advisor.left(page, self.began);
-        tenant.map.set(page, Entry::Stored(handle));
-        tenant.uncharge(Entry::Resident { shared: false });
+        tenant.overwrite(page, tenant.map.get(page), Entry::Stored(handle));
         tenant.counters.add(Counter::Evictions, 1);
         self.report.evicted += 1;
         self.report.left.push(address);
@@ -344,7 +343,8 @@ impl Inheritance {
             let address = gate.slots[slot];
             let page = (address != 0).then(|| gate.page(address)).flatten();
             let Some(page) = page else { continue };
-            let Entry::Leaving { wanted: waits, .. } = tenant.map.get(page) else { continue };
+            let leaving = tenant.map.get(page);
+            let Entry::Leaving { wanted: waits, .. } = leaving else { continue };
             let outcome = self.slots.get(slot).copied();
             let entry = match outcome {
                 Some((Moved::Yes, Some(handle))) => {
@@ -358,8 +358,7 @@ impl Inheritance {
                 Some((Moved::No(_), _)) | None => Entry::Resident { shared: true },
             };
             gate.slots[slot] = 0;
-            tenant.map.set(page, entry);
-            tenant.uncharge(Entry::Resident { shared: false });
+            tenant.overwrite(page, leaving, entry);
             if waits && entry.handle().is_some() {
                 wanted.push(address);
             } else if waits {
@@ -387,8 +386,7 @@ fn stay(
     let stayed = match reason {
         ENOENT => {
             // Discarded unseen: there is nothing to keep.
-            tenant.map.set(page, Entry::Untouched);
-            tenant.uncharge(Entry::Resident { shared: false });
+            tenant.overwrite(page, tenant.map.get(page), Entry::Untouched);
             None
         }
         EBUSY => Some(Stayed::Busy),

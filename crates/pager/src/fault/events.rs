@@ -187,8 +187,7 @@ impl Space {
                 let was_empty = matches!(entry, Entry::Untouched | Entry::Discarded);
                 given_back += u64::from(!unmapped && !was_empty);
                 let after = if unmapped { Entry::Untouched } else { Entry::Discarded };
-                tenant.map.set(page, after);
-                tenant.uncharge(entry);
+                tenant.overwrite(page, entry, after);
             }
             if unmapped && part.len() == (PAGE_SIZE * PAGES_PER_LEAF) as u64 {
                 emptied.push((piece, leaf));
@@ -340,8 +339,6 @@ impl Space {
                     Entry::Leaving { slot, .. } => {
                         child_gate.slots[usize::from(slot)] = address_of(piece, index);
                         space.has_strays.store(true, Ordering::Release);
-                        // Leaving pages are charged to whoever has them.
-                        tenant.resident_pages.fetch_add(1, Ordering::Relaxed);
                     }
                     Entry::Resident { .. } => space.has_shared.store(true, Ordering::Release),
                     Entry::Stored(handle) | Entry::Arriving(handle) => {
@@ -353,7 +350,7 @@ impl Space {
                 }
                 let age = tenant.map.age(from).load(Ordering::Relaxed);
                 tenant.map.age(to).store(age, Ordering::Relaxed);
-                tenant.map.set(to, entry);
+                tenant.inherit(to, entry);
             }
             child_gate.directory.insert(piece, copy);
         }

@@ -517,8 +517,7 @@ impl Space {
         tenant.counters.add(Counter::ZeroFaults, 1);
         for offset in 0..pages as u32 {
             let page = PageId(first.0 + offset);
-            tenant.map.set(page, Entry::Resident { shared: false });
-            tenant.charge_resident(page);
+            tenant.now_resident(page);
         }
         Claim::Done
     }

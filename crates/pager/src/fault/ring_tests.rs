@@ -7,7 +7,6 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use proptest::prelude::*;
 use strata_store::Put;
@@ -166,8 +165,7 @@ impl World {
         let id = lock(&self.space.gate).page_or_new(map, self.space.id, at).expect("room");
         match map.get(id) {
             Entry::Untouched | Entry::Discarded => {
-                map.set(id, Entry::Resident { shared: false });
-                self.tenant.charge_resident(id);
+                self.tenant.now_resident(id);
                 self.model.insert(page, Place::Resident(0));
             }
             Entry::Stored(handle) | Entry::Arriving(handle) => {
@@ -199,11 +197,8 @@ impl World {
             return;
         };
         gate.slots[slot] = address(page);
-        if let Entry::Kept(handle) = self.tenant.map.get(id) {
-            self.tenant.kept_pages.fetch_sub(1, Ordering::Relaxed);
-            self.kept.push(handle);
-        }
-        self.tenant.map.set(id, Entry::Leaving { slot: slot as u16, wanted: false });
+        let before = self.tenant.map.get(id);
+        self.kept.extend(self.tenant.begins_to_leave(id, before, slot as u16));
         self.transfer.insert(slot, content);
         self.model.insert(page, Place::Leaving(content));
     }
@@ -216,9 +211,8 @@ impl World {
             let at = std::mem::take(&mut gate.slots[slot]);
             let id = (at != 0).then(|| gate.page(at)).flatten();
             match id.map(|id| (id, self.tenant.map.get(id))) {
-                Some((id, Entry::Leaving { .. })) => {
-                    self.tenant.map.set(id, Entry::Stored(put));
-                    self.tenant.uncharge(Entry::Resident { shared: false });
+                Some((id, leaving @ Entry::Leaving { .. })) => {
+                    self.tenant.overwrite(id, leaving, Entry::Stored(put));
                 }
                 _ => self.tenant.store.release(put),
             }
@@ -430,7 +424,7 @@ impl World {
         assert_eq!(owned, known, "leaves and directory");
         assert_eq!(self.tenant.store.stats().stored_pages, handles, "references");
         assert_eq!(self.tenant.kept_pages(), kept, "kept copies");
-        let resident = self.tenant.resident_pages.load(Ordering::Relaxed);
+        let resident = self.tenant.account.resident_pages();
         assert_eq!(resident, charged, "resident pages");
         assert_eq!(self.tenant.headroom_pages(), HEADROOM_PAGES - charged, "headroom");
     }
@@ -457,7 +451,7 @@ fn nothing_is_left(tenant: &Tenant, space: &Space) {
     tenant.store.reap();
     let stats = tenant.store.stats();
     assert_eq!((stats.objects, stats.stored_pages), (0, 0), "{stats:?}");
-    assert_eq!(tenant.resident_pages.load(Ordering::Relaxed), 0);
+    assert_eq!(tenant.account.resident_pages(), 0);
     assert_eq!(tenant.kept_pages(), 0);
     assert_eq!(tenant.headroom_pages(), HEADROOM_PAGES);
     assert_eq!(tenant.map.leaf_count(), 0);
@@ -493,8 +487,7 @@ fn messages_acted_on_before_a_death_are_not_acted_on_again() {
     let trap = 5;
     world.take(Step::Write { page: trap, content: 1 });
     let id = lock(&world.space.gate).page(address(trap)).expect("a leaf");
-    world.tenant.map.set(id, Entry::Stored(Handle(12345)));
-    world.tenant.uncharge(Entry::Resident { shared: false });
+    world.tenant.overwrite(id, world.tenant.map.get(id), Entry::Stored(Handle(12345)));
     let (source, target) = (address(1), address(600));
     let messages = [
         Message::Unmap { start: target, end: target + PAGE },

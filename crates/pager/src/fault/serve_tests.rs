@@ -242,14 +242,14 @@ impl World {
         let revival = self.tenant.revival();
         let leaves = self.tenant.map.leaf_count();
         while self.tenant.forget_some() {}
-        assert_eq!(self.tenant.resident_pages.load(Ordering::Relaxed), 0);
+        assert_eq!(self.tenant.account.resident_pages(), 0);
         assert_eq!(self.tenant.map.leaf_count(), leaves);
         drop(revival);
         while self.tenant.forget_buried(1) {}
         self.tenant.store.reap();
         let stats = self.tenant.store.stats();
         assert_eq!((stats.objects, stats.stored_pages), (0, 0), "{stats:?}");
-        assert_eq!(self.tenant.resident_pages.load(Ordering::Relaxed), 0);
+        assert_eq!(self.tenant.account.resident_pages(), 0);
         assert_eq!(self.tenant.map.leaf_count(), 0);
     }
 }

@@ -129,8 +129,7 @@ pub(crate) fn drop_what_was_not_inherited(
             if let Entry::Leaving { slot, .. } = entry {
                 gate.slots[usize::from(slot)] = 0;
             }
-            tenant.map.set(page, Entry::Untouched);
-            tenant.uncharge(entry);
+            tenant.overwrite(page, entry, Entry::Untouched);
         }
     }
 }

@@ -19,7 +19,7 @@ impl Keeper<'_> {
     pub(super) fn set_headroom(&self, budget: u64, usage: Usage) {
         let hard = budget + budget::tolerance_bytes(budget) / 4;
         let pages = (hard as i64 - usage.total_bytes() as i64) / PAGE as i64;
-        self.tenant.headroom_pages.store(pages, Ordering::Relaxed);
+        self.tenant.account.set_headroom(pages);
         let comes_back = self.comes_back(pages, budget / PAGE);
         self.tenant.comes_back.store(comes_back, Ordering::Relaxed);
     }
@@ -43,14 +43,14 @@ impl Keeper<'_> {
             return false;
         }
         let away = tenant.away_pages() as i64;
-        let resident = tenant.resident_pages.load(Ordering::Relaxed);
+        let resident = tenant.account.resident_pages();
         (1..room).contains(&away) && resident > away / USED_PART
     }
 
     pub(super) fn observe(&mut self, budget_bytes: u64, usage: Usage) -> Observation {
         let tenant = self.tenant;
         let store = tenant.store_stats();
-        let managed = tenant.resident_pages.load(Ordering::Relaxed).max(0) as u64 * PAGE;
+        let managed = tenant.account.resident_pages().max(0) as u64 * PAGE;
         let in_space = usage.in_space_bytes(managed);
         let stay = usage.merged_cost_bytes() + self.pinned.len() as u64 * PAGE;
         let pinned = stay + self.heeded_pins();

@@ -80,7 +80,7 @@ pub(crate) fn release(
     }
     // From here on nothing is evicted, and faults are served beyond the budget.
     tenant.registry.released(tenant.id).store(1, Ordering::Release);
-    tenant.may_exceed.store(true, Ordering::Relaxed);
+    tenant.account.set_may_exceed(true);
     loop {
         let spaces = tenant.space_list();
         if spaces.is_empty() {

@@ -2,7 +2,6 @@
 //! the processor time that the tenant's processes use between arrivals.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use strata_policy::Clock;
@@ -23,7 +22,7 @@ impl Keeper<'_> {
     /// a look at each thread, so not for a few.
     pub(super) fn tell_time(&mut self, spaces: &[Arc<Space>]) {
         let tenant = self.tenant;
-        let arrivals = tenant.arrivals_so_far.load(Ordering::Relaxed);
+        let arrivals = tenant.account.arrivals();
         let since = self.told.last.map_or(u64::MAX, |(before, _)| arrivals - before);
         if since < Clock::LEAST_ARRIVALS {
             return;
@@ -33,7 +32,7 @@ impl Keeper<'_> {
         if let Some((_, before)) = self.told.last.replace((arrivals, work)) {
             let resident = tenant.census().resident;
             let units = self.told.clock.advance(work.saturating_sub(before), since, resident);
-            tenant.units_of_arrival.store(units, Ordering::Relaxed);
+            tenant.account.set_units_of_arrival(units);
         }
     }
 }

@@ -156,8 +156,7 @@ impl Tenant {
             space.act_on_ring(&tenant, &mut gate, RING_MESSAGES, &mut faults);
         }
         // What the events did to sums that were not counted yet.
-        tenant.resident_pages.store(0, Ordering::Relaxed);
-        tenant.kept_pages.store(0, Ordering::Relaxed);
+        tenant.account.clear();
         lock(&tenant.arrivals).clear();
         lock(&tenant.kept_arrivals).clear();
         for space in &spaces {
@@ -241,22 +240,13 @@ impl Tenant {
         let pieces = gate.pages_in(EVERYTHING);
         for (_, leaf, part) in pieces {
             for (address, page) in crate::map::address::ids_in(leaf, part) {
-                match self.map.get(page) {
-                    Entry::Resident { shared: false } => self.charge_resident(page),
-                    Entry::Kept(_) => {
-                        self.kept_pages.fetch_add(1, Ordering::Relaxed);
-                        self.charge_resident(page);
-                    }
-                    Entry::OnNode => {
-                        self.node_pages.fetch_add(1, Ordering::Relaxed);
-                    }
+                let entry = self.map.get(page);
+                self.count_again(page, entry);
+                match entry {
                     Entry::Resident { shared: true } => {
                         space.has_shared.store(true, Ordering::Release);
                     }
                     Entry::Leaving { slot, .. } => {
-                        self.resident_pages.fetch_add(1, Ordering::Relaxed);
-                        // Whoever waited is woken and asks again.
-                        self.map.set(page, Entry::Leaving { slot, wanted: false });
                         gate.slots[usize::from(slot)] = address;
                         space.has_strays.store(true, Ordering::Release);
                     }
@@ -272,6 +262,9 @@ impl Tenant {
                         }
                     }
                     Entry::Untouched
+                    | Entry::Resident { shared: false }
+                    | Entry::Kept(_)
+                    | Entry::OnNode
                     | Entry::Discarded
                     | Entry::Stored(_)
                     | Entry::Lost

@@ -3,7 +3,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::net::UnixDatagram;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -122,8 +121,7 @@ fn world(spec: NodeSpec, count: u64) -> Option<World> {
     let pages: Vec<PageId> = (0..count).map(page).collect();
     drop(gate);
     for &page in &pages {
-        tenant.map.set(page, Entry::Resident { shared: false });
-        tenant.charge_resident(page);
+        tenant.now_resident(page);
     }
     let machine = Fake(Arc::new(Mutex::new(Machine { free_bytes: 1 << 40, ..Machine::default() })));
     let now = Instant::now() + Duration::from_secs(1);
@@ -180,7 +178,7 @@ fn pages_go_and_come_back_and_are_charged_where_they_are() {
     let Some(mut world) = world(SPEC, 700) else { return };
     let copy = world.tenant.store.put(&testing::page(1).0, Put::Fast).expect("room");
     world.tenant.map.set(world.pages[5], Entry::Kept(copy));
-    world.tenant.kept_pages.fetch_add(1, Ordering::Relaxed);
+    world.tenant.account.copy_is_kept();
     {
         let mut machine = lock(&world.machine.0);
         machine.busy.extend([world.address(3)]);
@@ -299,8 +297,7 @@ fn what_changes_while_pages_move_is_not_believed_to_have_moved() {
         // As the handler does: discarded, unmapped, moved away.
         let mut gate = lock(&space.gate);
         for (page, entry) in [(1, Entry::Discarded), (2, Entry::Untouched)] {
-            tenant.uncharge(tenant.map.get(pages[page]));
-            tenant.map.set(pages[page], entry);
+            tenant.overwrite(pages[page], tenant.map.get(pages[page]), entry);
         }
         gate.directory.clear();
         let other = gate.page_or_new(&tenant.map, space.id, BASE).expect("room");

@@ -39,11 +39,9 @@ fn process(tenant: &Arc<Tenant>, base: u64, runs: &[(u64, bool)]) -> Option<Arc<
 }
 
 fn set(tenant: &Tenant, page: PageId, on_node: bool) {
-    tenant.map.set(page, DRAM);
-    tenant.charge_resident(page);
+    tenant.now_resident(page);
     if on_node {
-        tenant.map.set(page, Entry::OnNode);
-        tenant.went_to_node(page, DRAM, tenant.census().newcomer());
+        assert!(tenant.went_to_node(page, DRAM, tenant.census().newcomer()));
     }
 }
 

@@ -200,8 +200,7 @@ pub(crate) fn stand_down(space: &Space, tenant: &Tenant) -> bool {
     for leaf in leaves {
         for page in leaf.pages() {
             let entry = tenant.map.get(page);
-            tenant.map.set(page, Entry::Untouched);
-            tenant.uncharge(entry);
+            tenant.overwrite(page, entry, Entry::Untouched);
         }
         tenant.map.give_back(leaf);
     }
@@ -230,9 +229,7 @@ fn note_resident(space: &Space, tenant: &Tenant, process: &Process, range: Range
         }
         for address in (part.start..part.end).step_by(PAGE_SIZE) {
             let Some(page) = gate.page_or_new(&tenant.map, space.id, address) else { return };
-            if tenant.map.replace(page, Entry::Untouched, Entry::Resident { shared: false }) {
-                tenant.charge_resident(page);
-            }
+            tenant.found_resident(page, Entry::Untouched);
         }
     }
 }
@@ -264,9 +261,8 @@ pub(crate) fn take_charge(space: &Space, tenant: &Tenant, addresses: &[u64]) -> 
     let mut taken = Vec::new();
     for &address in addresses {
         if let Some(page) = gate.page(address)
-            && tenant.map.replace(page, shared, Entry::Resident { shared: false })
+            && tenant.found_resident(page, shared)
         {
-            tenant.charge_resident(page);
             taken.push(page);
         }
     }
@@ -308,9 +304,8 @@ pub(crate) fn settle_shared(space: &Space, tenant: &Tenant) {
         for (&(address, exclusive), held) in present.iter().zip(held_by_parent) {
             if (exclusive || !held)
                 && let Some(page) = gate.page(address)
-                && tenant.map.replace(page, shared, Entry::Resident { shared: false })
             {
-                tenant.charge_resident(page);
+                tenant.found_resident(page, shared);
             }
         }
         left |=

@@ -144,16 +144,14 @@ impl Space {
             for (address, page) in ids_in(leaf, part) {
                 let entry = map.get(page);
                 if !there.contains(&address) && entry != Entry::Untouched {
-                    map.set(page, Entry::Untouched);
-                    tenant.uncharge(entry);
+                    tenant.overwrite(page, entry, Entry::Untouched);
                 }
             }
         }
         for &address in there {
             let page = gate.page_or_new(map, self.id, address).ok_or("its page map is full")?;
             if map.get(page).reads_zero() {
-                map.set(page, Entry::Resident { shared: false });
-                tenant.charge_resident(page);
+                tenant.now_resident(page);
             }
         }
         self.copy_pages(tenant, gate, known, filling, there)?;

@@ -1,7 +1,5 @@
 //! Memory that comes from a snapshot of other memory, at another address.
 
-use std::sync::atomic::Ordering;
-
 use strata_sys::{OwnMemory, Range, Registration};
 use strata_units::{PAGE_SIZE, PageBuffer};
 
@@ -50,9 +48,9 @@ fn memory_of_a_snapshot_is_somewhere_else_again() {
     }
     // In place are a page that is stored, two that nothing is known of, and one after.
     let there = more_memory(&world, &[3, 50, 60, 30]);
-    let resident = world.tenant.resident_pages.load(Ordering::Relaxed);
+    let resident = world.tenant.account.resident_pages();
     filling(&world, &taken, world.memory.range(), there.range()).expect("filled");
-    assert_eq!(world.tenant.resident_pages.load(Ordering::Relaxed), resident + 4);
+    assert_eq!(world.tenant.account.resident_pages(), resident + 4);
     let entry = |page: usize| {
         let id = lock(&world.space.gate).page(there.address(page));
         id.map_or(Entry::Untouched, |id| world.tenant.map.get(id))

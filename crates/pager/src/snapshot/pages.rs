@@ -100,9 +100,7 @@ impl Tenant {
             };
             let page = PageId::new(leaf, page.0 as usize % PAGES_PER_LEAF);
             let handle = self.store.put(&buffer.0, Put::Fast).map_err(io::Error::other)?;
-            let before = self.map.get(page);
-            self.map.set(page, Entry::Stored(handle));
-            self.uncharge(before);
+            self.overwrite(page, self.map.get(page), Entry::Stored(handle));
         }
         Ok(())
     }

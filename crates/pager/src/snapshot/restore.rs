@@ -160,8 +160,7 @@ impl Tenant {
             for (_, leaf, part) in gate.pages_in(range) {
                 for (_, page) in ids_in(leaf, part) {
                     let entry = self.map.get(page);
-                    self.map.set(page, Entry::Untouched);
-                    self.uncharge(entry);
+                    self.overwrite(page, entry, Entry::Untouched);
                 }
             }
             gate.remove_registered(range);

@@ -164,34 +164,13 @@ impl Tenant {
         self.map.leaves().into_iter().filter_map(own).collect()
     }
 
-    /// What was resident there is gone with its process.
-    fn uncharge_leaf(&self, leaf: LeafIndex) {
-        let (mut resident, mut kept) = (0, 0);
-        for page in leaf.pages() {
-            let left = match self.map.get(page) {
-                Entry::Resident { shared: false } => Entry::Untouched,
-                Entry::Kept(handle) => {
-                    kept += 1;
-                    Entry::Stored(handle)
-                }
-                _ => continue,
-            };
-            self.map.set(page, left);
-            resident += 1;
-        }
-        self.resident_pages.fetch_sub(resident, Ordering::Relaxed);
-        self.headroom_pages.fetch_add(resident, Ordering::Relaxed);
-        self.kept_pages.fetch_sub(kept, Ordering::Relaxed);
-    }
-
     fn forget_leaf(&self, leaf: LeafIndex) {
         self.prefetch_counts(leaf);
         let whole = Range { start: 0, end: (PAGES_PER_LEAF * PAGE_SIZE) as u64 };
         for (_, page) in ids_in(leaf, whole) {
             let entry = self.map.get(page);
             if entry != Entry::Untouched {
-                self.map.set(page, Entry::Untouched);
-                self.uncharge(entry);
+                self.overwrite(page, entry, Entry::Untouched);
             }
         }
         self.map.give_back(leaf);

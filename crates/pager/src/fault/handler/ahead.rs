@@ -25,7 +25,7 @@ const AHEAD_AT_A_TIME: usize = 8;
 const MOST_AHEAD: usize = 64;
 /// Pages that must be free in the budget for it: as many as the keeper is woken
 /// at.
-const AHEAD_HEADROOM: i64 = crate::tenant::account::WAKE_AT_PAGES;
+const AHEAD_HEADROOM: i64 = crate::tenant::transitions::WAKE_AT_PAGES;
 /// What comes around a page where all pages will: of a fault most is the messages
 /// and the switches between threads.
 const AROUND_BYTES: u64 = 16 * PAGE_SIZE as u64;

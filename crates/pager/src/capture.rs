@@ -32,7 +32,7 @@ use std::sync::Arc;
 
 use strata_store::Put;
 use strata_sys::{Fill, Process, Range};
-use strata_units::{Handle, LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber};
+use strata_units::{Handle, LeafIndex, PAGE, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber};
 
 use crate::map::address::{add_run, address_of, ids_in, one_page, piece_of};
 use crate::map::entry::Entry;
@@ -43,7 +43,6 @@ use crate::tenant::Tenant;
 use crate::tenant::capture::Capture;
 use crate::tenant::space::{Gate, Space};
 
-const PAGE: u64 = PAGE_SIZE as u64;
 /// Pages read at a time: what can be one huge page stays one.
 pub(crate) const RUN_PAGES: usize = PAGES_PER_LEAF;
 /// What is captured together when a thread writes to one page of it.

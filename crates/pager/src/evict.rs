@@ -27,7 +27,7 @@ use strata_policy::{Level, exchange, gap};
 use strata_store::Fingerprint;
 use strata_sys::{Range, futex_wait, futex_wake};
 use strata_units::wire::{BATCH_PAGES, Command, Control, RESULT_CANCELLED, RESULT_PENDING};
-use strata_units::{Handle, PAGE_SIZE, PageBuffer, PageId};
+use strata_units::{Handle, PAGE, PAGE_SIZE, PageBuffer, PageId};
 
 use crate::capture::Leaves;
 use crate::evict::kept::Copies;
@@ -49,7 +49,6 @@ const PARK_PATIENCE: Duration = Duration::from_secs(1);
 /// works on the CPU of the threads that fault, and as long as it does nobody is served:
 /// a whole batch at once was most of their longest waits (docs/measurements.md).
 pub(crate) const PART_PAGES: usize = 32;
-pub(crate) const PAGE: u64 = PAGE_SIZE as u64;
 pub(crate) const EBUSY: i32 = -16;
 pub(crate) const EINVAL: i32 = -22;
 pub(crate) const ENOENT: i32 = -2;

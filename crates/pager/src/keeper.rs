@@ -34,7 +34,7 @@ use strata_policy::replacement::Standing;
 use strata_policy::{Pages, Replacement, gap};
 use strata_sys::thread_time;
 use strata_units::wire::BATCH_PAGES;
-use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
+use strata_units::{LeafIndex, PAGE, PAGES_PER_LEAF, PageId, SpaceId};
 
 use advising::Advising;
 pub use alarm::start_alarms;
@@ -100,8 +100,6 @@ const STUCK_ROUNDS: u32 = 8;
 const SLACK_PART: u64 = 8;
 /// Store memory given back a round by moving objects together.
 const COMPACT_BYTES_PER_ROUND: u64 = 1 << 20;
-
-const PAGE: u64 = PAGE_SIZE as u64;
 
 impl Pages for Tenant {
     fn standing(&self, page: PageId) -> Standing {

@@ -24,7 +24,7 @@ use strata_policy::Level;
 use strata_sys::{
     NodeRefusal, PagePlace, divide_huge_pages, find_pages, memory_node, move_pages, thread_time,
 };
-use strata_units::{LeafIndex, PAGE_SIZE, PageId};
+use strata_units::{LeafIndex, PAGE, PageId};
 
 use crate::map::address::address_of;
 use crate::map::counters::Counter;
@@ -57,8 +57,6 @@ const SPARE_PART: u64 = 64;
 const SPARE_MOST_BYTES: u64 = 64 << 20;
 /// Time whose bandwidth can be saved up.
 const SAVED_UP: Duration = Duration::from_millis(250);
-
-const PAGE: u64 = PAGE_SIZE as u64;
 
 /// Who moves pages: the kernel, or a test.
 pub(crate) trait Mover: Send {

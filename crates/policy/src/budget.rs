@@ -6,7 +6,8 @@
 //! again after [`Actions::next_look_us`] at the latest, or when it has done it.
 //! Everything asked for is an amount *from now on*, not a sum over calls.
 
-const PAGE_BYTES: u64 = strata_units::PAGE_SIZE as u64;
+use strata_units::PAGE;
+
 const MIB: u64 = 1 << 20;
 
 /// Registering starts at this many hundredths of the budget.
@@ -79,10 +80,10 @@ impl Packed {
             guess
         } else {
             // Rounded up: what is said to fit must fit.
-            let cost = u128::from(self.cost_bytes) * u128::from(PAGE_BYTES);
+            let cost = u128::from(self.cost_bytes) * u128::from(PAGE);
             cost.div_ceil(u128::from(self.original_bytes)) as u64
         };
-        seen.clamp(MIN_STORED_PAGE_BYTES, PAGE_BYTES)
+        seen.clamp(MIN_STORED_PAGE_BYTES, PAGE)
     }
 }
 
@@ -200,13 +201,12 @@ pub fn decide(seen: &Observation) -> Actions {
     // What must become free, counted down by what each measure brings.
     let mut need = over + target.saturating_sub(free);
 
-    let fast_page = seen.fast.page_cost((PAGE_BYTES << RATIO_SHIFT) / GUESSED_FAST_RATIO);
+    let fast_page = seen.fast.page_cost((PAGE << RATIO_SHIFT) / GUESSED_FAST_RATIO);
     let dense_guess = fast_page * GUESSED_DENSE_GAIN.1 / GUESSED_DENSE_GAIN.0;
     let dense_page = seen.dense.page_cost(dense_guess).min(fast_page);
     let landing_page = if seen.lands_dense { dense_page } else { fast_page };
     // Below a 64th of a page, moving it costs more than it brings.
-    let settle_gain =
-        if PAGE_BYTES - landing_page < PAGE_BYTES / 64 { 0 } else { PAGE_BYTES - landing_page };
+    let settle_gain = if PAGE - landing_page < PAGE / 64 { 0 } else { PAGE - landing_page };
     // Below a 16th of what is stored, packing it again does.
     let worth_it = (fast_page - dense_page) * 16 >= fast_page;
     let repack_gain = if worth_it { fast_page - dense_page } else { 0 };
@@ -220,7 +220,7 @@ pub fn decide(seen: &Observation) -> Actions {
     let kept = seen.kept_cost_bytes.min(packed);
     let out_cost = packed - kept;
     let out_pages = out_cost / landing_page;
-    let out_per_resident = out_pages as f64 / (seen.resident_bytes / PAGE_BYTES).max(1) as f64;
+    let out_per_resident = out_pages as f64 / (seen.resident_bytes / PAGE).max(1) as f64;
     let most = (budget / kept_part(seen)) as f64;
     let share = kept_share_bytes(most, out_cost as f64, out_per_resident) as u64;
     actions.drop_kept_bytes = kept.min(pressing.max(kept.saturating_sub(share)));
@@ -228,22 +228,21 @@ pub fn decide(seen: &Observation) -> Actions {
     need = need.saturating_sub(actions.drop_kept_bytes);
 
     // Staged pages have left already; packing them brings memory soonest.
-    let staged_pages = seen.staged_bytes / PAGE_BYTES;
-    let staged_share = staged_share_bytes(budget as f64, (out_pages * PAGE_BYTES) as f64) as u64;
-    let spare_pages = staged_pages.saturating_sub(staged_share / PAGE_BYTES);
+    let staged_pages = seen.staged_bytes / PAGE;
+    let staged_share = staged_share_bytes(budget as f64, (out_pages * PAGE) as f64) as u64;
+    let spare_pages = staged_pages.saturating_sub(staged_share / PAGE);
     actions.settle_pages = match pages_for(need, settle_gain) {
         Some(pages) => staged_pages.min(pages.max(spare_pages)),
         None => 0,
     };
     need = need.saturating_sub(actions.settle_pages * settle_gain);
 
-    let evictable_pages = seen.evictable_bytes.min(seen.resident_bytes) / PAGE_BYTES;
+    let evictable_pages = seen.evictable_bytes.min(seen.resident_bytes) / PAGE;
     // What goes to the node frees all that it took, whether it compresses or not.
-    let to_node =
-        need.div_ceil(PAGE_BYTES).min(seen.node_room_bytes / PAGE_BYTES).min(evictable_pages);
-    need = need.saturating_sub(to_node * PAGE_BYTES);
+    let to_node = need.div_ceil(PAGE).min(seen.node_room_bytes / PAGE).min(evictable_pages);
+    need = need.saturating_sub(to_node * PAGE);
     let to_store = match pages_for(need, settle_gain) {
-        Some(pages) if pages > 0 => pages.max(LEAST_EVICTION_PAGES.min(low / PAGE_BYTES)),
+        Some(pages) if pages > 0 => pages.max(LEAST_EVICTION_PAGES.min(low / PAGE)),
         _ => 0,
     };
     let to_store = to_store.min(evictable_pages - to_node);
@@ -252,7 +251,7 @@ pub fn decide(seen: &Observation) -> Actions {
 
     // Dense packing: down to its share of the budget, or as far as the need goes.
     let stored = packed - actions.drop_kept_bytes;
-    let fast_pages = seen.fast.original_bytes / PAGE_BYTES;
+    let fast_pages = seen.fast.original_bytes / PAGE;
     let excess = need.max(stored.saturating_sub(budget / DENSE_PART));
     actions.repack_pages = pages_for(excess, repack_gain).unwrap_or(0).min(fast_pages);
     need = need.saturating_sub(actions.repack_pages * repack_gain);
@@ -264,7 +263,7 @@ pub fn decide(seen: &Observation) -> Actions {
         need = need.saturating_sub(actions.demote_bytes);
         // Pages that do not compress still fit the file: they are evicted to
         // pass through the store.
-        let through = need.min(room - actions.demote_bytes) / PAGE_BYTES;
+        let through = need.min(room - actions.demote_bytes) / PAGE;
         let through = through.min(evictable_pages - actions.evict_pages);
         actions.evict_pages += through;
         actions.settle_pages = actions.settle_pages.max(staged_pages.min(through));
@@ -315,9 +314,9 @@ fn least_cost_bytes(seen: &Observation, page_cost: u64) -> u64 {
     // Kept copies belong to pages that `movable` counts already.
     let stored =
         (seen.fast.cost_bytes + seen.dense.cost_bytes).saturating_sub(seen.kept_cost_bytes);
-    let stored_pages = (seen.fast.original_bytes + seen.dense.original_bytes) / PAGE_BYTES;
+    let stored_pages = (seen.fast.original_bytes + seen.dense.original_bytes) / PAGE;
     let stored = stored.min(stored_pages * page_cost);
-    let packed = (movable / PAGE_BYTES * page_cost).saturating_add(stored);
+    let packed = (movable / PAGE * page_cost).saturating_add(stored);
     let below = seen.file_room_bytes.unwrap_or(0).saturating_add(seen.node_room_bytes);
     fixed.saturating_add(packed.saturating_sub(below))
 }

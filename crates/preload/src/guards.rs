@@ -7,7 +7,7 @@
 
 use core::ffi::{c_int, c_long, c_void};
 
-use strata_units::PAGE_SIZE;
+use strata_units::PAGE;
 
 use crate::kernel::{self, word};
 use crate::next::Next;
@@ -15,7 +15,6 @@ use crate::start;
 use crate::syscall::call;
 
 const MADV_GUARD_INSTALL: c_int = 102;
-const PAGE: u64 = PAGE_SIZE as u64;
 /// UIO_MAXIOV: of more ranges the kernel advises none.
 const MOST_RANGES: usize = 1024;
 

@@ -11,7 +11,7 @@ use core::ptr;
 use core::sync::atomic::Ordering;
 use core::time::Duration;
 
-use strata_units::{DECIMAL_DIGITS, HintKind, PAGE_SIZE, decimal};
+use strata_units::{DECIMAL_DIGITS, HintKind, PAGE, PAGE_SIZE, decimal};
 
 use crate::block::{self, Block};
 use crate::kernel::{self, Deadline, Fd, word};
@@ -33,7 +33,6 @@ const REQUEST_BYTES: usize = 64 + MOST_RANGES * 40;
 const MOST_PAGES: usize = 1 << 16;
 /// End of what a program can have mapped.
 const HIGHEST: u64 = 1 << 47;
-const PAGE: u64 = PAGE_SIZE as u64;
 
 /// `struct strata_range`.
 #[derive(Clone, Copy)]

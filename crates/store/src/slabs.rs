@@ -5,11 +5,11 @@
 //! from the object table.
 
 use crate::location::{CLASS_COUNT, SizeClass, UNIT_BYTES};
+use strata_units::PAGE;
 
 /// Bytes of a slab: 64 whole pages, or 4096 of the smallest slots.
 pub(crate) const SLAB_BYTES: u64 = 256 << 10;
 const SLAB_UNITS: u64 = SLAB_BYTES / UNIT_BYTES;
-const PAGE: u64 = 4096;
 /// Empty slabs kept with their memory, so that a store that breathes at a
 /// slab's boundary does not pay for giving it back and asking again: 1 MiB.
 const WARM_SLABS: usize = 4;

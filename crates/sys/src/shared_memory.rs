@@ -11,7 +11,8 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
 
-const PAGE: u64 = 4096;
+use strata_units::PAGE;
+
 const WORD: usize = size_of::<u64>();
 
 /// A memory file of fixed length whose pages cost nothing until they are

@@ -17,5 +17,5 @@ pub use decimal::{DECIMAL_DIGITS, decimal};
 pub use hints::{HINT_SLOTS, HintKind, HintSlot, Hints};
 pub use ids::{Handle, LeafIndex, PageId, SpaceId, TenantId};
 pub use label::{MAX_LABEL_BYTES, label_problem};
-pub use page::{PAGE_SHIFT, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageNumber};
+pub use page::{PAGE, PAGE_SHIFT, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageNumber};
 pub use size::{ByteSize, ParseByteSizeError};

@@ -4,6 +4,8 @@
 pub const PAGE_SHIFT: u32 = 12;
 /// Bytes of a page.
 pub const PAGE_SIZE: usize = 1 << PAGE_SHIFT;
+/// The same, for addresses and sums of bytes.
+pub const PAGE: u64 = PAGE_SIZE as u64;
 /// Entries of one page-map leaf: an aligned 2 MiB piece of an address space.
 pub const PAGES_PER_LEAF: usize = 512;
 

@@ -13,9 +13,9 @@ use strata_policy::{Level, gap};
 use strata_store::Put;
 use strata_sys::{Fill, Range, ReadOutcome};
 use strata_units::wire::RESULT_CANCELLED;
-use strata_units::{Handle, PAGE_SIZE, PageId, SpaceId};
+use strata_units::{Handle, PAGE, PAGE_SIZE, PageId, SpaceId};
 
-use crate::evict::{BatchReport, EBUSY, EINVAL, ENOENT, Evictor, Moved, PAGE, Stayed};
+use crate::evict::{BatchReport, EBUSY, EINVAL, ENOENT, Evictor, Moved, Stayed};
 use crate::map::address::{add_run, one_page};
 use crate::map::counters::Counter;
 use crate::map::entry::Entry;

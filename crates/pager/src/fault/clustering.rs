@@ -10,11 +10,10 @@
 
 use std::collections::VecDeque;
 
-use strata_units::PAGE_SIZE;
+use strata_units::PAGE;
 
 /// Pages of a block.
 const PAGES: usize = 4;
-const PAGE: u64 = PAGE_SIZE as u64;
 const BLOCK_BYTES: u64 = PAGES as u64 * PAGE;
 /// One block in so many is only watched.
 const WATCHED_PART: u64 = 8;

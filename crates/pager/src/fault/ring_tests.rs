@@ -12,7 +12,7 @@ use proptest::prelude::*;
 use strata_store::Put;
 use strata_sys::Range;
 use strata_units::wire::TRANSFER_PAGES;
-use strata_units::{Handle, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer};
+use strata_units::{Handle, PAGE, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer};
 
 use crate::map::entry::Entry;
 use crate::map::lock;
@@ -25,7 +25,6 @@ use crate::testing::{self, HEADROOM_PAGES, Message};
 const BASE: u64 = 1 << 40;
 /// Leaves of managed memory.
 const LEAVES: u64 = 4;
-const PAGE: u64 = PAGE_SIZE as u64;
 const PAGES: u64 = LEAVES * PAGES_PER_LEAF as u64;
 /// Pages lie close to these: the edges of leaves, where mistakes are.
 const NEAR: [u64; 5] = [0, 510, 1022, 1535, 2040];

@@ -6,9 +6,8 @@
 //! as the kernel's read-ahead does for files. A random reader never gets one:
 //! three of its faults in a row are neighbours by accident only.
 
-use strata_units::PAGE_SIZE;
+use strata_units::PAGE;
 
-const PAGE: u64 = PAGE_SIZE as u64;
 /// Readers that are told apart in one space: as many scan at once, each with
 /// faults between those of the others.
 const STREAMS: usize = 16;

@@ -12,10 +12,12 @@ use std::time::{Duration, Instant};
 use strata_store::Source;
 use strata_sys::Range;
 use strata_units::wire::BATCH_PAGES;
-use strata_units::{Handle, HintKind, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber, SpaceId};
+use strata_units::{
+    Handle, HintKind, PAGE, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber, SpaceId,
+};
 
 use crate::fault::handler::MOST_HOT;
-use crate::keeper::{Keeper, PAGE, RESCAN_EVERY};
+use crate::keeper::{Keeper, RESCAN_EVERY};
 use crate::map::address::{ids_in, piece_of};
 use crate::map::entry::Entry;
 use crate::map::lock;

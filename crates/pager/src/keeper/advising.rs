@@ -14,10 +14,10 @@ use strata_policy::advice::Facts;
 use strata_policy::budget::Observation;
 use strata_policy::sampler::{COLD_PART, LEAST_SECONDS, Sampler};
 use strata_store::Foretelling;
-use strata_units::PageId;
+use strata_units::{PAGE, PageId};
 
 use crate::advice::sample::{Pieces, register_sample};
-use crate::keeper::{Keeper, PAGE, SLACK_PART};
+use crate::keeper::{Keeper, SLACK_PART};
 use crate::map::address::address_of;
 use crate::map::counters::Counter;
 use crate::map::entry::Entry;

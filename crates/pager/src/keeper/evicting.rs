@@ -6,11 +6,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use strata_units::PageId;
 use strata_units::wire::BATCH_PAGES;
+use strata_units::{PAGE, PageId};
 
 use super::{Keeper, PINNED_FOR};
-use crate::evict::{BatchReport, PAGE, Pauses, Stayed};
+use crate::evict::{BatchReport, Pauses, Stayed};
 use crate::map::counters::Counter;
 use crate::regions::registration::take_charge;
 use crate::tenant::excluded::Excluded;

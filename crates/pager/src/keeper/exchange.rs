@@ -3,6 +3,7 @@
 
 use strata_policy::Level;
 use strata_policy::exchange::{Compressed, Flow, Horizon, LOOK_EVERY, horizon};
+use strata_units::PAGE;
 
 use crate::map::counters::{Counter, Latencies};
 use crate::tenant::Tenant;
@@ -31,7 +32,7 @@ impl Exchange {
         if now.time.saturating_sub(self.looked) >= LOOK_EVERY {
             self.looked = now.time;
             let store = tenant.store.stats();
-            let staged = store.staged_bytes / super::PAGE;
+            let staged = store.staged_bytes / PAGE;
             let median = |of| tenant.counters.latency_us(of, [0.5])[0];
             let compressed = Compressed {
                 pages: store.objects.saturating_sub(store.file_objects + staged),

@@ -3,7 +3,7 @@
 
 use strata_policy::budget::Actions;
 use strata_store::StoreStats;
-use strata_units::ByteSize;
+use strata_units::{ByteSize, PAGE};
 
 use super::Keeper;
 use crate::keeper::observe::file_room_bytes;
@@ -103,7 +103,7 @@ impl Keeper<'_> {
                 usage,
                 budget_bytes,
                 short_bytes: actions.cannot_by_bytes.max(over),
-                unmanaged_bytes: usage.unmanaged_bytes(resident_pages * super::PAGE),
+                unmanaged_bytes: usage.unmanaged_bytes(resident_pages * PAGE),
                 stored_bytes: store.dram_bytes.saturating_sub(store.staged_bytes),
                 file_room_bytes: file_room_bytes(&tenant.record, &store),
             };

@@ -18,9 +18,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use strata_sys::kernel_has_merged_pages;
-use strata_units::{LeafIndex, PageId};
+use strata_units::{LeafIndex, PAGE, PageId};
 
-use super::{Keeper, PAGE};
+use super::Keeper;
 use crate::map::address::address_of;
 use crate::map::counters::Counter;
 use crate::map::entry::Entry;

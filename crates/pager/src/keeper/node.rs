@@ -15,11 +15,11 @@ use std::time::{Duration, Instant};
 
 use strata_store::StoreStats;
 use strata_units::wire::BATCH_PAGES;
-use strata_units::{LeafIndex, PAGES_PER_LEAF, PageId, SpaceId};
+use strata_units::{LeafIndex, PAGE, PAGES_PER_LEAF, PageId, SpaceId};
 
+use super::Keeper;
 use super::observe::file_room_bytes;
 use super::sensed::Sensed;
-use super::{Keeper, PAGE};
 use crate::map::address::{EVERYTHING, ids_in};
 use crate::map::counters::Counter;
 use crate::map::entry::Entry;

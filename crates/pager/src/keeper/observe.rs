@@ -4,8 +4,9 @@ use std::sync::atomic::Ordering;
 
 use strata_policy::budget::{self, Observation, Packed};
 use strata_store::StoreStats;
+use strata_units::PAGE;
 
-use crate::keeper::{Keeper, PAGE};
+use crate::keeper::Keeper;
 use crate::map::registry::TenantRecord;
 use crate::tenant::share::stored_page_cost;
 use crate::tenant::usage::Usage;

@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 
 use strata_policy::budget;
 use strata_policy::warmth::{Room, Watched, worth_dram};
-use strata_units::{LeafIndex, PageId};
+use strata_units::{LeafIndex, PAGE, PageId};
 
-use super::{Keeper, PAGE};
+use super::Keeper;
 use crate::map::address::ids_in;
 use crate::map::counters::Counter;
 use crate::map::entry::Entry;

@@ -4,9 +4,9 @@
 use std::sync::Arc;
 
 use strata_policy::budget::REGISTER_PERCENT;
-use strata_units::ByteSize;
+use strata_units::{ByteSize, PAGE};
 
-use super::{Keeper, PAGE};
+use super::Keeper;
 use crate::tenant::space::Space;
 use crate::tenant::usage::Usage;
 

@@ -3,12 +3,11 @@
 use std::collections::BTreeMap;
 
 use strata_sys::Range;
-use strata_units::{PAGE_SIZE, PAGES_PER_LEAF, PageNumber};
+use strata_units::{PAGE, PAGES_PER_LEAF, PageNumber};
 
 use crate::map::address::piece_of;
 use crate::map::page_map::Piece;
 
-const PAGE: u64 = PAGE_SIZE as u64;
 const PIECE_BYTES: u64 = PAGE * PAGES_PER_LEAF as u64;
 
 /// A bit for each page of a leaf.

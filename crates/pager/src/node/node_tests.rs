@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use strata_store::Put;
 use strata_sys::{ControlBlock, NodeRefusal, PagePlace, Range, SeqPacket};
-use strata_units::{PAGE_SIZE, PageId};
+use strata_units::{PAGE, PageId};
 
 use crate::map::counters::Counter;
 use crate::map::entry::Entry;
@@ -19,7 +19,6 @@ use crate::tenant::space::{Agent, Space};
 use crate::tenant::{Hail, Tenant};
 use crate::testing::{self, HEADROOM_PAGES};
 
-const PAGE: u64 = PAGE_SIZE as u64;
 const BASE: u64 = 1 << 30;
 const DRAM: u32 = 0;
 const NODE: u32 = 1;

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use strata_sys::Range;
-use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF};
+use strata_units::{LeafIndex, PAGE, PAGES_PER_LEAF};
 
 use crate::map::address::{EVERYTHING, ids_in};
 use crate::map::entry::Entry;
@@ -27,8 +27,6 @@ const COMPARED: usize = 64;
 const LEAST_COMPARED_PAGES: u64 = 16;
 /// Leaves that are searched for one look.
 const SEARCHED_LEAVES: usize = 1 << 14;
-
-const PAGE: u64 = PAGE_SIZE as u64;
 
 impl Tenant {
     /// What to watch next, in up to `most` ranges: the tenant's processes are gone

@@ -4,7 +4,7 @@ use std::os::unix::net::UnixDatagram;
 use std::sync::Arc;
 
 use strata_sys::{ControlBlock, Range, SeqPacket};
-use strata_units::{PAGE_SIZE, PAGES_PER_LEAF, PageId};
+use strata_units::{PAGE, PAGES_PER_LEAF, PageId};
 
 use crate::map::entry::Entry;
 use crate::map::lock;
@@ -13,7 +13,6 @@ use crate::tenant::watching::{Seen, Watch};
 use crate::tenant::{Hail, Tenant};
 use crate::testing;
 
-const PAGE: u64 = PAGE_SIZE as u64;
 const LEAF: u64 = PAGES_PER_LEAF as u64;
 const DRAM: Entry = Entry::Resident { shared: false };
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use strata_store::Source;
 use strata_sys::Range;
-use strata_units::{PAGE_SIZE, PAGES_PER_LEAF};
+use strata_units::{PAGE, PAGE_SIZE, PAGES_PER_LEAF};
 
 use crate::map::address::ids_in;
 use crate::map::entry::Entry;
@@ -20,7 +20,6 @@ use crate::regions::registration::{register_whole, register_within};
 use crate::tenant::Tenant;
 use crate::tenant::space::{Gate, Space};
 
-const PAGE: u64 = PAGE_SIZE as u64;
 /// Highest address of a process that we manage (47 bits).
 const HIGHEST: u64 = 1 << 47;
 /// Most of a tenant's budget that can be pinned: the rest is for what a program

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 
 use strata_store::Put;
 use strata_sys::Range;
-use strata_units::PAGE_SIZE;
+use strata_units::PAGE;
 
 use crate::map::entry::Entry;
 use crate::map::lock;
@@ -16,7 +16,6 @@ use crate::tenant::Tenant;
 use crate::tenant::space::Space;
 use crate::testing::{self, Message};
 
-const PAGE: u64 = PAGE_SIZE as u64;
 const BASE: u64 = 1 << 30;
 
 fn r(start: u64, end: u64) -> Range {

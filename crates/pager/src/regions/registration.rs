@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 
 use strata_sys::{Process, Range, Registration};
 use strata_units::wire::Control;
-use strata_units::{PAGE_SIZE, PageId, SpaceId};
+use strata_units::{PAGE, PAGE_SIZE, PageId, SpaceId};
 
 use crate::fault::handler;
 use crate::fault::unattended::drop_what_was_not_inherited;
@@ -31,8 +31,6 @@ const REGISTERED_AT_ONCE: usize = 64;
 const PARTS_OF_MANY: usize = 16;
 /// Pages whose entries are changed under one hold of the gate.
 const CHUNK_BYTES: u64 = 16 << 20;
-
-const PAGE: u64 = PAGE_SIZE as u64;
 
 /// An address on the stack of each thread.
 pub(crate) fn stacks_of(control: &Control) -> Vec<u64> {

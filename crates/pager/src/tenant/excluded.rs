@@ -3,14 +3,12 @@
 use std::sync::atomic::Ordering;
 
 use strata_sys::Range;
-use strata_units::PAGE_SIZE;
+use strata_units::PAGE;
 use strata_units::wire::Control;
 
 /// Pages around a thread control block (below, above) that are never evicted:
 /// the kernel writes there when a thread ends, and cannot wait for a page then.
 const CONTROL_BLOCK_PAGES: (u64, u64) = (1, 3);
-
-const PAGE: u64 = PAGE_SIZE as u64;
 
 /// Addresses that are never evicted, in order.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]

@@ -5,13 +5,11 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use strata_sys::Range;
-use strata_units::{PAGE_SIZE, SpaceId};
+use strata_units::{PAGE, SpaceId};
 
 use crate::map::settings::Setting;
 use crate::tenant::ReleaseRefused;
 use crate::tenant::snapshots::Memory;
-
-const PAGE: u64 = PAGE_SIZE as u64;
 
 /// What the keeper is asked to do.
 pub(crate) enum Order {

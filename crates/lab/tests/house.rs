@@ -54,6 +54,8 @@ const OF_MANY_ROOMS: [(&str, &[&str]); 4] = [
 const UNSAFE: [&str; 2] = ["preload", "sys"];
 /// Lines of a source file, tests in it included, that need no reason.
 const MAX_LINES: usize = 700;
+/// What is read in the time that CONTRIBUTING.md promises.
+const MOST_WORDS: usize = 2500;
 /// Longer files, with the reason.
 const LONG_FILES: [(&str, &str); 0] = [];
 
@@ -394,9 +396,22 @@ fn the_architecture_names_only_what_exists() {
     let sample = "a `b/c.rs`, `/dev/x`, `two words/`, `http://x/y`\n```\n`d/e`\n```\n`f/` `g`";
     assert_eq!(named_paths(sample), ["b/c.rs", "f"]);
     let text = read("ARCHITECTURE.md");
-    let missing: Vec<String> =
-        named_paths(&text).into_iter().filter(|path| !root().join(path).exists()).collect();
-    assert!(missing.is_empty(), "ARCHITECTURE.md names what is not there: {missing:#?}");
+    let words = text.split_whitespace().count();
+    assert!(words <= MOST_WORDS, "ARCHITECTURE.md has {words} words: move some to docs/design");
+    for (document, text) in std::iter::once("ARCHITECTURE.md".to_owned())
+        .chain(files("docs/design", &["md"]))
+        .map(|path| (path.clone(), read(&path)))
+    {
+        let missing: Vec<String> =
+            named_paths(&text).into_iter().filter(|path| !root().join(path).exists()).collect();
+        assert!(missing.is_empty(), "{document} names what is not there: {missing:#?}");
+    }
+    for path in files("docs/design", &["md"]) {
+        assert!(text.contains(&format!("({path})")), "ARCHITECTURE.md does not lead to {path}");
+    }
+    for room in ROOMS {
+        assert!(text.contains(&format!("| `{room}` |")), "ARCHITECTURE.md has no room {room}");
+    }
     for name in crates() {
         assert!(text.contains(&name), "ARCHITECTURE.md does not mention the crate {name}");
     }

@@ -5,8 +5,8 @@
 //! keeper thread, which watches the budget, evicts and maintains the store.
 //! Everything that must outlive this process lies in memory files whose
 //! descriptors the supervisor shares ([`Registry`], page map, store, control
-//! blocks). See ARCHITECTURE.md, "Inside the pager", for the state table and
-//! who may change what.
+//! blocks). See ARCHITECTURE.md for the rooms that this is divided
+//! into, and docs/design/pages.md for who may change which entry.
 #![forbid(unsafe_code)]
 
 mod advice;

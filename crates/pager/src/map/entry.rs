@@ -4,7 +4,7 @@
 //! Untouched ─fault→ Resident ─MOVE→ Leaving ─read→ Stored ─fault→ Arriving → Resident or Kept
 //! any ─unmap / discard→ Untouched (the handle is released exactly once)
 //! ```
-//! Who may write which change: see ARCHITECTURE.md, "Inside the pager".
+//! Who may write which change: see docs/design/pages.md.
 
 use strata_units::Handle;
 

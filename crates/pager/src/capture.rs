@@ -250,7 +250,7 @@ impl Capture {
         let waits = |piece: Piece, leaf: LeafIndex| {
             let known = match what {
                 What::Everything => Bits::default(),
-                What::Unknown => self.unwritten.pages.of(piece),
+                What::Unknown => self.clean.pages.of(piece),
             };
             (0..PAGES_PER_LEAF).any(|index| {
                 !known.has(index) && map.get(PageId::new(leaf, index)) == Entry::Pending

@@ -30,7 +30,7 @@ use strata_units::wire::{BATCH_PAGES, Command, Control, RESULT_CANCELLED, RESULT
 use strata_units::{Handle, PAGE, PAGE_SIZE, PageBuffer, PageId};
 
 use crate::capture::Leaves;
-use crate::evict::kept::Copies;
+use crate::evict::kept::KeptCopies;
 use crate::map::lock;
 use crate::tenant::Tenant;
 use crate::tenant::excluded::Excluded;
@@ -109,7 +109,7 @@ pub(crate) struct Evictor {
     /// The pages under way are packed densely at once.
     pub(crate) densely: bool,
     /// What is known of the kept copies of resident pages.
-    pub(crate) copies: Copies,
+    pub(crate) copies: KeptCopies,
     /// Stored copies of the pages of the batch under way, by slot. In ordinary
     /// memory: a worker that dies leaves them to nobody, and recovery frees them.
     pub(crate) kept: Vec<Option<(Handle, Option<Fingerprint>)>>,
@@ -220,7 +220,7 @@ impl Evictor {
             pauses: Pauses::default(),
             in_a_hurry: false,
             densely: false,
-            copies: Copies::default(),
+            copies: KeptCopies::default(),
             kept: Vec::with_capacity(BATCH_PAGES),
             horizon: None,
             promotes: Vec::with_capacity(BATCH_PAGES),

@@ -2,7 +2,6 @@
 //! the policy what to do about it, and does some of it; then it looks again.
 //! Evicting runs ahead of demand: faults are served from what it keeps free.
 
-mod advised;
 mod advising;
 mod alarm;
 mod contents;
@@ -10,12 +9,13 @@ mod evicting;
 mod exchange;
 mod exhausted;
 mod guards;
-mod lookout;
+mod hints;
+mod idle;
+mod idle_watch;
 mod merged;
 mod node;
 mod observe;
 mod release;
-mod rest;
 mod sensed;
 mod spread;
 mod start;
@@ -30,7 +30,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use strata_policy::budget::{self, Actions};
-use strata_policy::replacement::Standing;
+use strata_policy::replacement::Candidate;
 use strata_policy::{Pages, Replacement, gap};
 use strata_sys::thread_time;
 use strata_units::wire::BATCH_PAGES;
@@ -39,12 +39,12 @@ use strata_units::{LeafIndex, PAGE, PAGES_PER_LEAF, PageId, SpaceId};
 use advising::Advising;
 pub use alarm::start_alarms;
 use contents::contents;
-use rest::{NextLook, State};
+use idle::{NextLook, State};
 use spread::Spread;
 
 use crate::capture::pace::{Machine, Pace};
 use crate::evict::{Evictor, level_of};
-use crate::keeper::advised::Advised;
+use crate::keeper::hints::Hinted;
 use crate::map::counters::Counter;
 use crate::map::entry::Entry;
 use crate::map::lock;
@@ -71,11 +71,11 @@ const REPACK_AFTER: Duration = Duration::from_millis(100);
 /// Moved to the file tier, at least, in a round over the budget.
 const DEMOTE_WHEN_OVER_BYTES: u64 = 256 << 10;
 /// Memory maps are read again at least this often under pressure...
-const RESCAN_EVERY: Duration = Duration::from_millis(250);
+const REGISTER_EVERY: Duration = Duration::from_millis(250);
 /// ...but where there are very many mappings, for no more than a part of the time.
-const RESCAN_PART: u32 = 10;
+const REGISTER_PART: u32 = 10;
 /// ...and at once when so much memory has come that is not managed.
-const RESCAN_AT_BYTES: u64 = 1 << 20;
+const REGISTER_AT_BYTES: u64 = 1 << 20;
 /// How often inherited pages are looked at: a page that the parent evicts costs
 /// as much as before until its children evict it too. Never more than a part of
 /// the time.
@@ -102,22 +102,22 @@ const SLACK_PART: u64 = 8;
 const COMPACT_BYTES_PER_ROUND: u64 = 1 << 20;
 
 impl Pages for Tenant {
-    fn standing(&self, page: PageId) -> Standing {
+    fn candidate(&self, page: PageId) -> Candidate {
         match self.map.get(page) {
             // As if it were not there: it is announced when it is let go.
             // For this it has left DRAM; it is announced when it is back.
-            Entry::OnNode => Standing::Gone,
-            entry if entry.is_resident() && self.is_pinned(page) => Standing::Gone,
-            entry if entry.is_resident() => Standing::Evictable(level_of(self, page)),
+            Entry::OnNode => Candidate::Gone,
+            entry if entry.is_resident() && self.is_pinned(page) => Candidate::Gone,
+            entry if entry.is_resident() => Candidate::Evictable(level_of(self, page)),
             // On its way out and perhaps back: it is announced when it is.
-            _ => Standing::Gone,
+            _ => Candidate::Gone,
         }
     }
 }
 
 /// What a round brought.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Progress {
+struct RoundOutcome {
     /// Pages that left the address spaces.
     evicted_pages: usize,
     /// Merged pages that were found among those that were to leave: chosen no more.
@@ -136,9 +136,9 @@ struct Keeper<'a> {
     /// Pages that the kernel refused, and when to try again.
     pinned: Vec<(Instant, PageId)>,
     merged: merged::MergedPages,
-    scanned: Instant,
-    scan_took: Duration,
-    unmanaged_at_scan: u64,
+    registered_at: Instant,
+    registering_took: Duration,
+    unmanaged_when_registered: u64,
     settled_shared: Instant,
     guards: guards::Guards,
     settle_shared_every: Duration,
@@ -150,7 +150,7 @@ struct Keeper<'a> {
     spread: Spread,
     evicted_last: Instant,
     resident_before: u64,
-    attended_at_scan: Vec<SpaceId>,
+    attended_when_registered: Vec<SpaceId>,
     time_before: u64,
     quiet_rounds: u32,
     over: Option<Over>,
@@ -158,7 +158,7 @@ struct Keeper<'a> {
     trainer: Option<JoinHandle<()>>,
     capturing: Option<Capturing>,
     torn: Option<Torn>,
-    advised: Advised,
+    hinted: Hinted,
     machine: Machine,
     /// Of packing that nothing asks for.
     packing: Pace,
@@ -201,9 +201,9 @@ impl<'a> Keeper<'a> {
             excluded: BTreeMap::new(),
             pinned: Vec::new(),
             merged: merged::MergedPages::default(),
-            scanned: now,
-            scan_took: Duration::ZERO,
-            unmanaged_at_scan: 0,
+            registered_at: now,
+            registering_took: Duration::ZERO,
+            unmanaged_when_registered: 0,
             settled_shared: now,
             guards: guards::Guards::new(now),
             settle_shared_every: SETTLE_SHARED_EVERY,
@@ -214,14 +214,14 @@ impl<'a> Keeper<'a> {
             spread: Spread::new(),
             evicted_last: now,
             resident_before: 0,
-            attended_at_scan: Vec::new(),
+            attended_when_registered: Vec::new(),
             time_before: 0,
             quiet_rounds: 0,
             over: None,
             trainer: None,
             capturing: None,
             torn: None,
-            advised: Advised::default(),
+            hinted: Hinted::default(),
             machine: Machine::new(),
             packing: Pace::default(),
             state: None,
@@ -299,7 +299,7 @@ impl Keeper<'_> {
         self.say_thrashing(&spaces, usage);
         if tenant.is_released() {
             tenant.account.set_may_exceed(true);
-            return NextLook::after(if forgets { Duration::ZERO } else { RESCAN_EVERY });
+            return NextLook::after(if forgets { Duration::ZERO } else { REGISTER_EVERY });
         }
         let budget = tenant.budget_bytes();
         self.set_headroom(budget, usage);
@@ -314,7 +314,7 @@ impl Keeper<'_> {
         }
         let is_managed = tenant.under_pressure.load(Ordering::Relaxed);
         if is_managed {
-            self.rescan(&spaces, seen.unmanaged_bytes);
+            self.register_new_memory(&spaces, seen.unmanaged_bytes);
             self.look_for_guards(&spaces);
         }
         if is_managed || tenant.placement.registers.load(Ordering::Relaxed) {
@@ -340,7 +340,7 @@ impl Keeper<'_> {
         self.evicting = actions.evict_pages > 0;
         let patience = self.advise(&spaces, &seen);
         self.sweep();
-        // Before the first scan nothing is known to be evictable.
+        // Before memory is first registered nothing is known to be evictable.
         let exhausted = was_managed && self.is_stuck(&progress);
         tenant.account.set_may_exceed(exhausted);
         self.say_exhausted(exhausted, &actions, usage, budget);
@@ -368,7 +368,7 @@ impl Keeper<'_> {
 
     /// Whether the tenant has been over its budget for a while and hardly
     /// anything left, until there is room again or things leave again.
-    fn is_stuck(&mut self, progress: &Progress) -> bool {
+    fn is_stuck(&mut self, progress: &RoundOutcome) -> bool {
         if self.tenant.headroom_pages() > 0 {
             self.over = None;
             return false;
@@ -450,14 +450,15 @@ impl Keeper<'_> {
         living
     }
 
-    fn rescan(&mut self, spaces: &[Arc<Space>], unmanaged_bytes: u64) {
+    fn register_new_memory(&mut self, spaces: &[Arc<Space>], unmanaged_bytes: u64) {
         // Of one whose agent has just come, as of a restored process, nothing can be
         // evicted before its memory map was read.
         let attended: Vec<SpaceId> =
             spaces.iter().filter(|space| space.agent().is_some()).map(|space| space.id).collect();
-        let due = self.scanned.elapsed() >= RESCAN_EVERY.max(self.scan_took * RESCAN_PART)
-            || attended != self.attended_at_scan
-            || unmanaged_bytes > self.unmanaged_at_scan + RESCAN_AT_BYTES;
+        let due = self.registered_at.elapsed()
+            >= REGISTER_EVERY.max(self.registering_took * REGISTER_PART)
+            || attended != self.attended_when_registered
+            || unmanaged_bytes > self.unmanaged_when_registered + REGISTER_AT_BYTES;
         if !due {
             return;
         }
@@ -467,12 +468,12 @@ impl Keeper<'_> {
                 space.set_gone();
             }
         }
-        self.scanned = Instant::now();
-        self.scan_took = self.scanned - began;
-        self.attended_at_scan = attended;
+        self.registered_at = Instant::now();
+        self.registering_took = self.registered_at - began;
+        self.attended_when_registered = attended;
         let managed = self.tenant.account.resident_pages().max(0) as u64 * PAGE;
         let usage = measure(self.tenant, 0);
-        self.unmanaged_at_scan = usage.unmanaged_bytes(managed);
+        self.unmanaged_when_registered = usage.unmanaged_bytes(managed);
     }
 
     fn settle_shared(&mut self, spaces: &[Arc<Space>]) {
@@ -490,7 +491,7 @@ impl Keeper<'_> {
     }
 
     /// Does some of what the policy asks for.
-    fn act(&mut self, actions: &Actions, spaces: &[Arc<Space>], spare: bool) -> Progress {
+    fn act(&mut self, actions: &Actions, spaces: &[Arc<Space>], spare: bool) -> RoundOutcome {
         let tenant = self.tenant;
         let began = thread_time();
         let before = tenant.store.stats();
@@ -551,7 +552,7 @@ impl Keeper<'_> {
             tenant.store.compact(COMPACT_BYTES_PER_ROUND);
         }
         let shrank_bytes = before.dram_bytes.saturating_sub(tenant.store.stats().dram_bytes);
-        Progress {
+        RoundOutcome {
             evicted_pages,
             set_aside_pages,
             shrank_bytes,

@@ -35,7 +35,7 @@ pub use map::registry::{
 };
 pub use map::settings::{MOST_SETTINGS, Setting};
 pub use regions::place::{Refused, Whereabouts, Wish};
-pub use snapshot::hold::Hold;
+pub use snapshot::held_memory::HeldMemory;
 pub use snapshot::prepared::Prepared;
 pub use strata_store::StoreStats;
 pub use tenant::advisor::{Advice, AdviceState};

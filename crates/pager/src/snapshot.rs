@@ -5,7 +5,7 @@
 //! whoever wants one, and waits.
 
 pub(crate) mod fill;
-pub(crate) mod hold;
+pub(crate) mod held_memory;
 mod pages;
 pub(crate) mod prepared;
 pub(crate) mod restore;
@@ -51,7 +51,7 @@ const TELL_EVERY: Duration = Duration::from_millis(100);
 const READERS_EVERY: Duration = Duration::from_millis(1);
 
 /// What a torn snapshot has captured, which the next attempt need not read again if
-/// it is not written until then: it is its base (`unwritten`). Dropped, it is buried.
+/// it is not written until then: it is its base (`capture::clean`). Dropped, it is buried.
 pub(crate) struct Torn {
     tenant: Arc<Tenant>,
     memories: Vec<SpaceId>,

@@ -79,7 +79,7 @@ const CHANGE_LASTS_TURNS: f32 = 4.0;
 
 /// What the owner of the page map says about a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Standing {
+pub enum Candidate {
     /// Resident and may leave; its estimate by [`crate::gap::level`].
     Evictable(Level),
     /// Resident, but pinned, locked or in motion just now: asked about again
@@ -92,7 +92,7 @@ pub enum Standing {
 /// The page map as the replacement sees it.
 pub trait Pages {
     /// How `page` stands now.
-    fn standing(&self, page: PageId) -> Standing;
+    fn candidate(&self, page: PageId) -> Candidate;
 }
 
 /// How many pages the tenant has.
@@ -301,16 +301,16 @@ impl Replacement {
                 if self.table.record(page).is_none_or(|r| r.state() != State::Chosen) {
                     continue;
                 }
-                match pages.standing(page) {
-                    Standing::Evictable(_) => {
+                match pages.candidate(page) {
+                    Candidate::Evictable(_) => {
                         self.table.depart(page, self.now, self.tick());
                         out.push(page);
                     }
-                    Standing::Busy => {
+                    Candidate::Busy => {
                         self.table.entry(page).0.set_state(State::Young);
                         self.young.push_back(page);
                     }
-                    Standing::Gone => self.table.entry(page).0.set_state(State::Absent),
+                    Candidate::Gone => self.table.entry(page).0.set_state(State::Absent),
                 }
             }
             if out.len() >= until || !self.walk_on(until - out.len(), census) {
@@ -331,13 +331,13 @@ impl Replacement {
             if record.state() != State::Young {
                 continue;
             }
-            match pages.standing(page) {
-                Standing::Evictable(level) => {
+            match pages.candidate(page) {
+                Candidate::Evictable(level) => {
                     record.level = level.index() as u8;
                     record.set_state(State::Resident);
                 }
-                Standing::Busy => self.young.push_back(page),
-                Standing::Gone => record.set_state(State::Absent),
+                Candidate::Busy => self.young.push_back(page),
+                Candidate::Gone => record.set_state(State::Absent),
             }
         }
         if self.young.capacity() > 4 * (keep + 1024) {
@@ -509,8 +509,8 @@ mod tests {
     fn what_is_set_aside_is_chosen_when_it_is_announced_anew() {
         struct All;
         impl Pages for All {
-            fn standing(&self, _: PageId) -> Standing {
-                Standing::Evictable(Level::of_gap(1000))
+            fn candidate(&self, _: PageId) -> Candidate {
+                Candidate::Evictable(Level::of_gap(1000))
             }
         }
         let census = Census { managed: 400, resident: 400 };

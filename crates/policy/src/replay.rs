@@ -9,7 +9,7 @@ use strata_units::PageId;
 
 use crate::clock::Clock;
 use crate::gap::{self, Level};
-use crate::replacement::{Census, Pages, Replacement, Standing};
+use crate::replacement::{Candidate, Census, Pages, Replacement};
 
 /// What a touch stands for: a server that looks up records uses three pages for each,
 /// and takes 2.3 us of a processor.
@@ -78,10 +78,10 @@ struct Map {
 }
 
 impl Pages for Map {
-    fn standing(&self, page: PageId) -> Standing {
+    fn candidate(&self, page: PageId) -> Candidate {
         match self.places[page.0 as usize] {
-            Place::Resident => Standing::Evictable(gap::level(self.cells[page.0 as usize])),
-            _ => Standing::Gone,
+            Place::Resident => Candidate::Evictable(gap::level(self.cells[page.0 as usize])),
+            _ => Candidate::Gone,
         }
     }
 }
@@ -174,8 +174,8 @@ impl Tenant {
     pub fn restart_worker(&mut self) {
         let map = &self.map;
         let resident =
-            (0..map.places.len() as u32).filter_map(|page| match map.standing(PageId(page)) {
-                Standing::Evictable(level) => Some((PageId(page), level)),
+            (0..map.places.len() as u32).filter_map(|page| match map.candidate(PageId(page)) {
+                Candidate::Evictable(level) => Some((PageId(page), level)),
                 _ => None,
             });
         self.replacement.rebuild(resident, self.now);

@@ -6,7 +6,7 @@ use std::collections::{HashSet, VecDeque};
 
 use proptest::prelude::*;
 use strata_policy::replay::{Shape, Tenant, Touch};
-use strata_policy::{Census, Level, Pages, Replacement, gap, replacement::Standing};
+use strata_policy::{Census, Level, Pages, Replacement, gap, replacement::Candidate};
 use strata_units::PageId;
 
 /// A model a twentieth of the Redis run: value pages, index pages behind them.
@@ -187,20 +187,20 @@ fn memory_stays_within_five_bytes_a_managed_page() {
 }
 
 /// A page map of which everything is known.
-struct Map(Vec<Standing>);
+struct Map(Vec<Candidate>);
 
 impl Pages for Map {
-    fn standing(&self, page: PageId) -> Standing {
+    fn candidate(&self, page: PageId) -> Candidate {
         self.0[page.0 as usize]
     }
 }
 
-fn evictable(gap_faults: u32) -> Standing {
-    Standing::Evictable(Level::of_gap(gap_faults))
+fn evictable(gap_faults: u32) -> Candidate {
+    Candidate::Evictable(Level::of_gap(gap_faults))
 }
 
 /// 1,000 resident pages that are old enough to leave, page `n` with `gap(n)`.
-fn aged(gap: impl Fn(u32) -> Standing) -> (Replacement, Map, Census) {
+fn aged(gap: impl Fn(u32) -> Candidate) -> (Replacement, Map, Census) {
     let mut replacement = Replacement::new();
     for page in 0..1_000 {
         replacement.arrived(PageId(page), page);
@@ -233,8 +233,8 @@ fn the_youngest_are_never_victims() {
 #[test]
 fn busy_pages_are_asked_about_again_and_gone_ones_are_not() {
     let (mut replacement, mut map, census) = aged(|page| match page {
-        0..=9 => Standing::Busy,
-        10..=19 => Standing::Gone,
+        0..=9 => Candidate::Busy,
+        10..=19 => Candidate::Gone,
         _ => evictable(1 << 9),
     });
     let mut victims = Vec::new();
@@ -266,7 +266,7 @@ fn a_refused_victim_is_not_tried_at_once() {
 
 #[test]
 fn a_page_map_that_forgets_and_remembers_does_not_grow_the_queues() {
-    let (mut replacement, map, census) = aged(|_| Standing::Evictable(gap::level(gap::NEW)));
+    let (mut replacement, map, census) = aged(|_| Candidate::Evictable(gap::level(gap::NEW)));
     for now in 1_000..200_000 {
         replacement.arrived(PageId(now % 1_000), now);
         if now.is_multiple_of(500) {

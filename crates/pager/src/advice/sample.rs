@@ -10,8 +10,8 @@ use strata_units::PageId;
 
 use crate::fault::handler;
 use crate::map::lock;
+use crate::regions::eligibility::is_large_data;
 use crate::regions::registration::{register_all, stacks_of};
-use crate::regions::standing::is_large_data;
 use crate::tenant::Tenant;
 use crate::tenant::space::Space;
 

@@ -20,8 +20,8 @@ use strata_units::wire::ENV_TOKEN;
 use strata_units::{ByteSize, PAGE_SIZE};
 
 use crate::map::lock;
+use crate::regions::eligibility::{Why, eligibility};
 use crate::regions::registration::stacks_of;
-use crate::regions::standing::{Why, standings};
 use crate::tenant::Tenant;
 use crate::tenant::surveyed::{State, Survey, Unattended, Unmanaged};
 use crate::tenant::usage::{proportional_shared, proportional_unattended};
@@ -121,15 +121,16 @@ impl Tenant {
                 let Ok(uses) = agent.process.mapping_uses() else { continue };
                 let Ok(maps) = agent.process.maps() else { continue };
                 let stacks = stacks_of(agent.control.control());
-                let standings = standings(&maps, agent.ranges, &stacks);
+                let eligibility = eligibility(&maps, agent.ranges, &stacks);
                 for MappingUse { mapping, anonymous_bytes } in uses {
                     let gate = lock(&space.gate);
                     let registered = gate.is_registered(mapping.range);
                     drop(gate);
                     // One that is new since then is counted in the next survey.
-                    let at = standings.partition_point(|(m, _)| m.range.end <= mapping.range.start);
-                    if !registered && let Some(&(_, standing)) = standings.get(at) {
-                        count(&mut survey.unmanaged, standing, anonymous_bytes);
+                    let at =
+                        eligibility.partition_point(|(m, _)| m.range.end <= mapping.range.start);
+                    if !registered && let Some(&(_, eligible)) = eligibility.get(at) {
+                        count(&mut survey.unmanaged, eligible, anonymous_bytes);
                     }
                 }
             }
@@ -260,8 +261,8 @@ fn children_of(pid: u32) -> Vec<u32> {
 }
 
 /// Adds memory that is not registered to the cause for which it is not.
-fn count(unmanaged: &mut Unmanaged, standing: Result<(), Why>, bytes: u64) {
-    let cause = match standing {
+fn count(unmanaged: &mut Unmanaged, eligible: Result<(), Why>, bytes: u64) {
+    let cause = match eligible {
         Ok(()) => &mut unmanaged.untouched_bytes,
         Err(Why::Shared | Why::Agent) => return,
         Err(Why::Executable) => &mut unmanaged.executable_bytes,

@@ -9,7 +9,7 @@
 //! freeze      base gone                    everything is protected from here on
 //! whole, or   base = this snapshot; a torn one has what could be captured
 //! torn
-//! arm         base → unwritten             what is protected is noted, and the
+//! arm         base → clean                 what is protected is noted, and the
 //!                                          rest protected, the gate held: no
 //!                                          thread's write is let through between
 //! freeze      less what is unprotected     written, discarded or evicted since
@@ -29,7 +29,7 @@ use crate::map::page_map::Piece;
 use crate::map::page_set::Bits;
 use crate::map::registry::Registry;
 use crate::tenant::Tenant;
-use crate::tenant::capture::{Base, Capture, Unwritten};
+use crate::tenant::capture::{Base, Capture, CleanPages};
 use crate::tenant::space::Gate;
 
 /// More places to which memory was moved are taken for everywhere.
@@ -54,13 +54,13 @@ impl Gate {
 
     /// Everything stands still; of what was noted when the snapshot was armed,
     /// that which still holds. `unprotected` are the pages that are not protected.
-    pub(crate) fn take_unwritten(&mut self, unprotected: &[Range]) -> Unwritten {
-        let mut unwritten = std::mem::take(&mut self.unwritten);
+    pub(crate) fn take_clean(&mut self, unprotected: &[Range]) -> CleanPages {
+        let mut clean = std::mem::take(&mut self.clean);
         for &range in self.moved.iter().chain(unprotected) {
-            unwritten.pages.remove(range);
+            clean.pages.remove(range);
         }
         self.moved.clear();
-        unwritten
+        clean
     }
 }
 
@@ -73,8 +73,8 @@ impl Capture {
         piece: Piece,
         leaf: LeafIndex,
     ) -> usize {
-        let bits: Bits = self.unwritten.pages.take(piece);
-        let Some(base) = self.unwritten.base.filter(|_| bits != Bits::default()) else { return 0 };
+        let bits: Bits = self.clean.pages.take(piece);
+        let Some(base) = self.clean.base.filter(|_| bits != Bits::default()) else { return 0 };
         // Held: nobody removes the base before its pages are this snapshot's too.
         let snapshots = lock(&tenant.snapshots);
         if tenant.registry.serial_of(base.snapshot) != base.serial {

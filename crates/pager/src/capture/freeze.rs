@@ -16,7 +16,7 @@ use crate::map::lock;
 use crate::map::page_map::Piece;
 use crate::map::page_set::{Bits, PageSet};
 use crate::tenant::Tenant;
-use crate::tenant::capture::Unwritten;
+use crate::tenant::capture::CleanPages;
 use crate::tenant::copied::Copied;
 use crate::tenant::excluded::Excluded;
 use crate::tenant::orders::{SnapshotError, failed, restless};
@@ -49,7 +49,7 @@ impl Space {
     ) -> Result<usize, SnapshotError> {
         let (registered, mut pieces): (Vec<Range>, BTreeSet<Piece>) = {
             let mut gate = lock(&self.gate);
-            gate.unwritten = Unwritten { base: gate.base.take(), pages: PageSet::default() };
+            gate.clean = CleanPages { base: gate.base.take(), pages: PageSet::default() };
             let pieces = gate.pages_in(part).into_iter().map(|(piece, ..)| piece).collect();
             (gate.registered_in(part).collect(), pieces)
         };
@@ -80,12 +80,12 @@ impl Space {
         pieces: &mut BTreeSet<Piece>,
     ) -> Result<(), SnapshotError> {
         let mut gate = lock(&self.gate);
-        let unwritten = &mut gate.unwritten;
+        let clean = &mut gate.clean;
         let note = |found: Range, protected: bool| {
             let [first, last] = [found.start, found.end - 1].map(PageNumber::containing);
             pieces.extend(piece_of(first)..=piece_of(last));
-            if protected && unwritten.base.is_some() {
-                unwritten.pages.insert(found);
+            if protected && clean.base.is_some() {
+                clean.pages.insert(found);
             }
         };
         process.protection(part, note).map_err(failed)?;
@@ -119,7 +119,7 @@ impl Space {
             pending: 0,
             unknown: 0,
             torn: false,
-            unwritten: Unwritten::default(),
+            clean: CleanPages::default(),
             from_base: 0,
             copied: Copied::default(),
             block: vec![0; BLOCK_BYTES as usize],
@@ -141,7 +141,7 @@ impl Space {
             capture.pages.protection(range, note).map_err(failed)?;
         }
         gate.written = PageSet::default();
-        capture.unwritten = gate.take_unwritten(&unprotected);
+        capture.clean = gate.take_clean(&unprotected);
         for part in unprotected.iter().flat_map(|&range| excluded.spared(range)) {
             if !matches!(self.uffd.protect(part), Fill::Done { .. }) {
                 return Err(failed("its memory cannot be write-protected"));
@@ -214,7 +214,7 @@ impl Capture {
         late: &mut Vec<Range>,
     ) -> Result<(), SnapshotError> {
         let mut target = None;
-        let known = self.unwritten.pages.of(piece);
+        let known = self.clean.pages.of(piece);
         if let Some(leaf) = leaf {
             tenant.prefetch_counts(leaf);
         }

@@ -24,7 +24,7 @@ const MEMORY: u32 = 8192;
 
 /// See the module's text.
 #[derive(Debug, Default)]
-pub(crate) struct Copies {
+pub(crate) struct KeptCopies {
     /// The oldest first; some have left or lost their copies since.
     order: VecDeque<PageId>,
     fingerprints: HashMap<PageId, Fingerprint>,
@@ -34,7 +34,7 @@ pub(crate) struct Copies {
     unchanged: u32,
 }
 
-impl Copies {
+impl KeptCopies {
     /// Takes note of what the handlers kept.
     pub(crate) fn take_arrivals(&mut self, tenant: &Tenant) {
         for (page, fingerprint) in std::mem::take(&mut *lock(&tenant.kept_arrivals)) {

@@ -57,13 +57,13 @@ impl Mean {
 
 /// What is used together in a space.
 #[derive(Debug, Default)]
-pub(crate) struct Together {
+pub(crate) struct Clusters {
     watched: VecDeque<Watched>,
     /// By the page that came first, and the other.
     means: [[Mean; PAGES]; PAGES],
 }
 
-impl Together {
+impl Clusters {
     /// The page at `address` was asked for. The others of its block that should come
     /// too, a bit each. `is_out` says of an address whether its page is; it is asked
     /// only in blocks that are watched. Constant time.
@@ -121,7 +121,7 @@ mod tests {
     /// Has `pages` of each of so many blocks asked for in turn, all of them out before;
     /// how many were brought, and how many faults there were.
     fn walk(
-        together: &mut Together,
+        clusters: &mut Clusters,
         blocks: std::ops::Range<u64>,
         pages: impl Fn(u64) -> Vec<usize>,
     ) -> (u32, u32) {
@@ -133,7 +133,7 @@ mod tests {
                     continue;
                 }
                 faults += 1;
-                let with = together.follow(block * BLOCK_BYTES + page as u64 * PAGE, |_| true);
+                let with = clusters.follow(block * BLOCK_BYTES + page as u64 * PAGE, |_| true);
                 assert_eq!(with >> page & 1, 0, "the page itself");
                 brought += (with & !here).count_ones();
                 here |= with | 1 << page;
@@ -144,10 +144,10 @@ mod tests {
 
     #[test]
     fn a_header_and_a_directory_come_together_and_what_lies_between_does_not() {
-        let mut together = Together::default();
+        let mut clusters = Clusters::default();
         let pages = |block: u64| if block.is_multiple_of(5) { vec![0, 3, 1] } else { vec![0, 3] };
-        walk(&mut together, 0..4000, pages);
-        let (brought, faults) = walk(&mut together, 4000..8000, pages);
+        walk(&mut clusters, 0..4000, pages);
+        let (brought, faults) = walk(&mut clusters, 4000..8000, pages);
         // In seven of eight blocks one page came with the first.
         assert!((3300..3700).contains(&brought), "{brought}");
         assert!((5000..5600).contains(&faults), "{faults}");
@@ -155,32 +155,32 @@ mod tests {
 
     #[test]
     fn pages_that_are_used_alone_bring_nothing() {
-        let mut together = Together::default();
+        let mut clusters = Clusters::default();
         let mut brought = 0;
         for number in numbers(3).take(100_000) {
-            brought += together.follow((number >> 44) * PAGE, |_| true);
+            brought += clusters.follow((number >> 44) * PAGE, |_| true);
         }
         assert_eq!(brought, 0);
         // An object across the edge of a page, one in four.
         let pages = |block: u64| if block.is_multiple_of(4) { vec![1, 2] } else { vec![1] };
-        assert_eq!(walk(&mut together, 1 << 30..(1 << 30) + 20_000, pages).0, 0);
+        assert_eq!(walk(&mut clusters, 1 << 30..(1 << 30) + 20_000, pages).0, 0);
     }
 
     #[test]
     fn what_changes_is_noticed_in_the_blocks_in_which_nothing_is_brought() {
-        let mut together = Together::default();
-        walk(&mut together, 0..8000, |_| vec![2, 0]);
-        assert!(walk(&mut together, 8000..9000, |_| vec![2, 0]).0 > 800);
-        walk(&mut together, 9000..17_000, |_| vec![2]);
-        assert_eq!(walk(&mut together, 17_000..18_000, |_| vec![2]).0, 0);
+        let mut clusters = Clusters::default();
+        walk(&mut clusters, 0..8000, |_| vec![2, 0]);
+        assert!(walk(&mut clusters, 8000..9000, |_| vec![2, 0]).0 > 800);
+        walk(&mut clusters, 9000..17_000, |_| vec![2]);
+        assert_eq!(walk(&mut clusters, 17_000..18_000, |_| vec![2]).0, 0);
     }
 
     #[test]
     fn pages_that_were_there_already_say_nothing() {
-        let mut together = Together::default();
+        let mut clusters = Clusters::default();
         for block in 0..8000 {
-            assert_eq!(together.follow(block * BLOCK_BYTES, |_| false), 0);
+            assert_eq!(clusters.follow(block * BLOCK_BYTES, |_| false), 0);
         }
-        assert!(together.means.iter().flatten().all(|mean| mean.seen == 0));
+        assert!(clusters.means.iter().flatten().all(|mean| mean.seen == 0));
     }
 }

@@ -61,7 +61,7 @@ pub(crate) const MOST_DEFERRED: usize = 4096;
 
 /// A stored page that is to be put in place.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Order {
+pub(crate) struct SwapIn {
     pub(crate) page: PageId,
     pub(crate) address: u64,
     pub(crate) handle: Handle,
@@ -74,7 +74,7 @@ enum Claim {
     Done,
     /// Put this stored page in place.
     Fill {
-        order: Order,
+        swap_in: SwapIn,
         /// The thread that waits is about to write to it.
         to_write: bool,
         /// The program has said that it reads in order here.
@@ -233,9 +233,9 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
                     ahead.follow(space, tenant, fault.address, in_order);
                 }
             }
-            if let Claim::Fill { order, to_write, .. } = claim {
+            if let Claim::Fill { swap_in, to_write, .. } = claim {
                 let why = Why::Fault { began, to_write };
-                if reads.take(tenant, order, why) {
+                if reads.take(tenant, swap_in, why) {
                     continue;
                 }
             }
@@ -365,24 +365,24 @@ impl Space {
             Entry::Stored(handle) | Entry::Arriving(handle) => {
                 tenant.map.set(page, Entry::Arriving(handle));
                 self.note_touched(address);
-                let order = Order { page, address, handle };
+                let swap_in = SwapIn { page, address, handle };
                 let in_order = !gate.settings.is_empty()
                     && gate.settings.at(address) == Some(Setting::Sequential);
-                Claim::Fill { order, to_write: fault.to_write, in_order }
+                Claim::Fill { swap_in, to_write: fault.to_write, in_order }
             }
         }
     }
 
     /// The stored page at `address`, to be brought although nobody asked. The
     /// caller holds the gate.
-    fn claim_ahead(&self, tenant: &Tenant, gate: &Gate, address: u64) -> Option<Order> {
+    fn claim_ahead(&self, tenant: &Tenant, gate: &Gate, address: u64) -> Option<SwapIn> {
         let page = gate.page(address)?;
         let Entry::Stored(handle) = tenant.map.get(page) else { return None };
         if self.is_unadjusted() {
             return None;
         }
         tenant.map.set(page, Entry::Arriving(handle));
-        Some(Order { page, address, handle })
+        Some(SwapIn { page, address, handle })
     }
 
     /// How much to map at a first touch: one page, but twice as much each time
@@ -417,9 +417,9 @@ impl Space {
             Claim::Defer => Served::Defer,
             Claim::Again | Claim::Adjust => Served::Again,
             Claim::Poison(address) => self.poison(address),
-            Claim::Fill { order, to_write, in_order: _ } => {
-                let filled = self.serve_stored(tenant, order, buffer);
-                self.settle_fill(tenant, order, to_write, began, filled)
+            Claim::Fill { swap_in, to_write, in_order: _ } => {
+                let filled = self.serve_stored(tenant, swap_in, buffer);
+                self.settle_fill(tenant, swap_in, to_write, began, filled)
             }
         }
     }
@@ -428,12 +428,12 @@ impl Space {
     pub(crate) fn settle_fill(
         &self,
         tenant: &Tenant,
-        order: Order,
+        swap_in: SwapIn,
         to_write: bool,
         began: Instant,
         filled: Filled,
     ) -> Served {
-        let Order { page, address, handle } = order;
+        let SwapIn { page, address, handle } = swap_in;
         match filled {
             Filled::Arrived(source, fingerprint) => {
                 tenant.arrived(page, handle, fingerprint.filter(|_| !to_write));
@@ -454,8 +454,8 @@ impl Space {
     }
 
     /// What came of a fill that nobody waits for yet.
-    pub(crate) fn settle_ahead(&self, tenant: &Tenant, order: Order, filled: Filled) {
-        let Order { page, address, handle } = order;
+    pub(crate) fn settle_ahead(&self, tenant: &Tenant, swap_in: SwapIn, filled: Filled) {
+        let SwapIn { page, address, handle } = swap_in;
         match filled {
             Filled::Arrived(source, fingerprint) => {
                 tenant.arrived(page, handle, fingerprint);
@@ -535,10 +535,10 @@ impl Space {
     pub(crate) fn serve_stored(
         &self,
         tenant: &Tenant,
-        order: Order,
+        swap_in: SwapIn,
         buffer: &mut PageBuffer,
     ) -> Filled {
-        let handle = order.handle;
+        let handle = swap_in.handle;
         let mut got = tenant.store.get_with_fingerprint(handle, &mut buffer.0);
         for _ in 0..READ_RETRIES {
             if !matches!(got, Err(GetError::Io { .. })) {
@@ -547,7 +547,7 @@ impl Space {
             got = tenant.store.get_with_fingerprint(handle, &mut buffer.0);
         }
         match got {
-            Ok(got) => self.put_in_place(tenant, order, buffer, got),
+            Ok(got) => self.put_in_place(tenant, swap_in, buffer, got),
             Err(error) => Filled::Unreadable(error.to_string()),
         }
     }
@@ -556,11 +556,11 @@ impl Space {
     pub(crate) fn put_in_place(
         &self,
         tenant: &Tenant,
-        order: Order,
+        swap_in: SwapIn,
         buffer: &PageBuffer,
         (source, fingerprint): (Source, Option<Fingerprint>),
     ) -> Filled {
-        let Order { page, address, handle } = order;
+        let SwapIn { page, address, handle } = swap_in;
         match self.uffd.copy(address, buffer) {
             Fill::Done { .. } => Filled::Arrived(source, fingerprint),
             Fill::Present => Filled::WasThere,

@@ -19,7 +19,7 @@ use strata_sys::{READ_BYTES, ReadId, ReadQueue};
 use strata_units::{Handle, PageBuffer, PageId};
 
 use crate::fault::events::{Asker, FaultMessage};
-use crate::fault::handler::{MOST_DEFERRED, Order, Served};
+use crate::fault::handler::{MOST_DEFERRED, Served, SwapIn};
 use crate::map::address::one_page;
 use crate::map::counters::Counter;
 use crate::map::entry::Entry;
@@ -159,11 +159,11 @@ impl Reads {
 
     /// Sees to a page that is to come: `page` is claimed, or `why` is
     /// [`Why::Spare`]. False: it is not in the file; whoever asks has it at once.
-    pub(crate) fn take(&mut self, tenant: &Tenant, order: Order, why: Why) -> bool {
+    pub(crate) fn take(&mut self, tenant: &Tenant, swap_in: SwapIn, why: Why) -> bool {
         if self.queue.is_none() {
             return false;
         }
-        let Order { page, address, handle } = order;
+        let SwapIn { page, address, handle } = swap_in;
         let begun = self.clusters.iter_mut().flat_map(|cluster| &mut cluster.wants);
         let failed = self.failed.iter_mut().map(|(_, want)| want);
         let known = self
@@ -456,15 +456,15 @@ fn land(
         }
         return Landing::Over;
     }
-    let order = Order { page, address, handle };
+    let swap_in = SwapIn { page, address, handle };
     let filled = match tenant.store.get_from(handle, &want.read, start, bytes, &mut buffer.0) {
         Ok(fingerprint) => {
-            space.put_in_place(tenant, order, buffer, (Source::File, Some(fingerprint)))
+            space.put_in_place(tenant, swap_in, buffer, (Source::File, Some(fingerprint)))
         }
         Err(Unread::Moved) => match tenant.store.file_read(handle) {
             Some(read) => return Landing::Moved(Want { read, ..want }),
             // It has come back to DRAM meanwhile.
-            None => space.serve_stored(tenant, order, buffer),
+            None => space.serve_stored(tenant, swap_in, buffer),
         },
         Err(Unread::Corrupt) => {
             tenant.store.note_failed_read(&want.read, &"a stored page is corrupt");
@@ -473,13 +473,13 @@ fn land(
     };
     match want.why {
         Why::Fault { began, to_write } => {
-            match space.settle_fill(tenant, order, to_write, began, filled) {
+            match space.settle_fill(tenant, swap_in, to_write, began, filled) {
                 Served::Done => Landing::Over,
                 Served::Defer | Served::Again => Landing::Later(want),
             }
         }
         Why::Ahead | Why::Spare => {
-            space.settle_ahead(tenant, order, filled);
+            space.settle_ahead(tenant, swap_in, filled);
             Landing::Over
         }
     }

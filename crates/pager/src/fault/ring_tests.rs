@@ -85,7 +85,7 @@ enum Step {
         half: u64,
     },
     /// Three messages in one read.
-    Together {
+    Clusters {
         from: u64,
         to: u64,
         count: u64,
@@ -121,7 +121,7 @@ fn step() -> impl Strategy<Value = Step> {
         3 => (start(), start(), count(), times, 0..4u64)
             .prop_map(|(from, to, count, times, half)| Step::Remap { from, to, count, times, half }),
         1 => (start(), start(), count())
-            .prop_map(|(from, to, count)| Step::Together { from, to, count }),
+            .prop_map(|(from, to, count)| Step::Clusters { from, to, count }),
     ]
 }
 
@@ -350,7 +350,7 @@ impl World {
                 self.act(&[Message::Remap { from: source, to: target, len }], times);
                 self.act(&[Message::Unmap { start: source, end: source + len }], times);
             }
-            Step::Together { from, to, count } => {
+            Step::Clusters { from, to, count } => {
                 let count = count.min(PAGES - from).min(PAGES - to);
                 if !apart(from, to, count) {
                     return;

@@ -1,6 +1,6 @@
 //! Alarms: the kernel tells when a tenant at rest is charged more memory than it was, so
 //! that nobody has to read it in between. With them a tenant that does nothing costs next
-//! to nothing: the [`lookout`] looks now and then whether its processes have run.
+//! to nothing: the idle watcher looks now and then whether its processes have run.
 //!
 //! There are such alarms with cgroups of version 1. Setting one takes some milliseconds,
 //! in which the kernel waits, so threads of their own do it; another one waits for them.
@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use strata_sys::{EventFd, PollSet, alarm_when_charged, poll_readable};
 
-use super::lookout;
+use super::idle_watch;
 use crate::map::lock;
 use crate::tenant::Tenant;
 
@@ -76,7 +76,7 @@ fn charged(usage: &File) -> Option<u64> {
     std::str::from_utf8(&text[..count]).ok()?.trim_end().parse().ok()
 }
 
-/// Has an alarm set for a tenant at rest, unless one is being set; the lookout gets it, if
+/// Has an alarm set for a tenant at rest, unless one is being set; the idle watcher gets it, if
 /// the tenant rests still.
 pub(super) fn ask(tenant: &Arc<Tenant>) {
     if let Some(setter) = SETTER.get()
@@ -118,8 +118,8 @@ pub fn start_alarms() -> io::Result<()> {
 fn set_for(tenant: &Arc<Tenant>, set: &PollSet) {
     let Some(directory) = &tenant.record.cgroup else { return };
     let Some(alarm) = Alarm::set(Path::new(directory)) else { return };
-    if set.add(&alarm.event, lookout::key(tenant) as u64).is_ok() {
-        lookout::give_alarm(tenant, alarm);
+    if set.add(&alarm.event, idle_watch::key(tenant) as u64).is_ok() {
+        idle_watch::give_alarm(tenant, alarm);
     }
 }
 
@@ -128,7 +128,7 @@ fn listen(set: &PollSet) {
     strata_sys::set_thread_name("alarms");
     loop {
         match set.wait() {
-            Ok(keys) => keys.into_iter().for_each(|key| lookout::alarmed(key as usize)),
+            Ok(keys) => keys.into_iter().for_each(|key| idle_watch::alarmed(key as usize)),
             // Of a list that is there none is known; not to spin.
             Err(_) => std::thread::sleep(PAUSE),
         }

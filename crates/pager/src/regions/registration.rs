@@ -18,7 +18,7 @@ use crate::map::address::{EVERYTHING, overlaps};
 use crate::map::entry::Entry;
 use crate::map::lock;
 use crate::map::registry::SpaceField;
-use crate::regions::standing::{is_data, managed};
+use crate::regions::eligibility::{is_data, managed};
 use crate::tenant::Tenant;
 use crate::tenant::space::{Agent, Space};
 

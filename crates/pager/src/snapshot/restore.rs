@@ -24,8 +24,8 @@ use crate::map::address::{ids_in, one_page};
 use crate::map::entry::Entry;
 use crate::map::lock;
 use crate::map::registry::SpaceField;
+use crate::regions::eligibility::eligibility;
 use crate::regions::registration::stacks_of;
-use crate::regions::standing::standings;
 use crate::snapshot::prepared::Prepared;
 use crate::tenant::space::{Agent, Space};
 use crate::tenant::{Hail, Tenant};
@@ -192,7 +192,7 @@ impl Tenant {
         let Some(agent) = space.agent() else { return Ok(()) };
         let stacks = stacks_of(agent.control.control());
         let maps = agent.process.maps()?;
-        let let_go: Vec<Range> = standings(&maps, agent.ranges, &stacks)
+        let let_go: Vec<Range> = eligibility(&maps, agent.ranges, &stacks)
             .into_iter()
             .filter(|(mapping, why)| mapping.private && mapping.fileless && why.is_err())
             .map(|(mapping, _)| mapping.range)

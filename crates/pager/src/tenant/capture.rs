@@ -26,7 +26,7 @@ pub(crate) struct Capture {
     pub(crate) unknown: u64,
     pub(crate) torn: bool,
     /// Of what is pending: what the snapshot before it has.
-    pub(crate) unwritten: Unwritten,
+    pub(crate) clean: CleanPages,
     /// How much of it that was.
     pub(crate) from_base: u64,
     /// What was read when somebody was about to write.
@@ -47,7 +47,7 @@ pub(crate) struct Base {
 
 /// Pages that have not been written since a snapshot. Empty: no base.
 #[derive(Debug, Default)]
-pub(crate) struct Unwritten {
+pub(crate) struct CleanPages {
     pub(crate) base: Option<Base>,
     pub(crate) pages: PageSet,
 }

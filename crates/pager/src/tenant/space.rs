@@ -22,8 +22,8 @@ use crate::map::page_map::{PageMap, Piece};
 use crate::map::page_set::PageSet;
 use crate::map::registry::{PROCESS_FIELDS, Registry, SpaceAddress, SpaceField};
 use crate::map::settings::Settings;
-use crate::tenant::capture::{Base, Capture, Unwritten};
-use crate::tenant::hold::Held;
+use crate::tenant::capture::{Base, Capture, CleanPages};
+use crate::tenant::memory_hold::MemoryHold;
 
 /// First byte of the transfer range and of the agent's own memory.
 #[derive(Clone, Copy, Debug)]
@@ -60,7 +60,7 @@ pub(crate) struct Gate {
     /// The snapshot for which what is write-protected here was captured last.
     pub(crate) base: Option<Base>,
     /// What was still protected when the next one was armed.
-    pub(crate) unwritten: Unwritten,
+    pub(crate) clean: CleanPages,
     /// Pages that lost their protection by a write since the last freeze.
     pub(crate) written: PageSet,
     /// Where pages were moved to since the last freeze.
@@ -119,7 +119,7 @@ pub struct Space {
     /// What a reader in order has left behind, for the keeper.
     pub(crate) read: Mutex<Vec<Range>>,
     /// Whether its memory is to outlive its process.
-    pub(crate) held: Held,
+    pub(crate) held: MemoryHold,
 }
 
 impl Gate {
@@ -131,7 +131,7 @@ impl Gate {
             registered: Vec::new(),
             capture: None,
             base: None,
-            unwritten: Unwritten::default(),
+            clean: CleanPages::default(),
             written: PageSet::default(),
             moved: Vec::new(),
             zero_end: 0,
@@ -276,7 +276,7 @@ impl Space {
             touched: Mutex::default(),
             hot: Mutex::default(),
             read: Mutex::default(),
-            held: Held::default(),
+            held: MemoryHold::default(),
         }
     }
 

@@ -9,8 +9,8 @@ use std::time::Duration;
 use strata_sys::Range;
 use strata_units::{PAGE_SIZE, PageBuffer};
 
-use super::{Filled, Order, Served};
-use crate::fault::clustering::{Together, addresses};
+use super::{Filled, Served, SwapIn};
+use crate::fault::clustering::{Clusters, addresses};
 use crate::fault::reads::{Reads, Why};
 use crate::fault::streams::Streams;
 use crate::map::address::one_page;
@@ -48,7 +48,7 @@ const AHEAD_HEADROOM_OF_FILE: i64 = AHEAD_HEADROOM / 4;
 #[derive(Default)]
 pub(super) struct Ahead {
     streams: Streams,
-    together: Together,
+    clusters: Clusters,
     /// What is still to come, at most [`MOST_AHEAD`].
     ranges: VecDeque<Range>,
     /// What the program has said that it wants, at most [`MOST_HOT`] pieces, or asked
@@ -114,7 +114,7 @@ impl Ahead {
     /// advisor watches: to come would count as to be used.
     fn bring_block(&mut self, space: &Space, tenant: &Tenant, address: u64) {
         let gate = lock(&space.gate);
-        let with = self.together.follow(address, |other| {
+        let with = self.clusters.follow(address, |other| {
             gate.page(other).is_some_and(|page| matches!(tenant.map.get(page), Entry::Stored(_)))
         });
         let after = address + PAGE_SIZE as u64;
@@ -193,17 +193,17 @@ impl Ahead {
             let address = range.start;
             range.start += PAGE_SIZE as u64;
             let claimed = space.claim_ahead(tenant, &lock(&space.gate), address);
-            let Some(order) = claimed else { continue };
-            if reads.take(tenant, order, Why::Ahead) {
+            let Some(swap_in) = claimed else { continue };
+            if reads.take(tenant, swap_in, Why::Ahead) {
                 // It costs no time now, and in one read with those that follow less.
                 looked -= 1;
                 continue;
             }
-            let filled = space.serve_stored(tenant, order, buffer);
+            let filled = space.serve_stored(tenant, swap_in, buffer);
             // The address space is changing: a message says how. A guess is not
             // worth a second try.
             if waits && matches!(filled, Filled::Not(Served::Defer | Served::Again)) {
-                tenant.map.set(order.page, Entry::Stored(order.handle));
+                tenant.map.set(swap_in.page, Entry::Stored(swap_in.handle));
                 range.start = address;
                 self.is_changing = true;
                 break;
@@ -211,7 +211,7 @@ impl Ahead {
             if waits {
                 self.hot_looks = 0;
             }
-            space.settle_ahead(tenant, order, filled);
+            space.settle_ahead(tenant, swap_in, filled);
         }
         self.keep_at_hand(space, tenant, reads);
     }
@@ -232,7 +232,7 @@ impl Ahead {
             let gate = lock(&space.gate);
             let Some(page) = gate.page(address) else { continue };
             if let Entry::Stored(handle) = tenant.map.get(page) {
-                reads.take(tenant, Order { page, address, handle }, Why::Spare);
+                reads.take(tenant, SwapIn { page, address, handle }, Why::Spare);
             }
         }
     }

@@ -2,7 +2,7 @@
 //! budget may grow at any time; but most tenants do nothing most of the time. One for
 //! which there is nothing to do rests: as often as it would be looked at, one read tells
 //! whether its memory can have changed. After some of these its keeper sleeps, and the
-//! [`lookout`] reads for it.
+//! idle watcher reads for it.
 //!
 //! What cannot be told that way waits for [`LONGEST`]: memory of the store that a program
 //! gave back, a new part of a program of unchanged size. Of a tenant of which nothing is
@@ -23,7 +23,7 @@ use strata_policy::budget::Actions;
 use strata_sys::{Process, WorkClock};
 
 use super::alarm::{self, Alarm};
-use super::{Keeper, Progress, QUIET_LOOK, QUIET_ROUNDS, lookout};
+use super::{Keeper, QUIET_LOOK, QUIET_ROUNDS, RoundOutcome, idle_watch};
 use crate::map::counters::Counter;
 use crate::map::lock;
 use crate::tenant::Tenant;
@@ -42,7 +42,7 @@ const DOUBLED: u32 = 6;
 const TOGETHER_AFTER: u32 = 3;
 /// With one, and while its processes do not run, it is looked at this often at least.
 const LONGEST_STILL: Duration = Duration::from_secs(64);
-/// Looks left out by a keeper itself, before the lookout does it for all that rest.
+/// Looks left out by a keeper itself, before the idle watcher does it for all that rest.
 const OWN_READS: u32 = 16;
 /// More than the files that are read have.
 const MOST_BYTES: usize = 256;
@@ -62,7 +62,7 @@ impl NextLook {
     }
 }
 
-/// Why the lookout has woken a keeper.
+/// Why the idle watcher has woken a keeper.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Cause {
     /// The tenant has changed.
@@ -201,7 +201,7 @@ impl Keeper<'_> {
             let quiet = is_managed && self.quiet_rounds >= QUIET_ROUNDS;
             let every = if quiet { next.after.max(QUIET_LOOK) } else { next.after };
             if rests && every < left && self.left_out >= OWN_READS {
-                return self.wait_for_the_lookout(every, left, before);
+                return self.wait_for_the_idle_watcher(every, left, before);
             }
             if let Some(orders) = wait_for_orders(tenant, every.min(left)) {
                 return orders;
@@ -237,7 +237,12 @@ impl Keeper<'_> {
         }
     }
 
-    fn wait_for_the_lookout(&mut self, every: Duration, left: Duration, rests: u32) -> Vec<Order> {
+    fn wait_for_the_idle_watcher(
+        &mut self,
+        every: Duration,
+        left: Duration,
+        rests: u32,
+    ) -> Vec<Order> {
         let tenant = self.tenant;
         // Who has given hints may give more, and these are seen only where it is looked
         // at itself.
@@ -245,8 +250,8 @@ impl Keeper<'_> {
         let alone = rests < TOGETHER_AFTER || hints;
         let alarm = self.alarm.take().filter(Alarm::fits);
         let wants_alarm = alarm.is_none() && !alone && self.may_stand_still();
-        let rest = lookout::Rest { every, alone, alarm };
-        if !lookout::enter(tenant, &mut self.state, rest) {
+        let rest = idle_watch::IdleLook { every, alone, alarm };
+        if !idle_watch::enter(tenant, &mut self.state, rest) {
             self.left_out = 0;
             return wait_for_orders(tenant, every).unwrap_or_default();
         }
@@ -254,7 +259,7 @@ impl Keeper<'_> {
             alarm::ask(tenant);
         }
         let orders = wait_for_orders(tenant, left);
-        let Some(went) = lookout::leave(tenant) else { return orders.unwrap_or_default() };
+        let Some(went) = idle_watch::leave(tenant) else { return orders.unwrap_or_default() };
         self.state = Some(went.state);
         self.alarm = went.alarm;
         self.quiet_rounds += went.looks;
@@ -286,7 +291,7 @@ impl Keeper<'_> {
     }
 
     /// Whether a round has left nothing to go on with, so that the tenant may rest.
-    pub(super) fn may_rest(&self, actions: &Actions, progress: Progress) -> bool {
+    pub(super) fn may_rest(&self, actions: &Actions, progress: RoundOutcome) -> bool {
         let asks = actions.evict_pages > 0
             || actions.settle_pages > 0
             || actions.drop_kept_bytes > 0
@@ -390,7 +395,7 @@ mod tests {
         let rest = NextLook { after: Duration::from_micros(100), at_rest: HANGS * 2 };
         let mut ends = |cause: &dyn Fn()| {
             settle(&mut keeper);
-            // By the keeper itself, then by the lookout.
+            // By the keeper itself, then by the idle watcher.
             (0..2).all(|turn| {
                 lock(&tenant.inbox).woken = false;
                 keeper.left_out = turn * OWN_READS;
@@ -464,7 +469,7 @@ mod tests {
         let causes: [(&(dyn Fn() + Sync), bool); 3] = [
             (&|| signal("-STOP"), true),
             (&|| tenant.adopt_space(other.clone().expect("as before")), false),
-            (&|| lookout::alarmed(lookout::key(&tenant)), false),
+            (&|| idle_watch::alarmed(idle_watch::key(&tenant)), false),
         ];
         for (number, (cause, goes_on)) in causes.into_iter().enumerate() {
             keeper.alarm = Some(Alarm::of_file(&path, 8192));
@@ -508,7 +513,7 @@ mod tests {
         let Some((tenant, mut child)) = asleep() else { return };
         let mut keeper = Keeper::new(&tenant);
         settle(&mut keeper);
-        // First by itself, then by the lookout. A rest of which another process had all is
+        // First by itself, then by the idle watcher. A rest of which another process had all is
         // over before its first look.
         let rest = NextLook { after: Duration::from_millis(1), at_rest: Duration::from_millis(20) };
         lock(&tenant.inbox).woken = false;

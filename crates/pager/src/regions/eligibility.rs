@@ -79,27 +79,27 @@ fn is_stack(mapping: &Mapping, stacks: &[u64]) -> bool {
 }
 
 /// Each mapping of a process, in order, and why it is not managed, if it is not.
-pub(crate) fn standings<'maps>(
+pub(crate) fn eligibility<'maps>(
     maps: &'maps [Mapping],
     agent: AgentRanges,
     stacks: &[u64],
 ) -> Vec<(&'maps Mapping, Result<(), Why>)> {
-    let mut standings: Vec<_> =
+    let mut eligibility: Vec<_> =
         maps.iter().map(|mapping| (mapping, is_large_data(mapping, agent, stacks))).collect();
     if maps.len() >= most_mappings() / 2 {
         // Memory that is registered does not become one mapping with its neighbours
         // that are not: a program that makes many would come to its limit earlier.
-        return standings;
+        return eligibility;
     }
     let mut small = Vec::new();
     let mut bytes = 0;
-    for (index, &(mapping, standing)) in standings.iter().enumerate() {
+    for (index, &(mapping, eligible)) in eligibility.iter().enumerate() {
         // What has no access holds nothing, or a guard; what follows a file's mapping
         // is a library's variables, those of Strata's library perhaps.
         let follows_file = index.checked_sub(1).is_some_and(|before| {
             maps[before].backed && maps[before].range.end == mapping.range.start
         });
-        if standing == Err(Why::Small)
+        if eligible == Err(Why::Small)
             && mapping.writable
             && !follows_file
             && !is_stack(mapping, stacks)
@@ -109,15 +109,15 @@ pub(crate) fn standings<'maps>(
         }
     }
     if bytes >= SMALL_TOGETHER_BYTES {
-        small.into_iter().for_each(|index| standings[index].1 = Ok(()));
+        small.into_iter().for_each(|index| eligibility[index].1 = Ok(()));
     }
-    standings
+    eligibility
 }
 
 /// The ranges of what is managed of a process.
 pub(crate) fn managed(maps: &[Mapping], agent: AgentRanges, stacks: &[u64]) -> Vec<Range> {
-    let standings = standings(maps, agent, stacks).into_iter();
-    standings.filter(|(_, why)| why.is_ok()).map(|(mapping, _)| mapping.range).collect()
+    let eligibility = eligibility(maps, agent, stacks).into_iter();
+    eligibility.filter(|(_, why)| why.is_ok()).map(|(mapping, _)| mapping.range).collect()
 }
 
 /// How many mappings a process may have (`vm.max_map_count`).
@@ -163,7 +163,7 @@ mod tests {
     }
 
     fn reasons(maps: &[Mapping], stacks: &[u64]) -> Vec<Option<Why>> {
-        standings(maps, AGENT, stacks).into_iter().map(|(_, why)| why.err()).collect()
+        eligibility(maps, AGENT, stacks).into_iter().map(|(_, why)| why.err()).collect()
     }
 
     #[test]

@@ -1,5 +1,5 @@
 //! Who reads a process's memory so that it outlives the process, and where
-//! (`crate::snapshot::hold`).
+//! (`crate::snapshot::held_memory`).
 //!
 //! ```text
 //! nobody ─ begin ─▶ wanted ─ comes ─▶ wanted by it ─ its fault ─▶ address
@@ -13,9 +13,9 @@ const NOBODY: u64 = 0;
 
 /// Where the reader waits, or who it is; behind no lock.
 #[derive(Debug, Default)]
-pub(crate) struct Held(pub(crate) AtomicU64);
+pub(crate) struct MemoryHold(pub(crate) AtomicU64);
 
-impl Held {
+impl MemoryHold {
     /// Not the address of a page. Thread 0: it has not come yet.
     pub(crate) fn wanted_by(thread: u32) -> u64 {
         u64::from(thread) << 1 | 1
@@ -59,9 +59,9 @@ mod tests {
 
     #[test]
     fn only_the_reader_is_left_waiting() {
-        let held = Held::default();
+        let held = MemoryHold::default();
         assert!(!held.takes(7, 4096) && !held.takes(0, 4096) && !held.comes(7));
-        held.0.store(Held::wanted_by(0), Ordering::Release);
+        held.0.store(MemoryHold::wanted_by(0), Ordering::Release);
         assert!(!held.takes(7, 4096) && !held.takes(0, 4096), "nobody has come");
         assert!(held.comes(7) && !held.comes(8));
         assert!(!held.takes(8, 4096) && !held.is_made());
@@ -71,13 +71,13 @@ mod tests {
         assert_eq!((held.end(), held.end()), (Some(8192), None));
         assert!(!held.takes(7, 8192) && !held.is_wanted());
         // Of a userfaultfd that does not say whose fault it is.
-        held.0.store(Held::wanted_by(0), Ordering::Release);
+        held.0.store(MemoryHold::wanted_by(0), Ordering::Release);
         assert!(held.comes(9) && held.takes(0, 4096) && !held.takes(0, 8192));
         assert_eq!(held.end(), Some(4096));
         // Not wanted any more before it has come, or before it has read.
-        held.0.store(Held::wanted_by(0), Ordering::Release);
+        held.0.store(MemoryHold::wanted_by(0), Ordering::Release);
         assert!(held.end().is_none() && !held.comes(9));
-        held.0.store(Held::wanted_by(9), Ordering::Release);
+        held.0.store(MemoryHold::wanted_by(9), Ordering::Release);
         assert!(held.end().is_none() && !held.takes(9, 4096));
     }
 }

@@ -17,7 +17,7 @@ use strata_units::{
 };
 
 use crate::fault::handler::MOST_HOT;
-use crate::keeper::{Keeper, RESCAN_EVERY};
+use crate::keeper::{Keeper, REGISTER_EVERY};
 use crate::map::address::{ids_in, piece_of};
 use crate::map::entry::Entry;
 use crate::map::lock;
@@ -43,7 +43,7 @@ const PIECE_BYTES: u64 = PAGE * PAGES_PER_LEAF as u64;
 
 /// See the module's text.
 #[derive(Default)]
-pub(super) struct Advised {
+pub(super) struct Hinted {
     spaces: BTreeMap<u32, Heeded>,
     /// What leaves first when something has to; the flag: it is packed densely.
     given_up: VecDeque<(SpaceId, Range, bool)>,
@@ -103,16 +103,16 @@ impl Keeper<'_> {
     /// Does some of what the programs have said. True: there is more, soon.
     pub(super) fn heed(&mut self, spaces: &[Arc<Space>]) -> bool {
         let living = |id: &u32| spaces.iter().any(|space| space.id.0 == *id);
-        self.advised.spaces.retain(|id, _| living(id));
+        self.hinted.spaces.retain(|id, _| living(id));
         let mut more = false;
         for space in spaces {
-            let mut heeded = self.advised.spaces.remove(&space.id.0).unwrap_or_default();
+            let mut heeded = self.hinted.spaces.remove(&space.id.0).unwrap_or_default();
             more |= self.heed_hints(space, &mut heeded, spaces);
             more |= self.walk_early(space, &mut heeded.early, spaces);
             for range in std::mem::take(&mut *lock(&space.read)) {
                 self.give_up(space.id, range, false);
             }
-            self.advised.spaces.insert(space.id.0, heeded);
+            self.hinted.spaces.insert(space.id.0, heeded);
         }
         more
     }
@@ -182,7 +182,7 @@ impl Keeper<'_> {
         {
             return true;
         }
-        if heeded.mapped.is_some_and(|mapped| mapped.elapsed() < RESCAN_EVERY) {
+        if heeded.mapped.is_some_and(|mapped| mapped.elapsed() < REGISTER_EVERY) {
             return false;
         }
         heeded.mapped = Some(Instant::now());
@@ -260,7 +260,7 @@ impl Keeper<'_> {
     }
 
     fn give_up(&mut self, space: SpaceId, range: Range, densely: bool) {
-        let given_up = &mut self.advised.given_up;
+        let given_up = &mut self.hinted.given_up;
         if given_up.len() >= MOST_GIVEN_UP {
             given_up.pop_front();
         }
@@ -282,7 +282,7 @@ impl Keeper<'_> {
     pub(super) fn evict_given_up(&mut self, want: usize, spaces: &[Arc<Space>]) -> usize {
         let mut evicted = 0;
         for _ in 0..PIECES_PER_ROUND {
-            let Some((id, mut range, densely)) = self.advised.given_up.pop_front() else { break };
+            let Some((id, mut range, densely)) = self.hinted.given_up.pop_front() else { break };
             let Some(space) = spaces.iter().find(|space| space.id == id) else { continue };
             let Some(piece) = next_piece(space, &mut range) else { continue };
             let pages = self.resident_in(space, piece, |_| true);
@@ -293,7 +293,7 @@ impl Keeper<'_> {
             self.evictor.densely = false;
             evicted += left;
             if !range.is_empty() {
-                self.advised.given_up.push_front((id, range, densely));
+                self.hinted.given_up.push_front((id, range, densely));
             }
             if evicted >= want {
                 break;

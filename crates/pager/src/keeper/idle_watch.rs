@@ -1,4 +1,4 @@
-//! The lookout: one thread that looks after all tenants at rest. To be woken costs more
+//! The idle watcher: one thread that looks after all tenants at rest. To be woken costs more
 //! than to look whether one of them has changed; so they are looked at together, and
 //! only the keepers of those that have are woken.
 //!
@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use strata_sys::WorkClock;
 
 use super::alarm::Alarm;
-use super::rest::{Cause, State, usage_file};
+use super::idle::{Cause, State, usage_file};
 use crate::map::lock;
 use crate::tenant::Tenant;
 
@@ -53,7 +53,7 @@ struct All {
     still: Still,
 }
 
-/// Those with alarms. They are looked at all together, so that the lookout sleeps in
+/// Those with alarms. They are looked at all together, so that the idle watcher sleeps in
 /// between.
 struct Still {
     resting: BTreeMap<usize, Resting>,
@@ -102,7 +102,7 @@ struct Group {
 }
 
 /// How a tenant rests.
-pub(super) struct Rest {
+pub(super) struct IdleLook {
     /// So often it is looked at...
     pub(super) every: Duration,
     /// ...by itself and not with others.
@@ -123,16 +123,16 @@ pub(super) struct Went {
 
 /// Takes `state`, and wakes the keeper when its tenant is not like that any more. Who was
 /// taken must [`leave`]; false: nobody would look.
-pub(super) fn enter(tenant: &Arc<Tenant>, state: &mut Option<State>, rest: Rest) -> bool {
+pub(super) fn enter(tenant: &Arc<Tenant>, state: &mut Option<State>, rest: IdleLook) -> bool {
     let start = || {
-        let thread = std::thread::Builder::new().name("lookout".into());
+        let thread = std::thread::Builder::new().name("idle-watch".into());
         thread.spawn(look_out).is_ok()
     };
     if !*THERE.get_or_init(start) {
         return false;
     }
     let Some(state) = state.take() else { return false };
-    let Rest { every, alone, alarm } = rest;
+    let IdleLook { every, alone, alarm } = rest;
     let now = Instant::now();
     let mut all = lock(&RESTING);
     // One that has gone off by now tells nobody.
@@ -282,7 +282,7 @@ impl All {
             resting.looks += 1;
             resting.looked = now;
             let group = resting.group.as_ref().and_then(|path| self.groups.get(path));
-            // All of a group together, so that the lookout sleeps in between.
+            // All of a group together, so that the idle watcher sleeps in between.
             let together = group.map(|group| group.own_look.max(now + resting.every));
             resting.due = together.unwrap_or(now + resting.every);
             if !resting.state.is_unchanged(&resting.tenant) {
@@ -353,7 +353,7 @@ impl Still {
 }
 
 fn look_out() {
-    strata_sys::set_thread_name("lookout");
+    strata_sys::set_thread_name("idle-watch");
     let mut counted = Instant::now();
     let mut all = lock(&RESTING);
     loop {

@@ -17,7 +17,7 @@ use strata_units::PAGE_SIZE;
 use crate::fault::handler::{self};
 use crate::map::address::one_page;
 use crate::tenant::Tenant;
-use crate::tenant::hold::Held;
+use crate::tenant::memory_hold::MemoryHold;
 use crate::tenant::space::{Agent, Space};
 
 /// Longest wait for the reader's fault.
@@ -26,9 +26,9 @@ const LOOK_EVERY: Duration = Duration::from_micros(100);
 
 /// Memory that outlives its process. Dropped, it is let go.
 #[derive(Debug)]
-pub struct Hold(Arc<Space>);
+pub struct HeldMemory(Arc<Space>);
 
-impl Drop for Hold {
+impl Drop for HeldMemory {
     fn drop(&mut self) {
         let Some(address) = self.0.held.end() else { return };
         // As any other reader of the transfer range is told; a process that was not
@@ -49,11 +49,11 @@ impl Tenant {
     /// numbers are free at once then. Of a process without an agent, or whose
     /// memory cannot be kept, nothing is: it ends as always.
     #[must_use]
-    pub fn hold_memory(self: &Arc<Self>) -> Vec<Hold> {
-        let mut begun: Vec<(Hold, JoinHandle<()>)> =
+    pub fn hold_memory(self: &Arc<Self>) -> Vec<HeldMemory> {
+        let mut begun: Vec<(HeldMemory, JoinHandle<()>)> =
             self.space_list().into_iter().filter_map(|space| self.begin_hold(space)).collect();
         let deadline = Instant::now() + PATIENCE;
-        let waits = |(hold, reader): &(Hold, JoinHandle<()>)| {
+        let waits = |(hold, reader): &(HeldMemory, JoinHandle<()>)| {
             !hold.0.held.is_made() && !reader.is_finished()
         };
         while begun.iter().any(waits) && Instant::now() < deadline {
@@ -63,13 +63,13 @@ impl Tenant {
         begun.into_iter().map(|(hold, _)| hold).collect()
     }
 
-    fn begin_hold(self: &Arc<Self>, space: Arc<Space>) -> Option<(Hold, JoinHandle<()>)> {
+    fn begin_hold(self: &Arc<Self>, space: Arc<Space>) -> Option<(HeldMemory, JoinHandle<()>)> {
         let agent = space.agent()?;
         // Far from its budget nothing of it may be registered, nor has it a handler.
         space.uffd.register(agent.ranges.transfer);
         handler::start(&space, self);
-        space.held.0.store(Held::wanted_by(0), Ordering::Release);
-        let hold = Hold(Arc::clone(&space));
+        space.held.0.store(MemoryHold::wanted_by(0), Ordering::Release);
+        let hold = HeldMemory(Arc::clone(&space));
         self.memory_held.fetch_add(1, Ordering::Relaxed);
         let tenant = Arc::clone(self);
         let reader =

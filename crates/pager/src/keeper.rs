@@ -2,6 +2,7 @@
 //! the policy what to do about it, and does some of it; then it looks again.
 //! Evicting runs ahead of demand: faults are served from what it keeps free.
 
+mod act;
 mod advising;
 mod alarm;
 mod contents;
@@ -15,6 +16,7 @@ mod idle_watch;
 mod merged;
 mod node;
 mod observe;
+mod records;
 mod release;
 mod sensed;
 mod spread;
@@ -29,24 +31,20 @@ use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use strata_policy::budget::{self, Actions};
-use strata_policy::replacement::Candidate;
-use strata_policy::{Pages, Replacement, gap};
-use strata_sys::thread_time;
+use strata_policy::Replacement;
+use strata_policy::budget::{self};
 use strata_units::wire::BATCH_PAGES;
-use strata_units::{LeafIndex, PAGE, PAGES_PER_LEAF, PageId, SpaceId};
+use strata_units::{PAGE, PageId, SpaceId};
 
 use advising::Advising;
 pub use alarm::start_alarms;
-use contents::contents;
 use idle::{NextLook, State};
 use spread::Spread;
 
 use crate::capture::pace::{Machine, Pace};
-use crate::evict::{Evictor, level_of};
+use crate::evict::Evictor;
 use crate::keeper::hints::Hinted;
 use crate::map::counters::Counter;
-use crate::map::entry::Entry;
 use crate::map::lock;
 use crate::regions::registration::{register_new, settle_shared};
 use crate::snapshot::{Capturing, Torn};
@@ -54,22 +52,10 @@ use crate::tenant::Tenant;
 use crate::tenant::excluded::Excluded;
 use crate::tenant::orders::{Order, SnapshotError};
 use crate::tenant::space::Space;
-use crate::tenant::transitions::MOST_ARRIVALS;
 use crate::tenant::usage::measure;
 
 /// Pages evicted between two looks: a few milliseconds of work.
 const PAGES_PER_ROUND: usize = 2 * BATCH_PAGES;
-/// Pages settled or repacked between two looks.
-const STORE_PAGES_PER_ROUND: usize = 512;
-/// Pages moved to the file tier between two looks: more than are evicted, or pages
-/// that do not compress take all of the budget on their way.
-const DEMOTED_PAGES_PER_ROUND: usize = 2 * PAGES_PER_ROUND;
-/// Pages packed densely in a round while the tenant evicts...
-const REPACK_BESIDE_EVICTION: usize = 4;
-/// ...which it does until so long after the last eviction.
-const REPACK_AFTER: Duration = Duration::from_millis(100);
-/// Moved to the file tier, at least, in a round over the budget.
-const DEMOTE_WHEN_OVER_BYTES: u64 = 256 << 10;
 /// Memory maps are read again at least this often under pressure...
 const REGISTER_EVERY: Duration = Duration::from_millis(250);
 /// ...but where there are very many mappings, for no more than a part of the time.
@@ -85,8 +71,6 @@ const SETTLE_SHARED_PART: u32 = 5;
 /// than this: what is new and not registered grows by some MiB in the meantime.
 const QUIET_ROUNDS: u32 = 50;
 const QUIET_LOOK: Duration = Duration::from_millis(4);
-/// Most leaves whose estimates are swept a round.
-const SWEEP_LEAVES: usize = 16;
 /// A page that the kernel would not move is tried again after this.
 const PINNED_FOR: Duration = Duration::from_secs(3);
 /// A tenant over its budget from which fewer than so many pages left in this
@@ -98,22 +82,6 @@ const STUCK_ROUNDS: u32 = 8;
 /// Unused parts of slots and slabs are put up with up to this part of what is
 /// stored.
 const SLACK_PART: u64 = 8;
-/// Store memory given back a round by moving objects together.
-const COMPACT_BYTES_PER_ROUND: u64 = 1 << 20;
-
-impl Pages for Tenant {
-    fn candidate(&self, page: PageId) -> Candidate {
-        match self.map.get(page) {
-            // As if it were not there: it is announced when it is let go.
-            // For this it has left DRAM; it is announced when it is back.
-            Entry::OnNode => Candidate::Gone,
-            entry if entry.is_resident() && self.is_pinned(page) => Candidate::Gone,
-            entry if entry.is_resident() => Candidate::Evictable(level_of(self, page)),
-            // On its way out and perhaps back: it is announced when it is.
-            _ => Candidate::Gone,
-        }
-    }
-}
 
 /// What a round brought.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -392,49 +360,6 @@ impl Keeper<'_> {
         over.stuck
     }
 
-    fn take_arrivals(&mut self) {
-        let arrivals = std::mem::take(&mut *lock(&self.tenant.arrivals));
-        let now = self.tenant.counters.get(Counter::PolicyTime) as u32;
-        let lost = arrivals.len() >= MOST_ARRIVALS;
-        for page in arrivals {
-            if let Some(node) = &mut self.node {
-                node.returned(page);
-            }
-            self.replacement.arrived(page, now);
-        }
-        // After the arrivals: of what the policy knows, all copies are known.
-        self.evictor.copies.take_arrivals(self.tenant);
-        let due = Instant::now();
-        let mut still = Vec::new();
-        for (when, page) in self.pinned.drain(..) {
-            if when <= due {
-                self.replacement.refused(page, now);
-            } else {
-                still.push((when, page));
-            }
-        }
-        self.pinned = still;
-        if lost {
-            self.rebuild();
-        }
-    }
-
-    /// Fills the queues from the page map: records were lost.
-    fn rebuild(&mut self) {
-        let tenant = self.tenant;
-        let now = tenant.counters.get(Counter::PolicyTime) as u32;
-        let own = |&(_, owner, _): &(_, SpaceId, _)| tenant.registry.tenant_of(owner) == tenant.id;
-        let resident = tenant.map.leaves().into_iter().filter(own).flat_map(|(leaf, _, _)| {
-            leaf.pages()
-                .filter(|&page| {
-                    let entry = tenant.map.get(page);
-                    entry.is_resident() && entry != Entry::OnNode && !self.merged.has(page)
-                })
-                .map(|page| (page, level_of(tenant, page)))
-        });
-        self.replacement.rebuild(resident, now);
-    }
-
     /// The spaces whose processes live; the others are buried.
     fn living_spaces(&mut self) -> Vec<Arc<Space>> {
         let mut living = self.tenant.space_list();
@@ -488,149 +413,5 @@ impl Keeper<'_> {
         }
         self.settled_shared = Instant::now();
         self.settle_shared_every = SETTLE_SHARED_EVERY.max(began.elapsed() * SETTLE_SHARED_PART);
-    }
-
-    /// Does some of what the policy asks for.
-    fn act(&mut self, actions: &Actions, spaces: &[Arc<Space>], spare: bool) -> RoundOutcome {
-        let tenant = self.tenant;
-        let began = thread_time();
-        let before = tenant.store.stats();
-        tenant.account.keep_copies(actions.keep_copies);
-        if actions.drop_kept_bytes > 0 {
-            self.evictor.copies.drop_oldest(tenant, actions.drop_kept_bytes);
-        }
-        if tenant.store.wants_dictionary() {
-            self.train_dictionary();
-        }
-        tenant.store.reap();
-        // Below its budget a tenant's pages are packed when somebody has time for it.
-        let over = tenant.headroom_pages() <= 0;
-        let asked_for = over || actions.evict_pages > 0 || actions.hold_growth;
-        let packs = asked_for || self.packing.is_due();
-        let most = if packs { STORE_PAGES_PER_ROUND } else { 0 };
-        let settle = (actions.settle_pages as usize).min(most);
-        let mut freed_pages = tenant.store.settle(settle);
-        let mut evicted_pages = 0;
-        let aside_before = self.merged.pages();
-        self.spread.count(tenant.account.arrivals());
-        let evict = (actions.evict_pages as usize).min(PAGES_PER_ROUND);
-        if evict > 0 {
-            evicted_pages = self.evict_evenly(evict, spaces);
-            freed_pages += evicted_pages;
-        }
-        let set_aside_pages = self.merged.pages().saturating_sub(aside_before);
-        // Dense packing costs more than an eviction and makes the next fault
-        // slower: a little of it while pages come and go, unless nothing else
-        // brings the tenant under its budget.
-        if evicted_pages > 0 {
-            self.evicted_last = Instant::now();
-        }
-        let idle = self.evicted_last.elapsed() >= REPACK_AFTER;
-        // Where what is stored takes most of the budget, there is no other way.
-        let stored = before.dram_bytes.saturating_sub(before.staged_bytes);
-        let crowded = stored > tenant.budget_bytes() / 2;
-        let most = if over || idle || crowded { most / 2 } else { REPACK_BESIDE_EVICTION };
-        let repack = (actions.repack_pages as usize).min(most);
-        tenant.store.repack(repack);
-        if settle + repack > 0 && !asked_for {
-            self.packing.worked(began, spare);
-        }
-        // What dense packing was guessed to bring may not come.
-        let least = if over && tenant.record.tier.is_some() { DEMOTE_WHEN_OVER_BYTES } else { 0 };
-        let demote_bytes = actions.demote_bytes.max(least);
-        if demote_bytes > 0 {
-            let pages = (demote_bytes / 1024) as usize + 1;
-            let demoted = tenant.store.demote(pages.min(DEMOTED_PAGES_PER_ROUND));
-            tenant.counters.add(Counter::Demotions, demoted as u64);
-            freed_pages += demoted;
-        }
-        // Slots that pages left behind become memory again.
-        let after = tenant.store.stats();
-        let cost = after.dram_bytes.saturating_sub(after.staged_bytes);
-        let payload = after.payload_bytes.saturating_sub(after.staged_bytes);
-        if cost > payload + payload / SLACK_PART + COMPACT_BYTES_PER_ROUND {
-            tenant.store.compact(COMPACT_BYTES_PER_ROUND);
-        }
-        let shrank_bytes = before.dram_bytes.saturating_sub(tenant.store.stats().dram_bytes);
-        RoundOutcome {
-            evicted_pages,
-            set_aside_pages,
-            shrank_bytes,
-            more: freed_pages + set_aside_pages > 0 || (shrank_bytes > 0 && repack > 0),
-        }
-    }
-
-    /// Has a dictionary trained, if one pays.
-    fn train_dictionary(&mut self) {
-        self.train(|tenant| {
-            let outcome = tenant.store.train_dictionary();
-            tenant.inform(&outcome);
-        });
-    }
-
-    /// Has the advisor know what such pages will take in the store.
-    fn foretell_packing(&mut self, pages: Vec<PageId>) {
-        self.train(move |tenant| {
-            let found = tenant.store.foretell(contents(tenant, &pages));
-            *lock(&tenant.advisor.sample) = Some(found);
-        });
-    }
-
-    /// Does `work` in a thread of its own: it takes a tenth of a second, and the
-    /// budget does not wait that long.
-    fn train(&mut self, work: impl FnOnce(&Tenant) + Send + 'static) {
-        if self.trainer.as_ref().is_some_and(|trainer| !trainer.is_finished()) {
-            return;
-        }
-        let tenant = Arc::clone(self.tenant);
-        let started =
-            std::thread::Builder::new().name(format!("trainer-{}", tenant.id)).spawn(move || {
-                strata_sys::set_thread_name(&format!("trainer-{}", tenant.id));
-                strata_sys::yield_to_others();
-                work(&tenant);
-                // Training took megabytes that no budget counts.
-                strata_sys::trim_heap();
-            });
-        // Without it pages are packed as they were; it is tried again.
-        self.trainer = started.ok();
-    }
-
-    /// Raises the estimates of pages that stay out for long.
-    fn sweep(&mut self) {
-        let tenant = self.tenant;
-        let now = tenant.counters.get(Counter::PolicyTime) as u32;
-        // The whole map in as many arrivals as it has pages.
-        let due = now.wrapping_sub(self.swept_at) as usize / PAGES_PER_LEAF;
-        if due == 0 {
-            return;
-        }
-        let rest = now.wrapping_sub(self.swept_at) % PAGES_PER_LEAF as u32;
-        self.swept_at = now.wrapping_sub(rest);
-        let count = due.min(SWEEP_LEAVES);
-        let Some(leaves) = tenant.map.leaf_range(self.swept_leaf, count) else {
-            self.swept_leaf = 0;
-            return;
-        };
-        self.swept_leaf += count;
-        let registry = &tenant.registry;
-        let own = |&leaf: &LeafIndex| {
-            tenant.map.owner(leaf).is_some_and(|(space, _)| {
-                registry.tenant_of(space) == tenant.id && registry.space_is_live(space)
-            })
-        };
-        for leaf in leaves.into_iter().filter(own) {
-            for page in leaf.pages() {
-                if matches!(tenant.map.get(page), Entry::Stored(_)) {
-                    let age = tenant.map.age(page);
-                    let cell = age.load(Ordering::Relaxed);
-                    let swept = gap::swept(cell, now);
-                    if swept != cell {
-                        // A fault that comes first wins.
-                        let _ =
-                            age.compare_exchange(cell, swept, Ordering::Relaxed, Ordering::Relaxed);
-                    }
-                }
-            }
-        }
     }
 }

@@ -14,6 +14,7 @@ pub(crate) mod merged;
 pub(crate) mod notes;
 pub(crate) mod orders;
 pub(crate) mod placement;
+mod processes;
 pub(crate) mod share;
 pub(crate) mod snapshots;
 pub(crate) mod space;
@@ -34,7 +35,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use strata_policy::order::TierOrder;
 use strata_store::{Descriptors, FileConfig, Fingerprint, Store, StoreConfig, StoreStats};
-use strata_sys::{ControlBlock, Process, Range, SIGKILL, SIGSTOP, SeqPacket};
+use strata_sys::{ControlBlock, Process, Range, SeqPacket};
 use strata_units::wire::TRANSFER_PAGES;
 use strata_units::{PAGE_SIZE, PageId, SpaceId, TenantId};
 
@@ -319,25 +320,6 @@ impl Tenant {
         self.account.may_exceed()
     }
 
-    /// Its processes.
-    #[must_use]
-    pub fn pids(&self) -> Vec<u32> {
-        let released: Vec<u32> = lock(&self.released_agents)
-            .iter()
-            .filter(|agent| !agent.process.has_exited())
-            .map(|agent| agent.process.pid())
-            .collect();
-        let number = |space: &Arc<Space>| space.held_process().map(|process| process.pid());
-        self.space_list().iter().filter_map(number).chain(released).collect()
-    }
-
-    /// Whether a process ever attached, and whether any is attached now.
-    #[must_use]
-    pub fn attachment(&self) -> (bool, bool) {
-        let now = !self.spaces.read().unwrap_or_else(PoisonError::into_inner).is_empty();
-        (self.had_space.load(Ordering::Relaxed) || now, now || self.has_released_process())
-    }
-
     /// Whether it was taken down.
     #[must_use]
     pub fn has_ended(&self) -> bool {
@@ -378,38 +360,6 @@ impl Tenant {
             true => "io_uring",
             false => "threads",
         }
-    }
-
-    /// Ends its processes: `signal` to each. Returns how many were there.
-    pub fn signal(&self, signal: i32) -> usize {
-        let released = lock(&self.released_agents).clone();
-        self.space_list()
-            .iter()
-            .filter_map(|space| space.agent())
-            .chain(released)
-            .filter(|agent| agent.process.pidfd().signal(signal))
-            .count()
-            + self.signal_restored(signal)
-    }
-
-    /// Ends its processes at once, and none of them sees another's end.
-    pub fn kill(&self) {
-        // Whoever waits for a single one shall not be told that it stopped.
-        if self.pids().len() > 1 {
-            self.signal(SIGSTOP);
-        }
-        self.signal(SIGKILL);
-    }
-
-    /// The same for those whose agents have not come yet.
-    fn signal_restored(&self, signal: i32) -> usize {
-        let mut waiting = self.space_list();
-        waiting.retain(|space| space.agent().is_none() && space.uffd.is_alive());
-        waiting
-            .iter()
-            .filter_map(|space| space.held_process())
-            .filter(|process| process.pidfd().signal(signal))
-            .count()
     }
 
     // ----- spaces -----
@@ -455,48 +405,6 @@ impl Tenant {
     #[must_use]
     pub fn space_count(&self) -> usize {
         self.spaces.read().unwrap_or_else(PoisonError::into_inner).len()
-    }
-
-    /// Whether a living process is the tenant's: attended, restored, released, or about
-    /// to be another program's, which it has executed.
-    #[must_use]
-    pub fn has_process(&self, pid: u32) -> bool {
-        let lives = |process: &Process| process.pid() == pid && !process.has_exited();
-        let is_it = |agent: &Arc<Agent>| lives(&agent.process);
-        self.space_list().iter().any(|space| match space.agent() {
-            Some(agent) => is_it(&agent),
-            None => space.held_process().is_some_and(|held| lives(&held)) && space.uffd.is_alive(),
-        }) || lock(&self.released_agents).iter().any(is_it)
-            || lock(&self.ending_agents).iter().any(is_it)
-    }
-
-    /// The living space of the process that lives and has this number.
-    #[must_use]
-    pub fn space_of(&self, pid: u32) -> Option<Arc<Space>> {
-        let is_it = |space: &Arc<Space>| {
-            space.process().is_some_and(|one| one.pid() == pid && !one.has_exited())
-        };
-        self.space_list().into_iter().find(|space| is_it(space) && space.uffd.is_alive())
-    }
-
-    /// The processes of its spaces that have agents, as far as they live.
-    #[must_use]
-    pub fn processes(&self) -> Vec<Arc<Process>> {
-        let all = self.space_list().into_iter().filter_map(|space| space.process());
-        all.filter(|process| !process.has_exited()).collect()
-    }
-
-    /// Sends a message to the agent of a space.
-    pub fn tell_agent(&self, id: SpaceId, bytes: &[u8]) -> io::Result<()> {
-        let gone = || io::Error::from(io::ErrorKind::NotConnected);
-        let agent = self.space(id).and_then(|space| space.agent()).ok_or_else(gone)?;
-        lock(&agent.socket).as_ref().ok_or_else(gone)?.send(bytes, &[])
-    }
-
-    /// Whether a process that was released still runs.
-    #[must_use]
-    pub fn has_released_process(&self) -> bool {
-        lock(&self.released_agents).iter().any(|agent| !agent.process.has_exited())
     }
 }
 

@@ -1,33 +1,13 @@
-//! Metrics for Prometheus: the text of the statistics, and a server that gives
-//! it to whoever does `GET /metrics`. It knows no more of HTTP than that takes.
+//! Metrics for Prometheus: the text of the statistics. What gives it to whoever asks is in
+//! [`server`].
+
+mod server;
 
 use std::fmt::Write as _;
-use std::io::{self, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::os::fd::{AsFd, BorrowedFd};
-use std::time::Duration;
 
 use strata_api::{AdviceState, GuestStats, NEEDED_FOR, Pressure, Stats, TierStats, UnmanagedBy};
-use strata_sys::Priority;
 
-use crate::admission::{Deadline, Room};
-use crate::lobby::{self, House, Rules};
-use crate::logbook;
-
-/// Longest request head that is read. Prometheus sends some 300 bytes.
-const MAX_REQUEST_BYTES: usize = 8 << 10;
-/// For a client to send its request and take its answer. Nobody knows whose it is: the
-/// silent ones wait beside those who are served, and the oldest of them goes when there
-/// are too many.
-const RULES: Rules = Rules {
-    waiting: 64,
-    waiting_per_user: 64,
-    served: Room { all: 16, for_root: 0, per_user: 16 },
-    patience: Duration::from_secs(4),
-    stack_bytes: 512 << 10,
-};
-/// As if all clients were this user's, who is nobody.
-const WHOEVER: u32 = u32::MAX - 1;
+pub(crate) use server::serve;
 
 /// One field of [`Stats`] as a metric, named after the field.
 struct Metric {
@@ -306,122 +286,13 @@ fn write_advice(
     Ok(())
 }
 
-/// Listens on `address` and serves what `tenants` returns, on threads of its
-/// own, until the process ends. Returns the address, with the port that the
-/// kernel chose if it was 0.
-///
-/// # Errors
-/// The address cannot be had, or the thread not be made.
-pub(crate) fn serve(
-    address: SocketAddr,
-    tenants: impl Fn() -> Vec<Stats> + Send + Sync + 'static,
-) -> io::Result<SocketAddr> {
-    let listener = TcpListener::bind(address)?;
-    let bound = listener.local_addr()?;
-    lobby::keep("metrics", Server { listener, tenants }, RULES)?;
-    Ok(bound)
-}
-
-struct Server<F> {
-    listener: TcpListener,
-    tenants: F,
-}
-
-impl<F: Fn() -> Vec<Stats> + Send + Sync + 'static> House for Server<F> {
-    type Guest = TcpStream;
-
-    fn doors(&self) -> Vec<BorrowedFd<'_>> {
-        vec![self.listener.as_fd()]
-    }
-
-    fn accept(&self, _: usize) -> io::Result<Option<(TcpStream, u32)>> {
-        Ok(Some((self.listener.accept()?.0, WHOEVER)))
-    }
-
-    fn serve(&self, client: TcpStream, _: usize, deadline: Deadline) {
-        // Whoever hangs up early harms only themselves.
-        let _ = answer(client, deadline, &self.tenants);
-    }
-
-    fn thrown_out(&self, uid: u32, why: &str) {
-        let line = format!("a client of the metrics asked for nothing: {why}");
-        logbook::tell_of(uid, "metrics", Priority::Warning, line);
-    }
-}
-
-fn answer(
-    mut client: TcpStream,
-    deadline: Deadline,
-    tenants: &dyn Fn() -> Vec<Stats>,
-) -> io::Result<()> {
-    let head = read_head(&mut client, deadline)?;
-    let (status, kind, body) = respond(&head, tenants);
-    let allow = if status.starts_with("405") { "Allow: GET\r\n" } else { "" };
-    let head = format!(
-        "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {}\r\n{allow}\
-         Connection: close\r\n\r\n",
-        body.len()
-    );
-    for part in [head.as_bytes(), body.as_bytes()] {
-        let mut rest = part;
-        while !rest.is_empty() {
-            client.set_write_timeout(Some(deadline.time_left()?))?;
-            match client.write(rest)? {
-                0 => return Err(io::ErrorKind::WriteZero.into()),
-                count => rest = &rest[count..],
-            }
-        }
-    }
-    // Closing with input unread would reset the connection and could take the
-    // answer with it; a GET has no more to say.
-    client.shutdown(std::net::Shutdown::Write)
-}
-
-/// What comes before the empty line; all that came, if it is too long.
-fn read_head(client: &mut TcpStream, deadline: Deadline) -> io::Result<Vec<u8>> {
-    let mut head = Vec::new();
-    let mut chunk = [0u8; 1024];
-    while head.len() <= MAX_REQUEST_BYTES {
-        client.set_read_timeout(Some(deadline.time_left()?))?;
-        let count = client.read(&mut chunk)?;
-        head.extend_from_slice(&chunk[..count]);
-        if count == 0 || head.windows(4).any(|four| four == b"\r\n\r\n") {
-            break;
-        }
-    }
-    Ok(head)
-}
-
-/// Status, content type and body.
-fn respond(head: &[u8], tenants: &dyn Fn() -> Vec<Stats>) -> (&'static str, &'static str, String) {
-    const TEXT: &str = "text/plain; charset=utf-8";
-    if head.len() > MAX_REQUEST_BYTES {
-        return ("431 Request Header Fields Too Large", TEXT, "request too long\n".into());
-    }
-    let line = head.split(|byte| *byte == b'\r').next().unwrap_or_default();
-    let mut words = line.split(|byte| *byte == b' ');
-    let (method, target, version) = (words.next(), words.next(), words.next());
-    let is_http = version.is_some_and(|version| version.starts_with(b"HTTP/1."));
-    if !is_http || words.next().is_some() {
-        return ("400 Bad Request", TEXT, "this is not HTTP\n".into());
-    }
-    let path = target.unwrap_or_default().split(|byte| *byte == b'?').next().unwrap_or_default();
-    match (method.unwrap_or_default(), path) {
-        (b"GET", b"/metrics") => {
-            ("200 OK", "text/plain; version=0.0.4; charset=utf-8", render(&tenants()))
-        }
-        (b"GET", _) => ("404 Not Found", TEXT, "metrics are at /metrics\n".into()),
-        _ => ("405 Method Not Allowed", TEXT, "only GET is served\n".into()),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use strata_api::{AdviceBrief, Latency, TenantState};
 
     /// Every number is another one, so that a mixed-up field shows.
-    fn stats(name: &str) -> Stats {
+    pub(super) fn stats(name: &str) -> Stats {
         Stats {
             name: name.into(),
             pids: vec![7, 8, 9],
@@ -573,51 +444,5 @@ mod tests {
     #[test]
     fn labels_are_escaped() {
         assert_eq!(label("a\\b\"c\nd"), "a\\\\b\\\"c\\nd");
-    }
-
-    fn request(address: SocketAddr, bytes: &[u8]) -> String {
-        let mut client = TcpStream::connect(address).expect("connect");
-        client.set_read_timeout(Some(Duration::from_secs(60))).expect("timeout");
-        // The server may answer and hang up before it has read everything.
-        let _ = client.write_all(bytes);
-        let _ = client.shutdown(std::net::Shutdown::Write);
-        let mut answer = String::new();
-        let _ = client.read_to_string(&mut answer);
-        answer
-    }
-
-    #[test]
-    fn the_server_gives_metrics_and_nothing_else() {
-        let any: SocketAddr = "127.0.0.1:0".parse().expect("address");
-        let address = serve(any, || vec![stats("db")]).expect("serve");
-        let answer = request(address, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n");
-        let (head, body) = answer.split_once("\r\n\r\n").expect("a head");
-        assert!(head.starts_with("HTTP/1.1 200 OK\r\n"), "{head}");
-        assert!(head.contains(&format!("Content-Length: {}", body.len())), "{head}");
-        assert_eq!(body, render(&[stats("db")]));
-        // Clients that say nothing hold nobody up.
-        let silent: Vec<TcpStream> =
-            (0..100).map(|_| TcpStream::connect(address).expect("connect")).collect();
-        let long = vec![b'x'; 3 * MAX_REQUEST_BYTES];
-        for (bytes, status) in [
-            (&b"GET /metrics?a=b HTTP/1.0\r\n\r\n"[..], "200"),
-            (b"GET / HTTP/1.1\r\n\r\n", "404"),
-            (b"POST /metrics HTTP/1.1\r\n\r\n", "405"),
-            (b"\x00\xff\r\n\r\n", "400"),
-            (b"GET /metrics", "400"),
-        ] {
-            let answer = request(address, bytes);
-            assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{bytes:?}: {answer}");
-        }
-        // Cut off; whether the client still hears why depends on its timing.
-        let answer = request(address, &long);
-        assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 431 "), "{answer}");
-        drop(silent);
-    }
-
-    #[test]
-    fn a_request_that_is_too_long_is_refused() {
-        let (status, _, _) = respond(&vec![b'x'; MAX_REQUEST_BYTES + 1], &Vec::new);
-        assert!(status.starts_with("431"));
     }
 }

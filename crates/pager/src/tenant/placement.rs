@@ -17,7 +17,7 @@ use crate::tenant::space::{Gate, Space};
 #[derive(Debug, Default)]
 pub(crate) struct Placement {
     /// Bytes of its spaces' memory that are pinned.
-    pub(crate) pinned_bytes: AtomicI64,
+    pinned_bytes: AtomicI64,
     /// They are more than its budget allows, and not heeded.
     pub(crate) suspended: AtomicBool,
     /// Memory is registered that the budget does not ask for.

@@ -10,7 +10,7 @@ use strata_api::{
     DramClaim, MAX_LINE_BYTES, MAX_LISTED, MAX_LISTED_COMMAND_BYTES, PROTOCOL_VERSION, Reply,
     Request, RevivedTenant, SnapshotInfo, SnapshotRef, Stats,
 };
-use strata_pager::{Claim, ReleaseRefused, Space, Tenant};
+use strata_pager::{Claim, ReleaseRefused, SURVEY_PATIENCE, Space, Tenant};
 use strata_snapshot::{Terminals, is_ending};
 use strata_sys::peer::{KnownPeer, Peer};
 use strata_sys::{Pidfd, Priority, SIGTERM, collect_child, status_of_collected, total_bytes};
@@ -352,12 +352,19 @@ impl Commands {
     /// A page of the caller's tenants, of root everybody's.
     fn list(&self, peer: Peer, after: Option<&(String, u32)>) -> Reply {
         let own = (peer.uid != 0).then_some(peer.uid);
+        if after.is_none() {
+            // Of all pages at once: the next ones wait the less.
+            let all = self.tenants.list().into_iter();
+            let own = |tenant: &Arc<Tenant>| own.is_none_or(|uid| tenant.record().uid == uid);
+            all.filter(own).for_each(|tenant| tenant.ask_for_survey());
+        }
+        let by = Instant::now() + SURVEY_PATIENCE;
         let after = after.map(|(name, uid)| Key::new(*uid, name));
         let (page, mut more) = self.tenants.page(own, after.as_ref(), MAX_LISTED);
         let mut tenants = Vec::new();
         let mut bytes = 0;
         for tenant in &page {
-            let mut stats = statistics::of(tenant);
+            let mut stats = statistics::by_then(tenant, by);
             // By all of the command line.
             self.guests.add(&mut stats);
             cut(&mut stats.command);

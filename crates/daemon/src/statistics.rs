@@ -1,11 +1,13 @@
 //! One tenant's figures, as the command line and the metrics show them.
 
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use strata_api::{
     Latency, Pressure, Stall, Stats, TenantState, TierStats, Unattended, UnmanagedBy,
 };
-use strata_pager::{Counter, Latencies, Stalled, StoreStats, Survey, Tenant, Unmanaged};
+use strata_pager::{
+    Counter, Latencies, SURVEY_PATIENCE, Stalled, StoreStats, Survey, Tenant, Unmanaged,
+};
 use strata_policy::order::Lower;
 use strata_units::PAGE_SIZE;
 
@@ -13,13 +15,21 @@ use crate::tenants::Tenants;
 
 /// All tenants, by name.
 pub(crate) fn all(tenants: &Tenants) -> Vec<Stats> {
-    tenants.list().iter().map(|tenant| of(tenant)).collect()
+    let tenants = tenants.list();
+    tenants.iter().for_each(|tenant| tenant.ask_for_survey());
+    let by = Instant::now() + SURVEY_PATIENCE;
+    tenants.iter().map(|tenant| by_then(tenant, by)).collect()
 }
 
 /// One tenant.
 pub(crate) fn of(tenant: &Tenant) -> Stats {
+    by_then(tenant, Instant::now() + SURVEY_PATIENCE)
+}
+
+/// One tenant, with what is known by then of what it has unmanaged.
+pub(crate) fn by_then(tenant: &Tenant, by: Instant) -> Stats {
     let record = tenant.record();
-    let survey = tenant.surveyed();
+    let survey = tenant.surveyed(by);
     let usage = tenant.usage();
     let store = tenant.store_stats();
     let (resident_pages, managed_pages) = tenant.pages();

@@ -26,7 +26,7 @@ pub mod untrusted;
 #[cfg(test)]
 mod testing;
 
-pub use advice::survey::wait_for_questions;
+pub use advice::survey::{SURVEY_PATIENCE, wait_for_questions};
 pub use keeper::start_alarms;
 pub use map::counters::{Counter, Counters, Latencies};
 pub use map::registry::{

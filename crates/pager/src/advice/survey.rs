@@ -28,8 +28,8 @@ use crate::tenant::usage::{proportional_shared, proportional_unattended};
 
 /// A survey that is younger serves whoever asks.
 const FRESH: Duration = Duration::from_secs(2);
-/// Whoever asks waits so long for one.
-const PATIENCE: Duration = Duration::from_millis(300);
+/// Whoever asks waits so long for surveys, of one tenant or of many.
+pub const SURVEY_PATIENCE: Duration = Duration::from_millis(300);
 /// Memory is surveyed as long as somebody has asked within this time.
 const ASKED_WITHIN: Duration = Duration::from_secs(10);
 /// A survey may take one part in so many of the time.
@@ -44,7 +44,7 @@ const YOUNG: Duration = Duration::from_secs(1);
 const OWN_HELPER: &str = "strata-clone";
 /// How often a tenant is looked through whose processes do not run, and had none beside
 /// them that no agent is in: only who may move processes between cgroups can give it one.
-const STILL_EVERY: Duration = Duration::from_secs(32);
+const STILL_EVERY: Duration = Duration::from_secs(128);
 /// Longest environment that is looked at.
 const MOST_ENVIRONMENT_BYTES: u64 = 256 << 10;
 
@@ -60,9 +60,15 @@ pub fn wait_for_questions(at_most: Duration) {
 }
 
 impl Tenant {
-    /// The last survey, a fresh one if that can be had in a moment.
+    /// Has it surveyed with the others: whoever wants to know of many tenants asks for all
+    /// of them first, and does not wait for each of them in turn.
+    pub fn ask_for_survey(&self) {
+        lock(&self.survey.state).asked = Some(Instant::now());
+    }
+
+    /// The last survey, a fresh one if that can be had by then.
     #[must_use]
-    pub fn surveyed(&self) -> Survey {
+    pub fn surveyed(&self, by: Instant) -> Survey {
         let mut state = lock(&self.survey.state);
         let now = Instant::now();
         state.asked = Some(now);
@@ -71,12 +77,13 @@ impl Tenant {
         if !is_fresh(&state) && !rests {
             let mut questions = QUESTIONS.lock().unwrap_or_else(PoisonError::into_inner);
             questions.0 = true;
-            let hangs = questions.1.is_some_and(|since| now > since + PATIENCE);
+            let hangs = questions.1.is_some_and(|since| now > since + SURVEY_PATIENCE);
             drop(questions);
             ASKED.notify_one();
             if !hangs {
+                let patience = by.saturating_duration_since(now);
                 let waited =
-                    self.survey.done.wait_timeout_while(state, PATIENCE, |state| !is_fresh(state));
+                    self.survey.done.wait_timeout_while(state, patience, |state| !is_fresh(state));
                 state = waited.unwrap_or_else(PoisonError::into_inner).0;
             }
         }

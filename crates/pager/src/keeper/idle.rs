@@ -41,7 +41,7 @@ const DOUBLED: u32 = 6;
 /// After so many rests it is read for together with others, and gets an alarm.
 const TOGETHER_AFTER: u32 = 3;
 /// With one, and while its processes do not run, it is looked at this often at least.
-const LONGEST_STILL: Duration = Duration::from_secs(64);
+const LONGEST_STILL: Duration = Duration::from_secs(256);
 /// Looks left out by a keeper itself, before the idle watcher does it for all that rest.
 const OWN_READS: u32 = 16;
 /// More than the files that are read have.

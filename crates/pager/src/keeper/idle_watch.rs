@@ -39,7 +39,7 @@ const STILL_LOOK: Duration = Duration::from_millis(250);
 /// guard could be on.
 const UNREGISTERED_IN: u32 = 4;
 /// One time in so many they are looked at in whole.
-const WHOLE_IN: u32 = 16;
+const WHOLE_IN: u32 = 32;
 
 static RESTING: Mutex<All> = Mutex::new(All::new());
 static CAME: Condvar = Condvar::new();

@@ -9,7 +9,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -32,17 +32,18 @@ const PAUSE: Duration = Duration::from_millis(50);
 /// Who has alarms set.
 static SETTER: OnceLock<Mutex<Sender<Arc<Tenant>>>> = OnceLock::new();
 
-/// One that is set, until it is dropped.
+/// One that is set, until it is dropped. It costs one descriptor: of these a daemon has few,
+/// and each tenant needs a dozen.
 #[derive(Debug)]
 pub(super) struct Alarm {
     event: EventFd,
-    usage: File,
+    usage: PathBuf,
     at_bytes: u64,
 }
 
 impl Alarm {
     fn set(directory: &Path) -> Option<Self> {
-        let usage = File::open(directory.join("memory.usage_in_bytes")).ok()?;
+        let usage = directory.join("memory.usage_in_bytes");
         let at_bytes = charged(&usage)? + MORE_BYTES;
         let event = alarm_when_charged(directory, at_bytes).ok()?;
         let alarm = Self { event, usage, at_bytes };
@@ -53,8 +54,8 @@ impl Alarm {
     /// One that does not go off by itself, at `at_bytes` of what a file says.
     #[cfg(test)]
     pub(super) fn of_file(path: &Path, at_bytes: u64) -> Self {
-        let usage = File::open(path).expect("it is there");
-        Self { event: EventFd::new().expect("an eventfd"), usage, at_bytes }
+        let event = EventFd::new().expect("an eventfd");
+        Self { event, usage: path.to_owned(), at_bytes }
     }
 
     /// Whether it has gone off: it does so once.
@@ -69,10 +70,10 @@ impl Alarm {
     }
 }
 
-/// What the cgroup of an open file is charged, in bytes.
-fn charged(usage: &File) -> Option<u64> {
+/// What a cgroup is charged by its file, in bytes.
+fn charged(usage: &Path) -> Option<u64> {
     let mut text = [0; 32];
-    let count = usage.read_at(&mut text, 0).ok()?;
+    let count = File::open(usage).ok()?.read_at(&mut text, 0).ok()?;
     std::str::from_utf8(&text[..count]).ok()?.trim_end().parse().ok()
 }
 
@@ -164,7 +165,7 @@ mod tests {
     }
 
     /// A memory cgroup of version 1, where this machine has them and this user may make one.
-    fn cgroup() -> Option<std::path::PathBuf> {
+    fn cgroup() -> Option<PathBuf> {
         let mounts = std::fs::read_to_string("/proc/self/mounts").ok()?;
         let root = mounts.lines().find_map(|line| {
             let fields: Vec<&str> = line.split(' ').collect();

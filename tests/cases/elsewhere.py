@@ -49,11 +49,11 @@ def cgroup_v2_backstop(run):
     if root is None:
         not_here("the memory controller is not in cgroup v2 on this machine; with v1 there is "
                  "no backstop", "guest-new-kernel")
-    program = run.start("hold", "96", "load", budget="40MiB")
+    program = run.start("hold", "32", "load", budget="16MiB")
     program.gate("running")
     group = root + machine.memory_cgroup(program.pid)
     high = group + "/memory.high"
-    for budget in (40, 56):
+    for budget in (16, 24):
         run.daemon.strata("set", program.name, "--dram", f"{budget}MiB")
         found = machine.read(high).strip()
         if not found.isdigit():
@@ -64,15 +64,15 @@ def cgroup_v2_backstop(run):
     # seconds each time. The pages that the daemon fills in are charged there;
     # the daemon itself is not to be slowed down.
     with open(high, "w") as file:
-        file.write(str(8 * MIB))
+        file.write(str(4 * MIB))
     before = program.stats()["faults_total"]
     run.daemon.wait_until(lambda: program.stats()["faults_total"] > before + 1000,
                           "faults are served beyond memory.high")
     current = int(machine.read(group + "/memory.current"))
-    if current < 16 * MIB:
+    if current < 8 * MIB:
         raise Failure(f"memory.current is {current}: nothing was beyond memory.high")
-    run.note(f"1000 pages filled in with {current // MIB} MiB in use, memory.high at 8 MiB")
-    run.daemon.strata("set", program.name, "--dram", "40MiB")
+    run.note(f"1000 pages filled in with {current // MIB} MiB in use, memory.high at 4 MiB")
+    run.daemon.strata("set", program.name, "--dram", "16MiB")
     program.answer()
     program.finish()
 

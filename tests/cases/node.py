@@ -22,7 +22,9 @@ MIB = 1 << 20
 NODES = "/sys/devices/system/node"
 BALANCING = "/proc/sys/kernel/numa_balancing"
 HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
-LIMIT_MIB = 16
+# What the programs have, what is allowed on the node of it, and a budget that neither
+# fits: small, because all of this runs under TCG.
+SIZE_MIB, LIMIT_MIB, BUDGET = 28, 8, "12MiB"
 # What "place node-much" has there.
 MUCH_PAGES = 96 * MIB // 4096
 
@@ -68,7 +70,7 @@ def lies_there(run, program, node):
     the same as Strata."""
     def full():
         stats = program.stats()
-        return stats["node_bytes"] > LIMIT_MIB * MIB * 3 // 4 and stats["stored_bytes"] > 4 * MIB
+        return stats["node_bytes"] > LIMIT_MIB * MIB * 3 // 4 and stats["stored_bytes"] > 2 * MIB
     run.daemon.wait_until(full, "cold pages went to the node, and on to the store", 60)
 
     def agree():
@@ -78,7 +80,7 @@ def lies_there(run, program, node):
     stats = program.stats()
     dram = sum(stats[part] for part in ("resident_bytes", "unmanaged_bytes", "compressed_bytes",
                                         "metadata_bytes"))
-    if dram > stats["budget_bytes"] + 16 * MIB:
+    if dram > stats["budget_bytes"] + 8 * MIB:
         raise Failure(f"{dram} bytes of DRAM: what is on the node came on top")
     tier = tiers(run, program.name)
     if list(tier) != ["dram", "node", "compressed"] or tier["node"]["access"] != f"node {node}" \
@@ -99,7 +101,7 @@ def is_opposed(run, program):
     """The kernel brings pages back that Strata has just moved: they are counted."""
     if not balance(True):
         return
-    run.daemon.strata("set", program.name, "--dram", "24MiB")
+    run.daemon.strata("set", program.name, "--dram", BUDGET)
 
     def opposed():
         check(program)
@@ -145,7 +147,7 @@ def node_tier(run):
         if findings["node tier"]["presence"] != "yes" or "NUMA balancing" not in findings:
             raise Failure(f"doctor says {findings}")
         refused(run)
-        program = run.start("hold", "56", budget="24MiB")
+        program = run.start("hold", SIZE_MIB, budget=BUDGET)
         program.gate("ready")
         lies_there(run, program, node)
         run.note(f"{program.stats()['node_bytes'] >> 20} MiB on node {node}")
@@ -175,7 +177,7 @@ def node_tier(run):
 
         is_opposed(run, program)
         # And down again; released, nothing is left there.
-        run.daemon.strata("set", program.name, "--dram", "24MiB")
+        run.daemon.strata("set", program.name, "--dram", BUDGET)
         lies_there(run, program, node)
         if lost := program.stats()["lost_pages_total"]:
             raise Failure(f"{lost} pages lost")
@@ -199,11 +201,11 @@ def node_huge(run):
     if "[never]" in machine.read(HUGE_PAGES):
         not_here("huge pages are switched off", "guest-new-kernel")
     with on_node(run, f'node_limit = "{LIMIT_MIB}MiB"\n') as (node, _):
-        program = run.start("hold", "56", "huge", budget="128MiB")
+        program = run.start("hold", SIZE_MIB, "huge", budget="128MiB")
         program.gate("ready")
         if (huge := huge_mib(program.pid)) < LIMIT_MIB:
-            raise Failure(f"{huge} MiB of 56 in huge pages: nothing to see")
-        run.daemon.strata("set", program.name, "--dram", "24MiB")
+            raise Failure(f"{huge} MiB of {SIZE_MIB} in huge pages: nothing to see")
+        run.daemon.strata("set", program.name, "--dram", BUDGET)
         most = 0
 
         def look():
@@ -251,16 +253,16 @@ def node_order(run):
     """With compressed memory first in the tiers' order the node's turn comes when that
     has half of the budget."""
     with on_node(run, 'tier_order = ["compressed", "node"]\n') as (node, _):
-        program = run.start("hold", "56", budget="32MiB")
+        program = run.start("hold", "40", budget="24MiB")
         program.gate("ready")
-        run.daemon.wait_until(lambda: program.stats()["stored_bytes"] > 16 * MIB,
+        run.daemon.wait_until(lambda: program.stats()["stored_bytes"] > 8 * MIB,
                               "cold pages went to compressed memory", 60)
         tier = tiers(run, program.name)
         if list(tier) != ["dram", "compressed", "node"] or tier["node"]["pages"]:
             raise Failure(f"strata tiers says {tier}")
         # Now compressed memory alone would take more than half of it.
-        run.daemon.strata("set", program.name, "--dram", "10MiB")
-        run.daemon.wait_until(lambda: program.stats()["node_bytes"] > 8 * MIB,
+        run.daemon.strata("set", program.name, "--dram", "8MiB")
+        run.daemon.wait_until(lambda: program.stats()["node_bytes"] > 4 * MIB,
                               "then it is the node's turn", 60)
         check(program)
         if lost := program.stats()["lost_pages_total"]:

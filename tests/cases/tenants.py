@@ -107,7 +107,7 @@ def budget_rush_small(run):
     if unified_root() is None:
         not_here("the memory controller is not in cgroup v2 on this machine; with v1 there "
                  "is no backstop", "guest-new-kernel")
-    if not rush(run, 128, 32):
+    if not rush(run, 64, 16):
         raise Failure("the program has no cgroup of its own")
 
 

@@ -55,11 +55,7 @@ class Daemon:
         self.socket_path = os.path.join(self.directory, "control.sock")
         self.log_path = log_path
         self.keeper = None
-        with open(log_path, "ab") as log:
-            self.process = subprocess.Popen(
-                [binaries.stratad, "--private", self.directory],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            )
+        self.process = self.begin()
         try:
             self.wait_until(self.answers, "the daemon answers on its socket", 15)
             self.keeper = subprocess.Popen(
@@ -75,6 +71,40 @@ class Daemon:
             self.end()
             raise
         self.pid = self.ask({"request": "ping"})["pid"]
+
+    def begin(self):
+        """A `stratad` in the directory; it may be a second one."""
+        with open(self.log_path, "ab") as log:
+            return subprocess.Popen(
+                [self.binaries.stratad, "--private", self.directory],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )
+
+    def begin_again(self):
+        """The daemon was killed; another one takes over."""
+        self.process = self.begin()
+        self.wait_until(self.answers, "the next daemon answers on its socket", 30)
+        self.pid = self.ask({"request": "ping"})["pid"]
+
+    def kill_whole(self):
+        """Supervisor and worker; both stopped first, so that neither can do
+        anything about the other's death."""
+        worker = self.wait_until(self.worker, "there is one worker")
+        for sign in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in (self.pid, worker):
+                os.kill(pid, sign)
+        self.wait_until(lambda: not machine.alive(worker) and self.process.poll() is not None,
+                        "supervisor and worker are gone")
+
+    def holders(self):
+        """The processes that hold, or held, what a daemon of this directory has."""
+        found = []
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            if machine.read(f"/proc/{pid}/comm").strip() == "strata-holder" and \
+                    self.directory in machine.read(f"/proc/{pid}/cmdline") and \
+                    machine.alive(int(pid)):
+                found.append(int(pid))
+        return found
 
     def environment(self, **more):
         environment = {k: v for k, v in os.environ.items() if not k.startswith("STRATA_")}

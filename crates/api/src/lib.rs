@@ -14,6 +14,7 @@
 
 mod advice;
 mod guest;
+mod mark;
 mod place;
 mod shares;
 mod snapshot;
@@ -23,6 +24,7 @@ pub use advice::{
     Advice, AdviceBrief, AdviceState, CurvePoint, MAX_CURVE_POINTS, NEEDED_FOR, Need,
 };
 pub use guest::{GuestSpec, GuestStats, Launch};
+pub use mark::{MARK_NAME, MOST_MARK_BYTES, Mark};
 pub use place::{MAX_PLACE_PAGES, MAX_PLACE_RANGES, PlaceOutcome, PlaceWish, tier_letters};
 pub use shares::{DramClaim, TenantShare};
 pub use snapshot::{

@@ -11,8 +11,9 @@ use strata_api::{
     ENV_CONTROL_SOCKET, MAX_LINE_BYTES, NO_ROOM_NOW, Progress, Reply, Request, Stats,
 };
 
+use crate::daemon;
 use crate::failure::{Failure, Result};
-use crate::place;
+use crate::place::{self, Died};
 
 /// For a daemon to answer what it knows already.
 const QUICK: Duration = Duration::from_secs(10);
@@ -23,6 +24,19 @@ const ROOM_PAUSE: Duration = Duration::from_millis(50);
 /// end its processes with the grace that the configuration gives them, or to go
 /// on with a snapshot. Ctrl-C ends the waiting, not the work.
 const PATIENT: Duration = Duration::from_secs(24 * 3600);
+
+/// What to do about a daemon that died.
+const START_AGAIN: &str =
+    "start it again (sudo systemctl start stratad): it takes its programs over";
+
+/// What is said of it.
+fn has_died(died: Died, socket: &Path) -> String {
+    let Died { supervisor, holder } = died;
+    format!(
+        "stratad (process {supervisor}) at {} died, and its programs wait, held by process {holder}",
+        socket.display()
+    )
+}
 
 /// Why there is no reply.
 #[derive(Debug)]
@@ -38,6 +52,9 @@ pub(crate) enum NoReply {
 impl NoReply {
     /// As a failure of `what`.
     pub(crate) fn failure(self, what: &str, socket: &Path) -> Failure {
+        if let (Self::Absent, Some(died)) = (&self, place::died(socket)) {
+            return Failure::new(what, has_died(died, socket)).todo(START_AGAIN);
+        }
         let socket = socket.display();
         match self {
             Self::Absent => Failure::new(what, format!("no stratad listens at {socket}"))
@@ -159,7 +176,17 @@ pub(crate) fn ask_each(what: &str, request: &Request) -> Result<Vec<(PathBuf, Re
     let named = place::named_socket().is_some();
     let mut replies = Vec::new();
     for socket in place::control_sockets() {
-        match ask(&socket, request) {
+        let mut answer = ask(&socket, request);
+        if let (Err(NoReply::Absent), Some(died)) = (&answer, place::died(&socket)) {
+            if place::is_own_private(&socket) {
+                eprintln!("strata: {}; another stratad takes them over", has_died(died, &socket));
+                daemon::private()?;
+                answer = ask(&socket, request);
+            } else if !named {
+                eprintln!("strata: {}; {START_AGAIN}", has_died(died, &socket));
+            }
+        }
+        match answer {
             Ok(Reply::Error { message, hint }) => return Err(refused(what, &message, &hint)),
             Ok(reply) => replies.push((socket, reply)),
             // What is only looked for need not be there; a daemon that ends

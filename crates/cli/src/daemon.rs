@@ -31,6 +31,8 @@ const LOG: &str = "stratad.log";
 const OLD_LOG: &str = "stratad.log.old";
 /// For a new daemon to answer.
 const START_TIMEOUT: Duration = Duration::from_secs(5);
+/// For one that takes programs over: it looks at all that they have first.
+const TAKEOVER_TIMEOUT: Duration = Duration::from_secs(120);
 const START_POLL: Duration = Duration::from_millis(10);
 /// Variables for managed programs and for the dynamic loader: a daemon must not
 /// itself be preloaded or take itself for a tenant.
@@ -190,11 +192,12 @@ pub(crate) fn start_detached(directory: &Path) -> Result<()> {
     for name in NOT_FOR_DAEMONS {
         command.env_remove(name);
     }
+    let socket = directory.join(CONTROL_SOCKET_NAME);
+    let timeout = if place::died(&socket).is_some() { TAKEOVER_TIMEOUT } else { START_TIMEOUT };
     let mut child = command
         .spawn()
         .map_err(|error| Failure::new(format!("cannot run {}", program.display()), error))?;
-    let socket = directory.join(CONTROL_SOCKET_NAME);
-    let deadline = Instant::now() + START_TIMEOUT;
+    let deadline = Instant::now() + timeout;
     loop {
         if let Ok(Some(status)) = child.try_wait() {
             let last = last_line(&log_path).unwrap_or_else(|| "it left no message".into());
@@ -212,7 +215,7 @@ pub(crate) fn start_detached(directory: &Path) -> Result<()> {
         if Instant::now() >= deadline {
             // Better none than one that comes up when nobody waits any more.
             let _ = child.kill();
-            let why = format!("it did not answer within {} s", START_TIMEOUT.as_secs());
+            let why = format!("it did not answer within {} s", timeout.as_secs());
             return Err(Failure::new(WHAT, why).todo(see_log));
         }
         std::thread::sleep(START_POLL);

@@ -1,12 +1,13 @@
 //! Where things are: control sockets, private daemons' directories, and the
 //! files that are installed beside the strata binary.
 
+use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use strata_api::{
-    CONTROL_SOCKET_NAME, DEFAULT_SOCKET, ENV_CONTROL_SOCKET, PRIVATE_DIRECTORY_PREFIX,
-    PRIVATE_SNAPSHOTS_NAME,
+    CONTROL_SOCKET_NAME, DEFAULT_SOCKET, ENV_CONTROL_SOCKET, MARK_NAME, MOST_MARK_BYTES, Mark,
+    PRIVATE_DIRECTORY_PREFIX, PRIVATE_SNAPSHOTS_NAME,
 };
 
 use crate::failure::{Failure, Result};
@@ -72,6 +73,48 @@ fn private_sockets(base: &Path, uid: u32) -> Vec<PathBuf> {
         .collect();
     sockets.sort();
     sockets
+}
+
+/// A daemon that died, and whose tenants wait for another one.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Died {
+    /// Its supervisor.
+    pub(crate) supervisor: u32,
+    /// Who holds what its tenants have.
+    pub(crate) holder: u32,
+}
+
+/// The daemon that was at `socket`, if it died and has a holder (docs/takeover.md).
+pub(crate) fn died(socket: &Path) -> Option<Died> {
+    let mut text = String::new();
+    let mark = std::fs::File::open(socket.with_file_name(MARK_NAME)).ok()?;
+    mark.take(MOST_MARK_BYTES).read_to_string(&mut text).ok()?;
+    let mark = Mark::parse(&text)?;
+    if is_living(&mark.supervisor) || !is_living(&mark.holder) {
+        return None;
+    }
+    let (supervisor, holder) = (Mark::number(&mark.supervisor)?, Mark::number(&mark.holder)?);
+    Some(Died { supervisor, holder })
+}
+
+/// Whether the process of a mark's note is there still: of its number, and started then.
+fn is_living(note: &str) -> bool {
+    let Some((pid, started)) = note.split_once(' ') else { return false };
+    let Ok(pid) = pid.parse::<u32>() else { return false };
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // Behind the name, which may hold anything: the state is the third field of proc(5),
+    // the start the 22nd.
+    let Some((_, fields)) = stat.rsplit_once(')') else { return false };
+    let mut fields = fields.split_ascii_whitespace();
+    let has_ended = matches!(fields.next(), None | Some("Z" | "X"));
+    !has_ended && fields.nth(18) == Some(started)
+}
+
+/// Whether `socket` is that of the private daemon which the caller's commands start.
+pub(crate) fn is_own_private(socket: &Path) -> bool {
+    let base = private_bases().into_iter().next();
+    let own = base.map(|base| base.join(format!("{PRIVATE_DIRECTORY_PREFIX}{}", uid())));
+    own.is_some() && socket.parent() == own.as_deref()
 }
 
 /// Whether a private daemon of the caller's has ended and left snapshots.
@@ -158,6 +201,28 @@ mod tests {
         let expected = base.path().join("strata-1").join(CONTROL_SOCKET_NAME);
         assert_eq!(private_sockets(base.path(), uid()), [expected]);
         assert!(private_sockets(base.path(), uid() + 1).is_empty());
+    }
+
+    #[test]
+    fn a_daemon_that_died_is_one_whose_holder_lives() {
+        let base = Directory::new("died");
+        let socket = base.path().join(CONTROL_SOCKET_NAME);
+        assert_eq!(died(&socket), None, "there is no mark");
+        let own = std::process::id();
+        let stat = std::fs::read_to_string("/proc/self/stat").expect("this process");
+        let started = stat.rsplit_once(')').expect("a name").1.split_ascii_whitespace().nth(19);
+        let living = format!("{own} {}", started.expect("a start"));
+        let mark = |supervisor: &str, holder: &str| {
+            let (supervisor, holder) = (supervisor.to_owned(), holder.to_owned());
+            let text = Mark { supervisor, holder, registry: 5 }.to_string();
+            write(base.path().join(MARK_NAME), text).expect("file");
+            died(&socket)
+        };
+        let expected = Died { supervisor: 4_194_304, holder: own };
+        assert_eq!(mark("4194304 1", &living), Some(expected));
+        assert_eq!(mark("4194304 1", &format!("{own} 1")), None, "another of its number");
+        assert_eq!(mark(&living, &living), None, "it lives");
+        assert_eq!(mark("4194304 1", "4194305 1"), None, "nobody holds anything");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //! however they share it, and (v2) memory that grows before it is managed is
 //! slowed down there. Without one, everything works and less is promised.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -30,6 +30,8 @@ pub(crate) struct Cgroups {
     used: Mutex<HashMap<PathBuf, u32>>,
     /// Those of ended tenants that still had a process, since when.
     left: Mutex<Vec<(PathBuf, Instant)>>,
+    /// Directories like `group` of daemons before, from which tenants were taken over.
+    former: Mutex<BTreeSet<PathBuf>>,
 }
 
 /// Room above the budget before the kernel slows a tenant down (v2): fills are
@@ -76,7 +78,8 @@ fn is_among(directory: &Path, groups: &str) -> bool {
 }
 
 impl Cgroups {
-    pub(crate) fn find(supervisor_pid: u32) -> Self {
+    /// `kept`: directories of tenants that were there before.
+    pub(crate) fn find(supervisor_pid: u32, kept: &[PathBuf]) -> Self {
         let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
         let hierarchy = hierarchy_in(&mounts).filter(|found| match found {
             Hierarchy::V1(_) => true,
@@ -84,8 +87,14 @@ impl Cgroups {
                 .is_ok_and(|list| list.split_ascii_whitespace().any(|name| name == "memory")),
         });
         let group = format!("strata-{supervisor_pid}");
-        let this = Self { hierarchy, group, used: Mutex::default(), left: Mutex::default() };
-        this.remove_orphans();
+        let this = Self {
+            hierarchy,
+            group,
+            used: Mutex::default(),
+            left: Mutex::default(),
+            former: Mutex::default(),
+        };
+        this.remove_orphans(kept);
         this
     }
 
@@ -96,10 +105,13 @@ impl Cgroups {
     /// Counts one more tenant that has this one.
     pub(crate) fn hold(&self, directory: &Path) {
         *self.used().entry(directory.to_owned()).or_default() += 1;
+        let group = directory.parent().filter(|group| !group.ends_with(&self.group));
+        self.former().extend(group.map(Path::to_owned));
     }
 
     /// Removes what daemons that are gone left behind.
-    fn remove_orphans(&self) {
+    fn remove_orphans(&self, kept: &[PathBuf]) {
+        let kept = kept.iter().map(|directory| (directory.clone(), 1)).collect();
         let Some(Hierarchy::V1(root) | Hierarchy::V2(root)) = &self.hierarchy else { return };
         for entry in fs::read_dir(root).into_iter().flatten().flatten() {
             let name = entry.file_name();
@@ -109,7 +121,7 @@ impl Cgroups {
             if Path::new(&format!("/proc/{pid}")).exists() {
                 continue;
             }
-            sweep(&entry.path(), &HashMap::new());
+            sweep(&entry.path(), &kept);
         }
     }
 
@@ -273,8 +285,17 @@ impl Cgroups {
         self.left.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Removes this daemon's own group with the last tenant's.
+    fn former(&self) -> MutexGuard<'_, BTreeSet<PathBuf>> {
+        self.former.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Removes this daemon's own group with the last tenant's, and that of a daemon before
+    /// with the last that was taken over from it.
     fn remove_own(&self, used: &HashMap<PathBuf, u32>) {
+        self.former().retain(|group| {
+            used.keys().any(|directory| directory.starts_with(group))
+                || fs::remove_dir(group).is_err_and(|error| error.kind() != io::ErrorKind::NotFound)
+        });
         if used.is_empty()
             && let Some(Hierarchy::V1(root) | Hierarchy::V2(root)) = &self.hierarchy
         {
@@ -351,6 +372,7 @@ mod tests {
             group: "strata-1".into(),
             used: Mutex::default(),
             left: Mutex::default(),
+            former: Mutex::default(),
         };
         let web = groups.make(7, "web", None, 0).expect("a directory");
         let other = groups.make(7, "other", None, 0).expect("a directory");

@@ -28,6 +28,7 @@ mod snapshots;
 mod statistics;
 mod supervisor;
 mod surveyor;
+mod takeover;
 mod tenants;
 mod tier;
 mod turnstile;

@@ -4,9 +4,10 @@
 //! The worker is cloned, never executed, and shares the descriptor table, so
 //! whatever the worker opened is open here too and is found by the next one.
 
+use std::collections::HashSet;
 use std::fs;
 use std::io;
-use std::os::fd::RawFd;
+use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
@@ -19,13 +20,14 @@ use anyhow::Context;
 use strata_api::AGENT_SOCKET_NAME;
 use strata_pager::Registry;
 use strata_sys::{
-    Pidfd, Priority, SeqPacketListener, Signal, WorkerExit, adopt_orphans, block_signals,
+    Pidfd, Priority, SIGKILL, SeqPacketListener, Signal, WorkerExit, adopt_orphans, block_signals,
     collect_child, ended_children, forbid_core_dumps, kill_process, lock_memory, log, open_fds,
     raise_descriptor_limit, spawn_sharing_files, wait_for_signal, wait_worker,
 };
 use strata_units::wire;
 
 use crate::config::Config;
+use crate::takeover::{Before, Place, Taken};
 use crate::{control, holder, places, tier, worker};
 
 /// A worker that lived shorter than this is replaced only after a pause.
@@ -34,6 +36,8 @@ const SHORT_LIFE: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(500);
 /// How often to look whether the holder that was killed has ended.
 const HOLDER_ENDS: Duration = Duration::from_millis(1);
+/// How long one has that was taken over from and killed.
+const HOLDER_ENDS_WITHIN: Duration = Duration::from_secs(5);
 /// Short lives in a row before the pause is made.
 const SHORT_LIVES: u32 = 20;
 
@@ -52,6 +56,8 @@ pub(crate) struct Inheritance {
     /// Descriptors that were open before the first worker.
     pub(crate) own_fds: Vec<RawFd>,
     pub(crate) supervisor_pid: u32,
+    /// The supervisor whose tenants these are, where that one died.
+    pub(crate) taken_from: Option<u32>,
 }
 
 /// Serves until a worker ends in good order.
@@ -70,6 +76,97 @@ pub(crate) fn run(config: Config, private: bool) -> anyhow::Result<ExitCode> {
     places::check(&config)?;
     make_directory(&config.socket_dir, private)?;
     places::check(&config)?;
+    let mut place = Place::enter(&config.socket_dir)?;
+    let home = home_of(&config.socket_dir).context("cannot look at the sockets' directory")?;
+    let taken = begin(&mut place, &config, home)?;
+    let doors = listen(&config, private)?;
+    if let Err(error) = lock_memory() {
+        log(Priority::Warning, format_args!("the supervisor may be swapped out: {error}"));
+    }
+    // Without CAP_SYS_RESOURCE this is refused; then it is as any other.
+    let _ = fs::write("/proc/self/oom_score_adj", "-1000");
+    let own = Pidfd::open(std::process::id()).context("cannot open its own process")?;
+    let (registry, of_before, before) = match taken {
+        Some(Taken { registry, numbers, from, holder }) => {
+            (registry, numbers, Some((from, holder)))
+        }
+        None => {
+            let registry = Registry::create().context("cannot make the registry")?;
+            registry.settle(home);
+            (registry, HashSet::new(), None)
+        }
+    };
+    let registry = Arc::new(registry);
+    let mut holder =
+        holder::start(&registry, &own, &config.socket_dir).context("cannot make a holder")?;
+    let socket_dir = config.socket_dir.clone();
+    if let Err(error) = place.mark(holder, registry.descriptor().as_raw_fd()) {
+        // What was taken over, the old holder has still.
+        end_holder(holder);
+        return Err(error).with_context(|| format!("cannot write to {}", socket_dir.display()));
+    }
+    // Who begins now is refused.
+    drop(place);
+    let taken_from = before.map(|(from, old_holder)| {
+        old_holder.signal(SIGKILL);
+        if !old_holder.exits_within(HOLDER_ENDS_WITHIN) {
+            log(Priority::Warning, "the holder of the stratad before does not end");
+        }
+        from
+    });
+    let before = (of_before, taken_from);
+    let outcome = serve(config, private, doors, &registry, &own, &mut holder, before);
+    if outcome.is_err() && !registry.tenants().is_empty() {
+        // The holder keeps what they need until another daemon takes over.
+        log(Priority::Error, "its tenants wait in the holder until stratad is started again");
+        return outcome;
+    }
+    end_holder(holder);
+    Place::leave(&socket_dir);
+    outcome
+}
+
+/// What a daemon that died in this directory has left, if one has.
+fn begin(place: &mut Place, config: &Config, home: u64) -> anyhow::Result<Option<Taken>> {
+    match place.before()? {
+        Before::Nobody => Ok(None),
+        Before::Living(pid) => {
+            let control = config.control_socket();
+            let taken =
+                format!("{} is in use by another stratad (process {pid})", control.display());
+            Err(cannot_listen(&control, &io::Error::new(io::ErrorKind::AddrInUse, taken)))
+        }
+        Before::Gone(pid) => {
+            log(
+                Priority::Error,
+                format_args!(
+                    "stratad (process {pid}) died here, and the process that held its tenants' memory, too: programs of it that still run wait for ever at pages that were evicted, and must be killed"
+                ),
+            );
+            Ok(None)
+        }
+        Before::Held(held) => {
+            let taken = place.take(held, home)?;
+            // Their listeners may be gone, the names of the sockets are there.
+            for socket in [config.control_socket(), config.socket_dir.join(AGENT_SOCKET_NAME)] {
+                let _ = fs::remove_file(socket);
+            }
+            Ok(taken)
+        }
+    }
+}
+
+/// Ends a holder whose descriptors are not needed, and collects it: who adopts this
+/// process's children may not expect one.
+fn end_holder(holder: u32) {
+    kill_process(holder, 9);
+    while wait_worker(holder) == WorkerExit::Running {
+        std::thread::sleep(HOLDER_ENDS);
+    }
+}
+
+/// Where commands and agents come.
+fn listen(config: &Config, private: bool) -> anyhow::Result<(UnixListener, SeqPacketListener)> {
     let control_socket = config.control_socket();
     let agent_socket = config.socket_dir.join(AGENT_SOCKET_NAME);
     let open_to_all = if private { 0o600 } else { 0o666 };
@@ -80,6 +177,23 @@ pub(crate) fn run(config: Config, private: bool) -> anyhow::Result<ExitCode> {
     let agents = SeqPacketListener::bind(&agent_socket)
         .map_err(|error| cannot_listen(&agent_socket, &error))?;
     fs::set_permissions(&agent_socket, fs::Permissions::from_mode(open_to_all))?;
+    Ok((control, agents))
+}
+
+/// Has a worker serve until one ends in good order. `before`: the numbers of descriptors
+/// that were taken over, and from which supervisor.
+fn serve(
+    config: Config,
+    private: bool,
+    (control, agents): (UnixListener, SeqPacketListener),
+    registry: &Arc<Registry>,
+    own: &Pidfd,
+    holder: &mut u32,
+    before: (HashSet<RawFd>, Option<u32>),
+) -> anyhow::Result<ExitCode> {
+    let (control_socket, agent_socket) =
+        (config.control_socket(), config.socket_dir.join(AGENT_SOCKET_NAME));
+    let (of_before, taken_from) = before;
     let back = listen_for_the_returning(&config.socket_dir)
         .inspect_err(|error| {
             eprintln!(
@@ -88,39 +202,33 @@ pub(crate) fn run(config: Config, private: bool) -> anyhow::Result<ExitCode> {
         })
         .ok();
     let tier_mark = config.tier_path.as_deref().map(claim_tier).transpose()?;
-    let registry = Arc::new(Registry::create().context("cannot make the registry")?);
-    if let Err(error) = lock_memory() {
-        log(Priority::Warning, format_args!("the supervisor may be swapped out: {error}"));
-    }
-    // Without CAP_SYS_RESOURCE this is refused; then it is as any other.
-    let _ = fs::write("/proc/self/oom_score_adj", "-1000");
     let mut inheritance = Inheritance {
         config,
         private,
-        registry,
+        registry: Arc::clone(registry),
         control,
         agents,
         agent_socket: agent_socket.clone(),
         back,
         own_fds: Vec::new(),
         supervisor_pid: std::process::id(),
+        taken_from,
     };
-    let own = Pidfd::open(inheritance.supervisor_pid).context("cannot open its own process")?;
     inheritance.own_fds = open_fds().context("cannot list open descriptors")?;
+    inheritance.own_fds.retain(|fd| !of_before.contains(fd));
     log(Priority::Notice, beginning(&inheritance));
-    let mut holder = holder::start(&inheritance, &own).context("cannot make a holder")?;
-    let code = watch(&inheritance, &own, &mut holder);
-    kill_process(holder, 9);
-    // Collected: who adopts this process's children may not expect one.
-    while wait_worker(holder) == WorkerExit::Running {
-        std::thread::sleep(HOLDER_ENDS);
-    }
-    let code = code?;
+    let code = watch(&inheritance, own, holder)?;
     // Until here: it says that the directory is in use.
     drop(tier_mark);
     let _ = fs::remove_file(agent_socket);
     let _ = fs::remove_file(control_socket);
     Ok(code)
+}
+
+/// Which directory it is, whatever path leads there.
+fn home_of(directory: &Path) -> io::Result<u64> {
+    let of = fs::metadata(directory)?;
+    Ok(back_key(b"", of.dev(), of.ino()))
 }
 
 /// The socket for agents that know the daemon already, and its key. That is the
@@ -194,8 +302,7 @@ fn watch(inheritance: &Inheritance, own: &Pidfd, holder: &mut u32) -> anyhow::Re
                 Signal::Child => match wait_worker(worker) {
                     WorkerExit::Running => {
                         if wait_worker(*holder) != WorkerExit::Running {
-                            *holder =
-                                holder::start(inheritance, own).context("cannot make a holder")?;
+                            *holder = another_holder(inheritance, own)?;
                         }
                         // Restored processes of an earlier worker's time.
                         let others = ended_children().into_iter().filter(|&pid| pid != worker);
@@ -221,6 +328,24 @@ fn watch(inheritance: &Inheritance, own: &Pidfd, holder: &mut u32) -> anyhow::Re
             std::thread::sleep(PAUSE);
         }
     }
+}
+
+/// Makes a holder in the place of one that ended, and marks it.
+fn another_holder(inheritance: &Inheritance, own: &Pidfd) -> anyhow::Result<u32> {
+    let Inheritance { registry, config, .. } = inheritance;
+    let holder =
+        holder::start(registry, own, &config.socket_dir).context("cannot make a holder")?;
+    let marked = Place::enter(&config.socket_dir)
+        .and_then(|place| Ok(place.mark(holder, registry.descriptor().as_raw_fd())?));
+    if let Err(error) = marked {
+        log(
+            Priority::Error,
+            format_args!(
+                "another stratad will not find the new holder, process {holder}: {error:#}"
+            ),
+        );
+    }
+    Ok(holder)
 }
 
 #[cfg(test)]

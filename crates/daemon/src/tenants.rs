@@ -146,10 +146,13 @@ impl Tenants {
         let Config { tier_path, tier_limit, node, tier_order, quota, dram, .. } =
             &inheritance.config;
         let own_uid = std::fs::metadata("/proc/self").map_or(0, |own| own.uid());
+        let records = inheritance.registry.tenants();
+        let groups = records.into_iter().filter_map(|(_, record)| record.cgroup);
+        let groups: Vec<_> = groups.map(PathBuf::from).collect();
         Self {
             known: Mutex::default(),
             registry: Arc::clone(&inheritance.registry),
-            cgroups: Cgroups::find(inheritance.supervisor_pid),
+            cgroups: Cgroups::find(inheritance.supervisor_pid, &groups),
             tier: tier_path.as_ref().map(|path| (path.clone(), tier_limit.0)),
             node: node.map(|node| NodeSpec {
                 node: node.number,

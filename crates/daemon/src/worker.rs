@@ -20,7 +20,7 @@ use crate::snapshots::{Snapshots, ready, schedules};
 use crate::supervisor::Inheritance;
 use crate::tenants::Tenants;
 use crate::watcher::Watcher;
-use crate::{agents, logbook, metrics, statistics, surveyor};
+use crate::{agents, logbook, metrics, statistics, surveyor, takeover};
 
 /// Exit status: nothing is left to do.
 pub(crate) const DONE: i32 = 0;
@@ -60,7 +60,11 @@ fn start(inheritance: &Inheritance, first: bool) -> anyhow::Result<()> {
     }
     adopt_orphans();
     let tenants = Arc::new(Tenants::new(inheritance));
-    for (name, recovered) in Tenant::recover_all(&inheritance.registry) {
+    let recovered = Tenant::recover_all(&inheritance.registry);
+    if let Some(from) = inheritance.taken_from {
+        takeover::report(&inheritance.registry, inheritance.supervisor_pid, from, &recovered);
+    }
+    for (name, recovered) in recovered {
         match recovered {
             Ok(tenant) => tenants.adopt(&tenant),
             // Its programs wait for ever, which is not a wrong byte.

@@ -9,6 +9,7 @@
 mod answer;
 mod control_block;
 mod damon;
+mod descriptors;
 mod directory;
 mod event;
 mod file;
@@ -47,6 +48,10 @@ pub use answer::{IoctlCall, IoctlListener};
 pub use control_block::ControlBlock;
 pub use damon::{
     DAMON_PERIOD, DAMON_RANGES, DAMON_SAMPLES, Damon, DamonOwner, DamonRange, DamonRefusal,
+};
+pub use descriptors::{
+    OpenThere, copy_descriptor, descriptors_of, move_above, put_at, shares_descriptors,
+    sharing_descriptors_with,
 };
 pub use directory::{Access, Directory, open_plain_file, who_may_replace};
 pub use event::{EventFd, alarm_when_charged};

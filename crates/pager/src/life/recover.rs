@@ -182,6 +182,21 @@ impl Tenant {
         tenant
     }
 
+    /// How many processes of its spaces live, live without an agent, and have ended.
+    #[must_use]
+    pub fn who_is_left(&self) -> (usize, usize, usize) {
+        let (mut living, mut orphans, mut ended) = (0, 0, 0);
+        for space in self.space_list() {
+            let counted = match space.process() {
+                Some(process) if !process.has_exited() => &mut living,
+                None if space.uffd.is_alive() => &mut orphans,
+                _ => &mut ended,
+            };
+            *counted += 1;
+        }
+        (living, orphans, ended)
+    }
+
     fn recover_space(&self, id: SpaceId) -> io::Result<Arc<Space>> {
         let missing = |what| io::Error::new(io::ErrorKind::NotFound, format!("its {what} is gone"));
         let fd = |field| self.registry.space_fd(id, field).and_then(adopt_fd);

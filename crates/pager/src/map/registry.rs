@@ -7,7 +7,7 @@
 //! words lie together: looking for slots in use touches no memory of the others.
 
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use serde::{Deserialize, Serialize};
@@ -16,7 +16,7 @@ use strata_sys::{PROCESS_FDS, SharedMemory, Userfaultfd};
 use strata_units::{SpaceId, TenantId};
 
 use crate::map::counters::{ALL_BUCKETS, COUNTERS};
-use crate::map::settings::SettingsFile;
+use crate::map::settings::{MOST_SETTINGS, SettingsFile};
 
 /// Most tenants at a time.
 pub const TENANTS: u32 = 1024;
@@ -52,6 +52,20 @@ const H_SETTINGS: u64 = 8;
 const H_SERIAL: u64 = 16;
 /// In the header: the worker's process.
 const H_WORKER: u64 = 24;
+/// In the header: what it is, what it and all that it leads to are laid out like, which
+/// daemon's it is, and the sum of the three.
+const H_MAGIC: u64 = 32;
+const H_LAYOUT: u64 = 40;
+const H_HOME: u64 = 48;
+const H_SUM: u64 = 56;
+/// In the header: the supervisor that has last said what it took over.
+const H_REPORTED: u64 = 64;
+
+const MAGIC: u64 = u64::from_le_bytes(*b"strataRG");
+/// Raised when anything that a record leads to gets another meaning (records, entries of
+/// page maps, ages, settings) without another length. The store's files have a version of
+/// their own.
+const VERSION: u64 = 1;
 
 // Within a space's slot.
 const S_SETTINGS: u64 = 64;
@@ -159,11 +173,74 @@ pub struct Registry {
     pub(crate) settings: SettingsFile,
 }
 
+/// A number for how all of it is laid out: another version's is another.
+fn layout() -> u64 {
+    let of_tenants = [u64::from(TENANTS), TENANT_BYTES, T_CLAIM, T_COUNTERS, T_BUCKETS, T_RECORD];
+    let of_spaces = [u64::from(SPACES), SPACE_BYTES, S_SETTINGS, S_SERIAL, S_RING];
+    let counted = [COUNTERS, ALL_BUCKETS, RING_MESSAGES, MOST_SETTINGS].map(|count| count as u64);
+    let ring = Userfaultfd::ring_bytes(RING_MESSAGES) as u64;
+    let others = [VERSION, ring, PROCESS_FDS as u64, strata_units::wire::MAGIC];
+    let all = of_tenants.iter().chain(&of_spaces).chain(&counted).chain(&others);
+    mixed(all.copied())
+}
+
+/// FNV-1a over words.
+fn mixed(words: impl IntoIterator<Item = u64>) -> u64 {
+    let step = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
+    words.into_iter().flat_map(u64::to_le_bytes).fold(0xcbf2_9ce4_8422_2325, step)
+}
+
 impl Registry {
     /// A new, empty one.
     pub fn create() -> io::Result<Self> {
         let memory = SharedMemory::create("strata-registry", REGISTRY_BYTES)?;
         Ok(Self { memory, settings: SettingsFile::default() })
+    }
+
+    /// That of the daemon `home` from now on, for whoever attaches to it later.
+    pub fn settle(&self, home: u64) {
+        let words = [(H_MAGIC, MAGIC), (H_LAYOUT, layout()), (H_HOME, home)];
+        for (at, word) in words {
+            self.memory.atomic_u64(at).store(word, Ordering::Relaxed);
+        }
+        let sum = mixed(words.map(|(_, word)| word));
+        self.memory.atomic_u64(H_SUM).store(sum, Ordering::Release);
+    }
+
+    /// What a dead daemon of the same `home` has left.
+    ///
+    /// # Errors
+    /// `InvalidData`, with what it is instead; else as for any memory file.
+    pub fn attach(descriptor: OwnedFd, home: u64) -> io::Result<Self> {
+        let invalid = |what| io::Error::new(io::ErrorKind::InvalidData, what);
+        let memory = SharedMemory::from_fd(descriptor)?;
+        if memory.len_bytes() < HEADER_BYTES {
+            return Err(invalid("it is no registry"));
+        }
+        let word = |at| memory.atomic_u64(at).load(Ordering::Acquire);
+        let (sum, words) = (word(H_SUM), [H_MAGIC, H_LAYOUT, H_HOME].map(word));
+        if words[0] != MAGIC || sum != mixed(words) {
+            return Err(invalid("it is no registry, or damaged"));
+        }
+        if words[1] != layout() || memory.len_bytes() != REGISTRY_BYTES {
+            return Err(invalid("it is another version's"));
+        }
+        if words[2] != home {
+            return Err(invalid("it is of a daemon in another directory"));
+        }
+        Ok(Self { memory, settings: SettingsFile::default() })
+    }
+
+    /// The supervisor that has last said what became of the tenants it took over.
+    #[must_use]
+    pub fn reported(&self) -> &AtomicU32 {
+        self.memory.atomic_u32(H_REPORTED)
+    }
+
+    /// Whether there is any snapshot, of whichever tenant.
+    #[must_use]
+    pub fn has_snapshots(&self) -> bool {
+        (0..SPACES).map(SpaceId).any(|id| self.is_snapshot(id))
     }
 
     /// The registry's own descriptor.
@@ -415,5 +492,42 @@ impl Registry {
             }
         }
         fds
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn copy(registry: &Registry) -> OwnedFd {
+        registry.descriptor().try_clone_to_owned().expect("a descriptor")
+    }
+
+    fn refusal(attached: io::Result<Registry>) -> String {
+        attached.expect_err("it does not fit").to_string()
+    }
+
+    #[test]
+    fn a_registry_is_attached_to_by_its_own_daemon_and_version_alone() {
+        let registry = Registry::create().expect("a registry");
+        assert!(refusal(Registry::attach(copy(&registry), 7)).contains("no registry"));
+        registry.settle(7);
+        registry.workers().store(3, Ordering::Relaxed);
+        let again = Registry::attach(copy(&registry), 7).expect("it is the same");
+        assert_eq!(again.workers().load(Ordering::Relaxed), 3);
+        assert!(refusal(Registry::attach(copy(&registry), 8)).contains("another directory"));
+        for at in [H_MAGIC, H_LAYOUT, H_HOME, H_SUM] {
+            let word = registry.memory.atomic_u64(at);
+            word.fetch_add(1, Ordering::Relaxed);
+            assert!(refusal(Registry::attach(copy(&registry), 7)).contains("damaged"), "{at}");
+            word.fetch_sub(1, Ordering::Relaxed);
+        }
+        let other = [MAGIC, layout() + 1, 7];
+        registry.memory.atomic_u64(H_LAYOUT).store(other[1], Ordering::Relaxed);
+        registry.memory.atomic_u64(H_SUM).store(mixed(other), Ordering::Relaxed);
+        assert!(refusal(Registry::attach(copy(&registry), 7)).contains("another version"));
+        let stranger = SharedMemory::create("other", 64).expect("a memory file");
+        let stranger = stranger.as_fd().try_clone_to_owned().expect("a descriptor");
+        assert!(refusal(Registry::attach(stranger, 7)).contains("no registry"));
     }
 }

@@ -54,7 +54,7 @@ def name_again_at_once(run):
 
 @case("hangup", native=False, own_daemon=True)
 def hangup(run):
-    """SIGHUP asks for a new look at the configuration, which there is not: the daemon
+    """SIGHUP asks for a new look at the configuration, which a private daemon has not: it
     says so and goes on, whether its supervisor gets it or its worker."""
     with open(run.daemon.log_path) as log:
         log.seek(0, os.SEEK_END)
@@ -65,7 +65,7 @@ def hangup(run):
         def told():
             nonlocal said
             said += log.read()
-            return "SIGHUP: the configuration is read only when stratad starts" in said
+            return "SIGHUP: a private stratad has no configuration" in said
         run.daemon.wait_until(told, "it says that it does not read its configuration again")
     if not run.daemon.is_well():
         raise Failure("it has ended")

@@ -156,6 +156,8 @@ pub enum Request {
         #[serde(default)]
         rollback: bool,
     },
+    /// Read the configuration again.
+    Reload,
     /// Tenants of the caller, of root all, a page of them.
     List {
         /// [`Reply::List`]'s `next` of the page before; none: the first page.
@@ -392,6 +394,7 @@ impl Request {
             | Self::SnapshotExport { .. }
             | Self::SnapshotImport { .. } => true,
             Self::Ping
+            | Self::Reload
             | Self::Run { .. }
             | Self::Guest { .. }
             | Self::GuestAgain { .. }

@@ -104,6 +104,10 @@ pub(crate) enum Command {
     /// budgets would cost it in speed. With --all, shares a total out so that all
     /// together lose least.
     Advise(AdviseArguments),
+    /// Have the system's stratad read its configuration again
+    ///
+    /// Programs go on. What cannot change while stratad runs is named.
+    Reload,
     /// Give a tenant all its pages back and stop managing it
     ///
     /// The program runs on natively. Refused when the memory does not suffice.

@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use strata_api::{
-    ENV_CONTROL_SOCKET, MAX_LINE_BYTES, NO_ROOM_NOW, Progress, Reply, Request, Stats,
+    DEFAULT_SOCKET, ENV_CONTROL_SOCKET, MAX_LINE_BYTES, NO_ROOM_NOW, Progress, Reply, Request,
+    Stats,
 };
 
 use crate::daemon;
@@ -308,6 +309,19 @@ pub(crate) fn command(name: &str, request: Request) -> Result<String> {
         Ok(Reply::Error { message, hint }) => Err(refused(&what, &message, &hint)),
         Ok(_) => Err(misunderstood(&what)),
         Err(no_reply) => Err(no_reply.failure(&what, &socket)),
+    }
+}
+
+/// Has the daemon read its configuration again: the one that the environment names, or
+/// the system's.
+pub(crate) fn reload() -> Result<String> {
+    const WHAT: &str = "cannot have the configuration read again";
+    let socket = place::named_socket().unwrap_or_else(|| DEFAULT_SOCKET.into());
+    match ask(&socket, &Request::Reload) {
+        Ok(Reply::Done { note }) => Ok(crate::failure::printable(&note)),
+        Ok(Reply::Error { message, hint }) => Err(refused(WHAT, &message, &hint)),
+        Ok(_) => Err(misunderstood(WHAT)),
+        Err(no_reply) => Err(no_reply.failure(WHAT, &socket)),
     }
 }
 

@@ -87,6 +87,7 @@ fn execute(command: Command) -> Result<ExitCode> {
         }
         Command::Shares { json } => print(&shares::shares(json)?)?,
         Command::Advise(arguments) => print(&advise::advise(&arguments)?)?,
+        Command::Reload => print(&client::reload()?)?,
         Command::Release { name } => {
             print(&client::command(&name, Request::Release { name: name.clone() })?)?;
         }

@@ -13,7 +13,9 @@ use strata_api::{
 use strata_pager::{Claim, ReleaseRefused, SURVEY_PATIENCE, Space, Tenant};
 use strata_snapshot::{Terminals, is_ending};
 use strata_sys::peer::{KnownPeer, Peer};
-use strata_sys::{Pidfd, Priority, SIGTERM, collect_child, status_of_collected, total_bytes};
+use strata_sys::{
+    Pidfd, Priority, SIGHUP, SIGTERM, collect_child, kill_process, status_of_collected, total_bytes,
+};
 use strata_units::ByteSize;
 use strata_units::wire::{ENV_SOCKET, ENV_TOKEN};
 
@@ -23,6 +25,7 @@ use crate::control::Handler;
 use crate::guests::Guests;
 use crate::logbook;
 use crate::place;
+use crate::reload::Reread;
 use crate::shares::{self, Shares};
 use crate::snapshots::{CloneWish, ImportWish, Revived, Snapshots, Tell};
 use crate::statistics;
@@ -45,6 +48,7 @@ pub(crate) struct Commands {
     /// None: each tenant has a budget of its own.
     shares: Option<Arc<Shares>>,
     config: Config,
+    config_file: Option<PathBuf>,
     private: bool,
     agent_socket: PathBuf,
     supervisor_pid: u32,
@@ -120,6 +124,7 @@ impl Commands {
                     }
                 })
             }
+            Request::Reload => self.reload(peer),
             Request::List { after } => self.list(peer, after.as_ref()),
             Request::Stats { name } => self.with(peer, &name, |tenant| Reply::Stats {
                 stats: Box::new(statistics::of(tenant)),
@@ -316,6 +321,7 @@ impl Commands {
             guests,
             shares,
             config: inheritance.config.clone(),
+            config_file: inheritance.config_file.clone(),
             private: inheritance.private,
             agent_socket: inheritance.agent_socket.clone(),
             supervisor_pid: inheritance.supervisor_pid,
@@ -347,6 +353,23 @@ impl Commands {
         let pid = pid.filter(|&pid| !is_ending(pid));
         let status = if pid.is_none() { how_it_ended(ended) } else { None };
         Reply::Became { pid, status }
+    }
+
+    /// Has the supervisor read the configuration again, if it will be able to.
+    fn reload(&self, peer: Peer) -> Reply {
+        if peer.uid != 0 && !self.private {
+            return error("only root has the configuration read again", "run as root");
+        }
+        match Reread::of(self.config_file.as_deref(), self.private, &self.config) {
+            Ok(reread) => {
+                kill_process(self.supervisor_pid, SIGHUP);
+                Reply::Done { note: reread.note() }
+            }
+            Err(problems) => {
+                let hint = "nothing was changed; strata config check shows it all";
+                error(format!("{problems:#}").replace('\n', "; "), hint)
+            }
+        }
     }
 
     /// A page of the caller's tenants, of root everybody's.

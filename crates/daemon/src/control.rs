@@ -364,6 +364,7 @@ fn parse(line: &[u8]) -> Result<Request, String> {
     // Names of snapshots are checked by their own type.
     let (new, named, dram_bytes) = match &request {
         Request::Ping
+        | Request::Reload
         | Request::Shares
         | Request::List { .. }
         | Request::ShareOut { .. }

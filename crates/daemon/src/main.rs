@@ -22,6 +22,7 @@ mod place;
 mod places;
 mod program;
 mod quota;
+mod reload;
 mod schedule;
 mod shares;
 mod snapshots;
@@ -181,5 +182,5 @@ fn serve(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     if let Some(obstacle) = doctor::obstacle() {
         anyhow::bail!("no program can be managed here: {obstacle}");
     }
-    supervisor::run(config, arguments.private.is_some())
+    supervisor::run(config, arguments.private.is_some(), arguments.config.clone())
 }

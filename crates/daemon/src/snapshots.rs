@@ -367,6 +367,11 @@ impl Snapshots {
         ))
     }
 
+    /// Whether anything is being done with any tenant.
+    pub(crate) fn is_busy(&self) -> bool {
+        !lock(&self.busy).is_empty()
+    }
+
     /// One thing at a time is done with a tenant; whoever comes meanwhile waits.
     /// What was found before may not be true any more.
     fn turn(&self, name: &str) -> Result<Turn<'_>, String> {

@@ -20,13 +20,14 @@ use anyhow::Context;
 use strata_api::AGENT_SOCKET_NAME;
 use strata_pager::Registry;
 use strata_sys::{
-    Pidfd, Priority, SIGKILL, SeqPacketListener, Signal, WorkerExit, adopt_orphans, block_signals,
-    collect_child, ended_children, forbid_core_dumps, kill_process, lock_memory, log, open_fds,
-    raise_descriptor_limit, spawn_sharing_files, wait_for_signal, wait_worker,
+    Pidfd, Priority, SIGHUP, SIGKILL, SeqPacketListener, Signal, WorkerExit, adopt_orphans,
+    block_signals, collect_child, ended_children, forbid_core_dumps, kill_process, lock_memory,
+    log, open_fds, raise_descriptor_limit, spawn_sharing_files, wait_for_signal, wait_worker,
 };
 use strata_units::wire;
 
 use crate::config::Config;
+use crate::reload::Reread;
 use crate::takeover::{Before, Place, Taken};
 use crate::{control, holder, places, tier, worker};
 
@@ -45,6 +46,8 @@ const SHORT_LIVES: u32 = 20;
 #[derive(Debug)]
 pub(crate) struct Inheritance {
     pub(crate) config: Config,
+    /// Where it was read; none: the default place.
+    pub(crate) config_file: Option<PathBuf>,
     pub(crate) private: bool,
     pub(crate) registry: Arc<Registry>,
     pub(crate) control: UnixListener,
@@ -61,7 +64,11 @@ pub(crate) struct Inheritance {
 }
 
 /// Serves until a worker ends in good order.
-pub(crate) fn run(config: Config, private: bool) -> anyhow::Result<ExitCode> {
+pub(crate) fn run(
+    config: Config,
+    private: bool,
+    config_file: Option<PathBuf>,
+) -> anyhow::Result<ExitCode> {
     block_signals();
     adopt_orphans();
     raise_descriptor_limit();
@@ -115,7 +122,8 @@ pub(crate) fn run(config: Config, private: bool) -> anyhow::Result<ExitCode> {
         from
     });
     let before = (of_before, taken_from);
-    let outcome = serve(config, private, doors, &registry, &own, &mut holder, before);
+    let outcome =
+        serve((config, config_file), private, doors, &registry, &own, &mut holder, before);
     if outcome.is_err() && !registry.tenants().is_empty() {
         // The holder keeps what they need until another daemon takes over.
         log(Priority::Error, "its tenants wait in the holder until stratad is started again");
@@ -183,7 +191,7 @@ fn listen(config: &Config, private: bool) -> anyhow::Result<(UnixListener, SeqPa
 /// Has a worker serve until one ends in good order. `before`: the numbers of descriptors
 /// that were taken over, and from which supervisor.
 fn serve(
-    config: Config,
+    (config, config_file): (Config, Option<PathBuf>),
     private: bool,
     (control, agents): (UnixListener, SeqPacketListener),
     registry: &Arc<Registry>,
@@ -204,6 +212,7 @@ fn serve(
     let tier_mark = config.tier_path.as_deref().map(claim_tier).transpose()?;
     let mut inheritance = Inheritance {
         config,
+        config_file,
         private,
         registry: Arc::clone(registry),
         control,
@@ -217,7 +226,7 @@ fn serve(
     inheritance.own_fds = open_fds().context("cannot list open descriptors")?;
     inheritance.own_fds.retain(|fd| !of_before.contains(fd));
     log(Priority::Notice, beginning(&inheritance));
-    let code = watch(&inheritance, own, holder)?;
+    let code = watch(&mut inheritance, own, holder)?;
     // Until here: it says that the directory is in use.
     drop(tier_mark);
     let _ = fs::remove_file(agent_socket);
@@ -286,19 +295,23 @@ fn cannot_listen(socket: &Path, error: &io::Error) -> anyhow::Error {
     anyhow::anyhow!("cannot listen on {}: {error}; {todo}", socket.display())
 }
 
-fn watch(inheritance: &Inheritance, own: &Pidfd, holder: &mut u32) -> anyhow::Result<ExitCode> {
+fn watch(inheritance: &mut Inheritance, own: &Pidfd, holder: &mut u32) -> anyhow::Result<ExitCode> {
     let mut short_lives = 0;
     loop {
         let born = Instant::now();
+        // What the next worker is to have.
+        let mut reread = None;
         let worker = spawn_sharing_files(|| worker::run(inheritance))
             .context("cannot make a worker process")?;
         let died = loop {
             match wait_for_signal() {
                 Signal::Terminate => kill_process(worker, 15),
-                Signal::Hangup => log(
-                    Priority::Warning,
-                    "SIGHUP: the configuration is read only when stratad starts; restart it to have it read again, after its tenants have ended; it goes on as before",
-                ),
+                Signal::Hangup => {
+                    reread = read_again(inheritance).or(reread);
+                    if reread.is_some() {
+                        kill_process(worker, SIGHUP);
+                    }
+                }
                 Signal::Child => match wait_worker(worker) {
                     WorkerExit::Running => {
                         if wait_worker(*holder) != WorkerExit::Running {
@@ -312,7 +325,14 @@ fn watch(inheritance: &Inheritance, own: &Pidfd, holder: &mut u32) -> anyhow::Re
                 },
             }
         };
+        let has_made_room = reread.is_some();
+        if let Some(Reread { config, .. }) = reread {
+            inheritance.config = config;
+        }
         match died {
+            WorkerExit::Killed(_) if has_made_room => {
+                log(Priority::Notice, "a worker with the new configuration takes over");
+            }
             WorkerExit::Status(worker::DONE) => {
                 log(Priority::Notice, "stops");
                 return Ok(ExitCode::SUCCESS);
@@ -326,6 +346,23 @@ fn watch(inheritance: &Inheritance, own: &Pidfd, holder: &mut u32) -> anyhow::Re
         short_lives = if born.elapsed() < SHORT_LIFE { short_lives + 1 } else { 0 };
         if short_lives > SHORT_LIVES {
             std::thread::sleep(PAUSE);
+        }
+    }
+}
+
+/// The configuration as it is now; none: it is not to be used, and the log says why.
+fn read_again(inheritance: &Inheritance) -> Option<Reread> {
+    let Inheritance { config, config_file, private, .. } = inheritance;
+    match Reread::of(config_file.as_deref(), *private, config) {
+        Ok(reread) => {
+            log(Priority::Notice, reread.note());
+            Some(reread)
+        }
+        Err(error) => {
+            let text = format!("SIGHUP: {error:#}");
+            text.lines().for_each(|line| log(Priority::Error, line));
+            log(Priority::Error, "stratad goes on with the configuration that it had");
+            None
         }
     }
 }

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use strata_pager::{ReleaseRefused, Tenant};
 use strata_sys::{
-    Priority, Signal, adopt_orphans, close_fd, collect_child, ended_children,
-    is_living_userfaultfd, log, open_fds, wait_for_signal,
+    Priority, SIGKILL, Signal, adopt_orphans, close_fd, collect_child, ended_children,
+    is_living_userfaultfd, kill_process, log, open_fds, wait_for_signal,
 };
 
 use crate::commands::Commands;
@@ -38,6 +38,11 @@ const JUST_ENDED: Duration = Duration::from_millis(400);
 const UNCOLLECTED: Duration = Duration::from_secs(4);
 /// A private daemon that gets no tenant ends after this.
 const PRIVATE_IDLE: Duration = Duration::from_secs(10);
+
+/// How long a worker that is to make room waits for snapshots and what comes of them.
+const MAKING_ROOM: Duration = Duration::from_secs(60);
+/// How long it waits for an answer to be written.
+const ANSWERS: Duration = Duration::from_millis(20);
 
 /// Runs the worker; returns its exit status.
 pub(crate) fn run(inheritance: &Inheritance) -> i32 {
@@ -107,6 +112,7 @@ fn start(inheritance: &Inheritance, first: bool) -> anyhow::Result<()> {
     surveyor::start(&tenants)?;
     strata_pager::start_alarms()?;
     let watcher = watcher(inheritance, &tenants).map(Arc::new);
+    let busy = Arc::clone(&snapshots);
     let tidied = Arc::clone(&tenants);
     let private = inheritance.private;
     let watched = watcher.clone();
@@ -115,18 +121,32 @@ fn start(inheritance: &Inheritance, first: bool) -> anyhow::Result<()> {
         .spawn(move || tidy(&tidied, &snapshots, private, watched.as_deref()))?;
     let patience = inheritance.config.release_patience;
     loop {
-        if wait_for_signal() == Signal::Terminate && terminate(&tenants, patience) {
-            if let Some(watcher) = &watcher {
-                watcher.end();
-            }
-            tenants.finish();
-            if let Err(error) = control.stop() {
-                // Somebody removed it: nobody comes any more either.
-                log(Priority::Warning, format_args!("its socket is gone: {error}"));
-            }
-            return Ok(());
+        match wait_for_signal() {
+            Signal::Terminate if terminate(&tenants, patience) => break,
+            Signal::Hangup => make_room(&busy),
+            _ => {}
         }
     }
+    if let Some(watcher) = &watcher {
+        watcher.end();
+    }
+    tenants.finish();
+    if let Err(error) = control.stop() {
+        // Somebody removed it: nobody comes any more either.
+        log(Priority::Warning, format_args!("its socket is gone: {error}"));
+    }
+    Ok(())
+}
+
+/// Ends, so that a worker with the configuration that the supervisor has read takes over:
+/// when answers are written, and nothing is in the middle that would have to be begun anew.
+fn make_room(snapshots: &Snapshots) {
+    let until = Instant::now() + MAKING_ROOM;
+    std::thread::sleep(ANSWERS);
+    while snapshots.is_busy() && Instant::now() < until {
+        std::thread::sleep(ANSWERS);
+    }
+    kill_process(std::process::id(), SIGKILL);
 }
 
 /// Who watches what is used on the node, where there is one to be watched.

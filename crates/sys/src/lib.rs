@@ -73,8 +73,8 @@ pub use perf::idle_task_event;
 pub use placement::{MappedMemory, PlacementError, advise_memory, memory_tiers, placement_reason};
 pub use poll::{PollSet, Polled, Poller, poll_all, poll_readable};
 pub use process::{
-    Mapping, MappingFlags, Pidfd, Presence, ReadOutcome, SIGCONT, SIGKILL, SIGSTOP, SIGTERM,
-    ThreadFaults, available_bytes, is_zombie, note_of, noted, parent_of, process_exists,
+    Mapping, MappingFlags, Pidfd, Presence, ReadOutcome, SIGCONT, SIGHUP, SIGKILL, SIGSTOP,
+    SIGTERM, ThreadFaults, available_bytes, is_zombie, note_of, noted, parent_of, process_exists,
     read_mapping_flags, read_maps, stat_field, stat_fields, total_bytes, trim_heap,
 };
 pub use proof::Disproof;

@@ -1,7 +1,9 @@
 """The whole daemon dies, and another one takes its tenants over: what was stored comes
 back, whoever waits goes on, and nobody reads a wrong byte."""
 
+import copy
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -9,7 +11,7 @@ import time
 import machine
 from moment import Moment
 from private_client import client
-from strata import Failure
+from strata import Daemon, Failure
 from suite import case
 
 SIZE, BUDGET = "96", "24MiB"
@@ -185,6 +187,51 @@ def snapshots(run):
     program.crash(snapshot)
     program.goes_on()
     program.check()
+
+
+@case("upgrade", native=False, own_daemon=True, seconds=120)
+def upgrade(run):
+    """The daemon becomes the stratad that is installed by then, under load; one that does
+    not start is refused, and the old one goes on."""
+    place = os.path.join(run.directory, "installed")
+    os.mkdir(place)
+    stratad = os.path.join(place, "stratad")
+    shutil.copy(run.binaries.stratad, stratad)
+    binaries = copy.copy(run.binaries)
+    binaries.stratad = stratad
+    first = run.daemon
+    run.daemon = Daemon(binaries, os.path.join(run.log_directory, "upgraded.log"))
+    try:
+        program = loaded(run)
+        for number in range(run.times(3)):
+            os.rename(stratad, stratad + ".old")
+            with open(stratad, "w") as script:
+                script.write("#!/bin/sh\necho it lacks a library >&2\nexit 127\n")
+            os.chmod(stratad, 0o755)
+            refused = run.daemon.strata("upgrade", check=False)
+            if refused.returncode != 1 or "it lacks a library" not in refused.stderr:
+                raise Failure(f"status {refused.returncode}: {refused.stderr.strip()}")
+            goes_on(run, [program])
+            os.unlink(stratad)
+            shutil.copy(run.binaries.stratad, stratad)
+            worker = run.daemon.worker()
+            said = run.daemon.strata("upgrade").stdout
+            if "takes over" not in said:
+                raise Failure(f"strata upgrade: {said.strip()}")
+            run.daemon.wait_until(
+                lambda: (now := run.daemon.worker()) and now != worker and run.daemon.answers(),
+                "the upgraded stratad has a worker")
+            if os.readlink(f"/proc/{run.daemon.pid}/exe") != stratad:
+                raise Failure("the supervisor is the old one")
+            goes_on(run, [program])
+            alone(run)
+        program.answer()
+        program.finish()
+        if not run.daemon.is_well():
+            raise Failure("the daemon died")
+    finally:
+        run.daemon.end()
+        run.daemon = first
 
 
 @case("takeover-private", native=False)

@@ -158,6 +158,8 @@ pub enum Request {
     },
     /// Read the configuration again.
     Reload,
+    /// Become the stratad that is installed now.
+    Upgrade,
     /// Tenants of the caller, of root all, a page of them.
     List {
         /// [`Reply::List`]'s `next` of the page before; none: the first page.
@@ -395,6 +397,7 @@ impl Request {
             | Self::SnapshotImport { .. } => true,
             Self::Ping
             | Self::Reload
+            | Self::Upgrade
             | Self::Run { .. }
             | Self::Guest { .. }
             | Self::GuestAgain { .. }

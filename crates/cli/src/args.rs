@@ -108,6 +108,11 @@ pub(crate) enum Command {
     ///
     /// Programs go on. What cannot change while stratad runs is named.
     Reload,
+    /// Have stratad become the version that is installed now
+    ///
+    /// Programs go on; they wait for a moment. Refused where that version cannot take
+    /// over what this one has.
+    Upgrade,
     /// Give a tenant all its pages back and stop managing it
     ///
     /// The program runs on natively. Refused when the memory does not suffice.

@@ -312,16 +312,15 @@ pub(crate) fn command(name: &str, request: Request) -> Result<String> {
     }
 }
 
-/// Has the daemon read its configuration again: the one that the environment names, or
-/// the system's.
-pub(crate) fn reload() -> Result<String> {
-    const WHAT: &str = "cannot have the configuration read again";
+/// Has a request done that is for a daemon, not a tenant: by the one that the environment
+/// names, or the system's.
+pub(crate) fn of_daemon(what: &str, request: &Request) -> Result<String> {
     let socket = place::named_socket().unwrap_or_else(|| DEFAULT_SOCKET.into());
-    match ask(&socket, &Request::Reload) {
+    match ask(&socket, request) {
         Ok(Reply::Done { note }) => Ok(crate::failure::printable(&note)),
-        Ok(Reply::Error { message, hint }) => Err(refused(WHAT, &message, &hint)),
-        Ok(_) => Err(misunderstood(WHAT)),
-        Err(no_reply) => Err(no_reply.failure(WHAT, &socket)),
+        Ok(Reply::Error { message, hint }) => Err(refused(what, &message, &hint)),
+        Ok(_) => Err(misunderstood(what)),
+        Err(no_reply) => Err(no_reply.failure(what, &socket)),
     }
 }
 

@@ -87,7 +87,13 @@ fn execute(command: Command) -> Result<ExitCode> {
         }
         Command::Shares { json } => print(&shares::shares(json)?)?,
         Command::Advise(arguments) => print(&advise::advise(&arguments)?)?,
-        Command::Reload => print(&client::reload()?)?,
+        Command::Reload => {
+            let what = "cannot have the configuration read again";
+            print(&client::of_daemon(what, &Request::Reload)?)?;
+        }
+        Command::Upgrade => {
+            print(&client::of_daemon("cannot upgrade stratad", &Request::Upgrade)?)?;
+        }
         Command::Release { name } => {
             print(&client::command(&name, Request::Release { name: name.clone() })?)?;
         }

@@ -4,13 +4,14 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use strata_api::{
     DramClaim, MAX_LINE_BYTES, MAX_LISTED, MAX_LISTED_COMMAND_BYTES, PROTOCOL_VERSION, Reply,
     Request, RevivedTenant, SnapshotInfo, SnapshotRef, Stats,
 };
-use strata_pager::{Claim, ReleaseRefused, SURVEY_PATIENCE, Space, Tenant};
+use strata_pager::{Claim, Registry, ReleaseRefused, SURVEY_PATIENCE, Space, Tenant};
 use strata_snapshot::{Terminals, is_ending};
 use strata_sys::peer::{KnownPeer, Peer};
 use strata_sys::{
@@ -31,6 +32,8 @@ use crate::snapshots::{CloneWish, ImportWish, Revived, Snapshots, Tell};
 use crate::statistics;
 use crate::supervisor::Inheritance;
 use crate::tenants::{Key, Tenants, Wish};
+use crate::upgrade;
+use crate::worker::make_room;
 
 /// Of one page of a list: a part of what a line may have.
 const LISTED_BYTES: usize = MAX_LINE_BYTES * 3 / 4;
@@ -52,6 +55,7 @@ pub(crate) struct Commands {
     private: bool,
     agent_socket: PathBuf,
     supervisor_pid: u32,
+    registry: Arc<Registry>,
 }
 
 pub(crate) fn error(message: impl Into<String>, hint: impl Into<String>) -> Reply {
@@ -125,6 +129,7 @@ impl Commands {
                 })
             }
             Request::Reload => self.reload(peer),
+            Request::Upgrade => self.upgrade(peer),
             Request::List { after } => self.list(peer, after.as_ref()),
             Request::Stats { name } => self.with(peer, &name, |tenant| Reply::Stats {
                 stats: Box::new(statistics::of(tenant)),
@@ -325,6 +330,7 @@ impl Commands {
             private: inheritance.private,
             agent_socket: inheritance.agent_socket.clone(),
             supervisor_pid: inheritance.supervisor_pid,
+            registry: Arc::clone(&inheritance.registry),
         }
     }
 
@@ -369,6 +375,22 @@ impl Commands {
                 let hint = "nothing was changed; strata config check shows it all";
                 error(format!("{problems:#}").replace('\n', "; "), hint)
             }
+        }
+    }
+
+    /// Has the supervisor become the stratad that is installed now, if that can be.
+    fn upgrade(&self, peer: Peer) -> Reply {
+        if peer.uid != 0 && !self.private {
+            return error("only root has stratad upgraded", "run as root");
+        }
+        match upgrade::check(self.config_file.as_deref(), self.private) {
+            Ok(version) => {
+                self.registry.upgrades().store(1, Ordering::Release);
+                let snapshots = Arc::clone(&self.snapshots);
+                std::thread::spawn(move || make_room(&snapshots));
+                Reply::Done { note: format!("stratad {version} takes over") }
+            }
+            Err(why) => error(format!("{why:#}").replace('\n', "; "), "stratad goes on as it was"),
         }
     }
 

@@ -365,6 +365,7 @@ fn parse(line: &[u8]) -> Result<Request, String> {
     let (new, named, dram_bytes) = match &request {
         Request::Ping
         | Request::Reload
+        | Request::Upgrade
         | Request::Shares
         | Request::List { .. }
         | Request::ShareOut { .. }

@@ -33,6 +33,7 @@ mod takeover;
 mod tenants;
 mod tier;
 mod turnstile;
+mod upgrade;
 mod watcher;
 mod worker;
 
@@ -78,6 +79,9 @@ enum Task {
         /// The file [default: /etc/strata/stratad.toml, if it exists]
         file: Option<PathBuf>,
     },
+    /// Say which version this is, and what it can take over
+    #[command(hide = true, name = upgrade::QUESTION)]
+    CanTakeOver,
     /// Be a program's parent (`strata run --supervise` becomes this)
     #[command(hide = true)]
     Supervise {
@@ -108,6 +112,9 @@ fn main() -> ExitCode {
         Some(Task::ConfigCheck { file }) => config_check(file.as_deref()),
         Some(Task::Supervise { socket, name, first, program }) => {
             parent::supervise(socket, name, first, program).map(|()| ExitCode::SUCCESS)
+        }
+        Some(Task::CanTakeOver) => {
+            print(&format!("{}\n", upgrade::what_is_here())).map(|()| ExitCode::SUCCESS)
         }
         None => serve(&arguments),
     };

@@ -14,6 +14,7 @@ use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -29,7 +30,7 @@ use strata_units::wire;
 use crate::config::Config;
 use crate::reload::Reread;
 use crate::takeover::{Before, Place, Taken};
-use crate::{control, holder, places, tier, worker};
+use crate::{control, holder, places, tier, upgrade, worker};
 
 /// A worker that lived shorter than this is replaced only after a pause.
 const SHORT_LIFE: Duration = Duration::from_secs(1);
@@ -95,6 +96,7 @@ pub(crate) fn run(
     let own = Pidfd::open(std::process::id()).context("cannot open its own process")?;
     let (registry, of_before, before) = match taken {
         Some(Taken { registry, numbers, from, holder }) => {
+            registry.reported().store(0, Ordering::Relaxed);
             (registry, numbers, Some((from, holder)))
         }
         None => {
@@ -325,6 +327,10 @@ fn watch(inheritance: &mut Inheritance, own: &Pidfd, holder: &mut u32) -> anyhow
                 },
             }
         };
+        let upgrades = inheritance.registry.upgrades().swap(0, Ordering::AcqRel) != 0;
+        if upgrades && died != WorkerExit::Status(worker::DONE) {
+            upgrade::become_it();
+        }
         let has_made_room = reread.is_some();
         if let Some(Reread { config, .. }) = reread {
             inheritance.config = config;

@@ -119,7 +119,8 @@ impl Place {
         let mark = read().with_context(|| format!("{}/{MARK_NAME}", self.path.display()))?;
         let Some(mark) = mark else { return Ok(Before::Nobody) };
         let supervisor = Mark::number(&mark.supervisor).unwrap_or_default();
-        if living(&mark.supervisor).is_some() {
+        // This process itself is there by another executable's name.
+        if living(&mark.supervisor).is_some_and(|(pid, _)| pid != std::process::id()) {
             return Ok(Before::Living(supervisor));
         }
         Ok(living(&mark.holder).map_or(Before::Gone(supervisor), |(holder, pidfd)| {
@@ -152,7 +153,7 @@ impl Place {
         log(
             Priority::Notice,
             format_args!(
-                "stratad (process {supervisor}) died here; takes over from its holder, process {holder}"
+                "takes over what process {holder} holds for stratad (process {supervisor})"
             ),
         );
         end_others(supervisor, holder).map_err(refused)?;
@@ -300,8 +301,9 @@ pub(crate) fn report(
     log(
         Priority::Notice,
         format_args!(
-            "took over {came_back} of {} tenants of stratad (process {from}), which died",
-            tenants.len()
+            "took over {came_back} of {} tenants of stratad (process {from}){}",
+            tenants.len(),
+            if from == supervisor { "" } else { ", which died" }
         ),
     );
 }
@@ -356,7 +358,10 @@ mod tests {
             place.before().expect("readable")
         };
         assert!(matches!(place.before(), Ok(Before::Nobody)));
-        assert!(matches!(mark(note(), dead()), Before::Living(pid) if pid == own));
+        let other = note_of(strata_sys::parent_of(own).expect("a parent")).expect("it lives");
+        assert!(matches!(mark(other, dead()), Before::Living(pid) if pid != own));
+        // It has executed another stratad.
+        assert!(matches!(mark(note(), dead()), Before::Gone(pid) if pid == own));
         assert!(matches!(mark(dead(), dead()), Before::Gone(4_194_304)));
         let held = mark(dead(), note());
         assert!(matches!(held, Before::Held(Held { holder, registry: 5, .. }) if holder == own));

@@ -140,7 +140,7 @@ fn start(inheritance: &Inheritance, first: bool) -> anyhow::Result<()> {
 
 /// Ends, so that a worker with the configuration that the supervisor has read takes over:
 /// when answers are written, and nothing is in the middle that would have to be begun anew.
-fn make_room(snapshots: &Snapshots) {
+pub(crate) fn make_room(snapshots: &Snapshots) {
     let until = Instant::now() + MAKING_ROOM;
     std::thread::sleep(ANSWERS);
     while snapshots.is_busy() && Instant::now() < until {

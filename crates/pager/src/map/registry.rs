@@ -58,6 +58,8 @@ const H_MAGIC: u64 = 32;
 const H_LAYOUT: u64 = 40;
 const H_HOME: u64 = 48;
 const H_SUM: u64 = 56;
+/// In the header: 1 if the worker ended so that another stratad takes this one's place.
+const H_UPGRADES: u64 = 68;
 /// In the header: the supervisor that has last said what it took over.
 const H_REPORTED: u64 = 64;
 
@@ -173,7 +175,7 @@ pub struct Registry {
     pub(crate) settings: SettingsFile,
 }
 
-/// A number for how all of it is laid out: another version's is another.
+/// See [`Registry::layout`].
 fn layout() -> u64 {
     let of_tenants = [u64::from(TENANTS), TENANT_BYTES, T_CLAIM, T_COUNTERS, T_BUCKETS, T_RECORD];
     let of_spaces = [u64::from(SPACES), SPACE_BYTES, S_SETTINGS, S_SERIAL, S_RING];
@@ -195,6 +197,19 @@ impl Registry {
     pub fn create() -> io::Result<Self> {
         let memory = SharedMemory::create("strata-registry", REGISTRY_BYTES)?;
         Ok(Self { memory, settings: SettingsFile::default() })
+    }
+
+    /// A number for how all of it is laid out, and what it leads to: another version's is
+    /// another.
+    #[must_use]
+    pub fn layout() -> u64 {
+        layout()
+    }
+
+    /// Not 0: the worker ended so that another stratad takes this one's place.
+    #[must_use]
+    pub fn upgrades(&self) -> &AtomicU32 {
+        self.memory.atomic_u32(H_UPGRADES)
     }
 
     /// That of the daemon `home` from now on, for whoever attaches to it later.

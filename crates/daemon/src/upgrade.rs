@@ -1,0 +1,84 @@
+//! The daemon becomes the one that is installed now (`strata upgrade`), while programs
+//! wait for a moment: the supervisor executes it, and it takes over from the holder as
+//! from a dead daemon's. Asked first is whether it can.
+
+use std::ffi::OsString;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, bail};
+use strata_pager::Registry;
+use strata_sys::{Priority, log};
+
+/// Its subcommand that answers [`what_is_here`].
+pub(crate) const QUESTION: &str = "can-take-over";
+/// What the kernel appends to the name of an executable that was replaced.
+const DELETED: &[u8] = b" (deleted)";
+
+/// What this stratad says of itself: its version, and how its records are laid out.
+pub(crate) fn what_is_here() -> String {
+    format!("{} {:016x}", env!("CARGO_PKG_VERSION"), Registry::layout())
+}
+
+/// Where the executable of this process was, and its successor is.
+fn installed() -> anyhow::Result<PathBuf> {
+    let called = std::env::args_os().next().map(PathBuf::from);
+    if let Some(path) = called.filter(|path| path.is_absolute()) {
+        return Ok(path);
+    }
+    let own = std::env::current_exe().context("cannot tell which executable this is")?;
+    let bytes = own.as_os_str().as_bytes();
+    let name = bytes.strip_suffix(DELETED).unwrap_or(bytes);
+    Ok(OsString::from_vec(name.to_vec()).into())
+}
+
+/// The version of the stratad that is installed, if it starts, can read the configuration,
+/// and can take over.
+///
+/// # Errors
+/// Why not.
+pub(crate) fn check(config_file: Option<&Path>, private: bool) -> anyhow::Result<String> {
+    let program = installed()?;
+    let answer = answer_of(&program, &[QUESTION.as_ref()])?;
+    let (version, layout) =
+        answer.trim().split_once(' ').context("its answer is not understood")?;
+    if layout != format!("{:016x}", Registry::layout()) {
+        bail!(
+            "stratad {version} keeps its records otherwise than this one: stop it (all pages come back), and start the new one"
+        );
+    }
+    if !private {
+        let mut words = vec!["config-check".as_ref()];
+        words.extend(config_file.map(Path::as_os_str));
+        answer_of(&program, &words)?;
+    }
+    Ok(version.to_owned())
+}
+
+fn answer_of(program: &Path, words: &[&std::ffi::OsStr]) -> anyhow::Result<String> {
+    let shown = program.display();
+    let output = Command::new(program)
+        .args(words)
+        .stdin(Stdio::null())
+        .output()
+        .with_context(|| format!("cannot run {shown}"))?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr);
+        let last = said.lines().last().unwrap_or("it said nothing");
+        bail!("{shown} does not start: {}: {last}", output.status);
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// Becomes it, with the words that this one was started with. Comes back only if that
+/// cannot be.
+pub(crate) fn become_it() {
+    let words: Vec<OsString> = std::env::args_os().skip(1).collect();
+    let failed = match installed() {
+        Ok(program) => anyhow::Error::from(Command::new(program).args(words).exec()),
+        Err(error) => error,
+    };
+    log(Priority::Error, format_args!("the new stratad cannot be executed: {failed:#}"));
+}

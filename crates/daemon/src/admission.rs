@@ -86,7 +86,6 @@ impl Gate {
     }
 
     /// How many are inside.
-    #[cfg(test)]
     pub(crate) fn count(&self) -> usize {
         self.inside().all
     }

@@ -33,7 +33,6 @@ use crate::statistics;
 use crate::supervisor::Inheritance;
 use crate::tenants::{Key, Tenants, Wish};
 use crate::upgrade;
-use crate::worker::make_room;
 
 /// Of one page of a list: a part of what a line may have.
 const LISTED_BYTES: usize = MAX_LINE_BYTES * 3 / 4;
@@ -386,8 +385,8 @@ impl Commands {
         match upgrade::check(self.config_file.as_deref(), self.private) {
             Ok(version) => {
                 self.registry.upgrades().store(1, Ordering::Release);
-                let snapshots = Arc::clone(&self.snapshots);
-                std::thread::spawn(move || make_room(&snapshots));
+                // As for another configuration: the worker makes room.
+                kill_process(std::process::id(), SIGHUP);
                 Reply::Done { note: format!("stratad {version} takes over") }
             }
             Err(why) => error(format!("{why:#}").replace('\n', "; "), "stratad goes on as it was"),

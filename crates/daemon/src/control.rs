@@ -148,6 +148,12 @@ impl ControlServer {
         self.thread.join().map_err(|_| io::Error::other("the control thread panicked"))
     }
 
+    /// Tells, also after its end, how many connections are being served.
+    pub(crate) fn counter(&self) -> impl Fn() -> usize + use<> {
+        let gate = Arc::clone(&self.shared.gate);
+        move || gate.count()
+    }
+
     /// Connections being served now.
     #[cfg(test)]
     pub(crate) fn connections(&self) -> usize {
@@ -173,6 +179,13 @@ fn accept_loop(shared: &Arc<Shared>, listener: &UnixListener) {
     loop {
         let accepted = listener.accept();
         if shared.stop.load(Ordering::SeqCst) {
+            // Somebody else may have come at the same time.
+            let is_own = |peer: Peer| peer.pid == std::process::id();
+            if let Ok((stream, _)) = accepted
+                && !peer_of(&stream).is_ok_and(is_own)
+            {
+                admit(shared, stream);
+            }
             return;
         }
         match accepted {

@@ -41,8 +41,9 @@ const PRIVATE_IDLE: Duration = Duration::from_secs(10);
 
 /// How long a worker that is to make room waits for snapshots and what comes of them.
 const MAKING_ROOM: Duration = Duration::from_secs(60);
-/// How long it waits for an answer to be written.
-const ANSWERS: Duration = Duration::from_millis(20);
+/// And how long for answers.
+const ANSWERS: Duration = Duration::from_secs(5);
+const LOOK_EVERY: Duration = Duration::from_millis(2);
 
 /// Runs the worker; returns its exit status.
 pub(crate) fn run(inheritance: &Inheritance) -> i32 {
@@ -120,31 +121,39 @@ fn start(inheritance: &Inheritance, first: bool) -> anyhow::Result<()> {
         .name("tidy".into())
         .spawn(move || tidy(&tidied, &snapshots, private, watched.as_deref()))?;
     let patience = inheritance.config.release_patience;
-    loop {
+    let is_replaced = loop {
         match wait_for_signal() {
-            Signal::Terminate if terminate(&tenants, patience) => break,
-            Signal::Hangup => make_room(&busy),
+            Signal::Terminate if terminate(&tenants, patience) => break false,
+            Signal::Hangup => break true,
             _ => {}
         }
+    };
+    if !is_replaced {
+        if let Some(watcher) = &watcher {
+            watcher.end();
+        }
+        tenants.finish();
     }
-    if let Some(watcher) = &watcher {
-        watcher.end();
-    }
-    tenants.finish();
+    let under_way = control.counter();
     if let Err(error) = control.stop() {
         // Somebody removed it: nobody comes any more either.
         log(Priority::Warning, format_args!("its socket is gone: {error}"));
     }
+    if is_replaced {
+        make_room(&busy, under_way);
+    }
     Ok(())
 }
 
-/// Ends, so that a worker with the configuration that the supervisor has read takes over:
-/// when answers are written, and nothing is in the middle that would have to be begun anew.
-pub(crate) fn make_room(snapshots: &Snapshots) {
-    let until = Instant::now() + MAKING_ROOM;
-    std::thread::sleep(ANSWERS);
-    while snapshots.is_busy() && Instant::now() < until {
-        std::thread::sleep(ANSWERS);
+/// Ends, so that a worker with another configuration, or another stratad, takes over: when
+/// those who have asked are answered (who comes now waits for the next worker), and nothing
+/// is in the middle that would have to be begun anew.
+fn make_room(snapshots: &Snapshots, under_way: impl Fn() -> usize) {
+    let began = Instant::now();
+    while (under_way() > 0 && began.elapsed() < ANSWERS)
+        || (snapshots.is_busy() && began.elapsed() < MAKING_ROOM)
+    {
+        std::thread::sleep(LOOK_EVERY);
     }
     kill_process(std::process::id(), SIGKILL);
 }

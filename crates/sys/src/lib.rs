@@ -15,6 +15,7 @@ mod event;
 mod file;
 mod futex;
 mod handle;
+mod image;
 mod kin;
 mod large_buffer;
 mod launch;
@@ -58,6 +59,7 @@ pub use event::{EventFd, alarm_when_charged};
 pub use file::{OPEN_NO_LINK, file_system_bytes, try_lock};
 pub use futex::{futex_wait, futex_wake};
 pub use handle::{PROCESS_FDS, Process};
+pub use image::{Allocation, FileStamp, ImageFile, page_bytes, page_bytes_mut};
 pub use kin::{all_processes, children_of, processes_with_thread};
 pub use large_buffer::{LARGE_BUFFER_BYTES, LargeBuffer};
 pub use launch::{Launch, Running};
@@ -87,10 +89,10 @@ pub use sched::{
 pub use secrets::{forbid_core_dumps, give_core_filter};
 pub use shared_memory::{SharedMemory, punch_hole};
 pub use smaps::MappingUse;
-pub use socket::{SeqPacket, SeqPacketListener, receive_with_fds, send_with_fds};
+pub use socket::{SeqPacket, SeqPacketListener, connect_now, receive_with_fds, send_with_fds};
 pub use spawn::{
-    Ended, Own, bind_mount, enter_namespaces_of, enter_network_of, own_session, prepare_child,
-    raise_loopback, unshare, wait_any_child,
+    Ended, Own, bind_mount, enter_namespaces_of, enter_network_of, own_session, own_session_now,
+    prepare_child, raise_loopback, unshare, wait_any_child,
 };
 pub use supervise::{
     Signal, WorkerExit, adopt_fd, adopt_orphans, block_signals, close_fd, close_inherited_fds,

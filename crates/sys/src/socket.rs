@@ -4,6 +4,7 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
@@ -171,6 +172,30 @@ impl SeqPacket {
     pub fn receive(&self, buffer: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
         receive_with_fds(self, buffer)
     }
+}
+
+/// Connects to a stream's listener if it has room for one more now: a listener that accepts
+/// nobody holds nobody up.
+///
+/// # Errors
+/// The kernel's; `WouldBlock` when there is no room.
+pub fn connect_now(path: &Path) -> io::Result<UnixStream> {
+    let (address, length) = unix_address(path)?;
+    let kind = libc::SOCK_STREAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+    // SAFETY: integers only, returns a new descriptor.
+    let fd = unsafe { libc::socket(libc::AF_UNIX, kind, 0) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let fd = own(fd);
+    // SAFETY: `address` is live and `length` does not exceed it.
+    let code = unsafe { libc::connect(fd.as_raw_fd(), (&raw const address).cast(), length) };
+    if code != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let stream = UnixStream::from(fd);
+    stream.set_nonblocking(false)?;
+    Ok(stream)
 }
 
 /// Sends to a unix socket of any kind, with up to [`MOST_FDS`] descriptors: how many bytes

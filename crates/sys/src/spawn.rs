@@ -23,6 +23,15 @@ pub fn own_session(command: &mut Command) {
     }
 }
 
+/// Does the same to this process. One that leads a group already stays where it is.
+pub fn own_session_now() {
+    // SAFETY: both take at most an integer.
+    unsafe {
+        libc::umask(0o077);
+        libc::setsid();
+    }
+}
+
 /// What a process gets for itself alone.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Own {

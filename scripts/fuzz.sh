@@ -16,7 +16,8 @@ seconds=${1:-60}
 shift || true
 targets=("$@")
 [ ${#targets[@]} -gt 0 ] ||
-    targets=(control agent handshake block archive claims store tier pages registry monitor)
+    targets=(control agent handshake block archive claims store tier pages registry monitor nbd
+        pool)
 
 host=$(rustc -vV | sed -n 's/^host: //p')
 build=$(realpath -m "${CARGO_TARGET_DIR:-target}")/fuzz

@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 mod agents;
+mod guests;
 mod monitor;
 mod recovery;
 mod snapshots;
@@ -21,6 +22,7 @@ use strata_units::wire::{self, AsBytes};
 use strata_units::{HintKind, Hints};
 
 pub use agents::{block, handshake};
+pub use guests::{nbd, pool};
 pub use monitor::monitor;
 pub use recovery::{pages, store, tier};
 pub use snapshots::{archive, claims};
@@ -29,7 +31,7 @@ pub use snapshots::{archive, claims};
 pub type Target = fn(&[u8]);
 
 /// All of them, by the names of their directories in `corpus/`.
-pub const TARGETS: [(&str, Target); 11] = [
+pub const TARGETS: [(&str, Target); 13] = [
     ("control", control),
     ("agent", agent),
     ("handshake", handshake),
@@ -41,6 +43,8 @@ pub const TARGETS: [(&str, Target); 11] = [
     ("pages", pages),
     ("registry", registry),
     ("monitor", monitor),
+    ("nbd", nbd),
+    ("pool", pool),
 ];
 
 /// A line on the control socket; what a daemon answers, as the command line reads it.

@@ -98,4 +98,7 @@ macro_rules! replayed {
     };
 }
 
-replayed!(control, agent, handshake, block, archive, claims, store, tier, pages, registry, monitor);
+replayed!(
+    control, agent, handshake, block, archive, claims, store, tier, pages, registry, monitor, nbd,
+    pool
+);

@@ -1,0 +1,186 @@
+//! strata-export: serves one disk image over NBD at a unix socket, through a pool of the
+//! daemon's, with the rights of whoever starts it. `strata vm run --disk` does.
+//!
+//!     strata-export --image PATH [--read-only] [--pool NAME --pool-socket PATH]
+//!
+//! It opens and locks the image, says `ready BYTES` on standard output, perhaps after a
+//! `note` or two, or else why it cannot, and reads from standard input, on one line, the path of the socket that it is to make; then it says
+//! `serving`. It ends when standard input does: whoever holds the other end, QEMU in the
+//! end, has ended then. Signals of the terminal do not reach it.
+#![forbid(unsafe_code)]
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{BufRead, Read, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use strata_guest::{Disk, Export, Links};
+use strata_sys::peer::peer_of;
+use strata_sys::{ImageFile, own_session_now};
+
+/// Lines that it says at most about what went wrong.
+const MAX_LINES: u32 = 200;
+/// Longest path of a socket.
+const MAX_PATH_BYTES: u64 = 4096;
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+struct Wish {
+    image: PathBuf,
+    read_only: bool,
+    pool: Option<(String, PathBuf)>,
+}
+
+fn wish() -> Result<Wish, String> {
+    let mut words = std::env::args_os().skip(1);
+    let (mut image, mut read_only, mut pool, mut socket) = (None, false, None, None);
+    while let Some(word) = words.next() {
+        let mut value = || words.next().ok_or_else(|| format!("{} has no value", word.display()));
+        match word.to_str() {
+            Some("--image") => image = Some(value()?.into()),
+            Some("--read-only") => read_only = true,
+            Some("--pool") => {
+                let name = value()?.into_string();
+                pool = Some(name.map_err(|_| "the pool's name is no text")?);
+            }
+            Some("--pool-socket") => socket = Some(value()?.into()),
+            _ => return Err(format!("{} is not known; see docs/pools.md", word.display())),
+        }
+    }
+    let image = image.ok_or("--image is missing; strata vm run --disk starts this program")?;
+    match (pool, socket) {
+        (Some(pool), Some(socket)) => Ok(Wish { image, read_only, pool: Some((pool, socket)) }),
+        (None, None) => Ok(Wish { image, read_only, pool: None }),
+        _ => Err("--pool and --pool-socket belong together".to_owned()),
+    }
+}
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(why) => {
+            // Whoever started it tells people.
+            println!("{}", why.replace('\n', " "));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<(), String> {
+    own_session_now();
+    let Wish { image: path, read_only, pool } = wish()?;
+    let image = ImageFile::open(&path, !read_only)
+        .map_err(|error| format!("{} cannot be opened: {error}", path.display()))?;
+    let log = Arc::new(Log::default());
+    if !image.is_direct() {
+        log.say(&format!(
+            "{} is on a file system without O_DIRECT: the machine's page cache holds a second copy",
+            path.display()
+        ));
+    }
+    let links = match pool {
+        None => None,
+        Some((name, socket)) => {
+            let mut session = [0; 16];
+            File::open("/dev/urandom")
+                .and_then(|mut random| random.read_exact(&mut session))
+                .map_err(|error| format!("/dev/urandom cannot be read: {error}"))?;
+            let links = Links::new(socket, &name, session).map_err(|error| error.to_string())?;
+            links.check().map_err(|why| format!("the pool {name} cannot be used: {why}"))?;
+            Some(links)
+        }
+    };
+    let size = image.size_bytes();
+    let complain = Arc::clone(&log);
+    let disk = Disk::new(Box::new(image), read_only);
+    let export = Arc::new(Export::new(disk, links, Box::new(move |text| complain.say(text))));
+    say(&format!("ready {size}"))?;
+    let mut line = String::new();
+    let read = std::io::stdin().lock().take(MAX_PATH_BYTES).read_line(&mut line);
+    let socket = match read {
+        Ok(0) => return Ok(()),
+        Ok(_) if line.ends_with('\n') => PathBuf::from(line.trim_end_matches('\n')),
+        _ => return Err("no path of a socket".to_owned()),
+    };
+    // Only its user may connect: `own_session_now` has set the mode of new files.
+    let listener = UnixListener::bind(&socket)
+        .map_err(|error| format!("{} cannot be made: {error}", socket.display()))?;
+    log.to(&socket.with_extension("log"));
+    serve(&export, listener, &log);
+    say("serving")?;
+    // Whoever holds the other end says nothing more.
+    let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
+    Ok(())
+}
+
+fn say(text: &str) -> Result<(), String> {
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{text}").and_then(|()| out.flush()).map_err(|error| error.to_string())
+}
+
+fn serve(export: &Arc<Export>, listener: UnixListener, log: &Arc<Log>) {
+    let own = fs::metadata("/proc/self").map(|own| own.uid()).ok();
+    let (export, log) = (Arc::clone(export), Arc::clone(log));
+    std::thread::spawn(move || {
+        loop {
+            let Ok((stream, _)) = listener.accept() else {
+                std::thread::sleep(ACCEPT_PAUSE);
+                continue;
+            };
+            let peer = peer_of(&stream).ok().map(|peer| peer.uid);
+            if peer.is_none() || (peer != own && peer != Some(0)) {
+                log.say(&format!("user {peer:?} may not use this disk"));
+                continue;
+            }
+            let (export, log) = (Arc::clone(&export), Arc::clone(&log));
+            std::thread::spawn(move || {
+                match export.serve(stream) {
+                    // One that goes without a word is none of people's business.
+                    Err(error) if !is_gone(&error) => {
+                        log.say(&format!("a client was let go: {error}"));
+                    }
+                    _ => {}
+                }
+            });
+        }
+    });
+}
+
+fn is_gone(error: &std::io::Error) -> bool {
+    use std::io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+    matches!(error.kind(), BrokenPipe | ConnectionReset | UnexpectedEof)
+}
+
+/// What people should know: on standard output, and, once it serves, in a file beside its
+/// socket.
+#[derive(Default)]
+struct Log {
+    said: AtomicU32,
+    file: Mutex<Option<File>>,
+}
+
+impl Log {
+    fn to(&self, path: &Path) {
+        let opened = OpenOptions::new().append(true).create(true).mode(0o600).open(path);
+        if let (Ok(file), Ok(mut place)) = (opened, self.file.lock()) {
+            *place = Some(file);
+        }
+    }
+
+    fn say(&self, text: &str) {
+        if self.said.fetch_add(1, Ordering::Relaxed) >= MAX_LINES {
+            return;
+        }
+        let text: String = text.chars().map(|c| if c.is_control() { '?' } else { c }).collect();
+        let Ok(mut place) = self.file.lock() else { return };
+        // Nobody is left to be told that this cannot be written.
+        let _ = match &mut *place {
+            Some(file) => writeln!(file, "{text}"),
+            None => writeln!(std::io::stdout(), "note {text}"),
+        };
+    }
+}

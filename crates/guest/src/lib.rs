@@ -1,0 +1,27 @@
+//! What guests reach of Strata: pools, and disk images that are read through them.
+//!
+//! A [`Pool`] is a cache of pages by (file, index) that may lose any of them at any time:
+//! it holds copies of what is on a disk. A [`Disk`] reads an image through one and writes
+//! to the image; [`Export`] serves a disk over NBD to whoever emulates a machine.
+//!
+//! They are two processes: the pool is in the daemon ([`serve`]), the disk in a program of
+//! its own, `strata-export`, with the rights of the guest's user; [`Link`] is what goes
+//! between them. docs/pools.md says why.
+//!
+//! Not here: who may have a pool, which sockets there are, and who listens at the pool's.
+#![forbid(unsafe_code)]
+
+mod disk;
+mod export;
+mod link;
+pub mod nbd;
+mod pool;
+mod ranges;
+mod serve;
+pub mod talk;
+
+pub use disk::{Cache, Disk, Failure, Found, Image, NoCache, Stamp};
+pub use export::Export;
+pub use link::{Link, Links};
+pub use pool::{Admission, Pool, PoolFigures};
+pub use serve::{Greeting, greet, serve};

@@ -1,0 +1,4 @@
+//! The target `nbd` for libFuzzer; see `strata_fuzz`.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| strata_fuzz::nbd(data));

@@ -16,6 +16,7 @@ mod advice;
 mod guest;
 mod mark;
 mod place;
+mod pool;
 mod shares;
 mod snapshot;
 mod stats;
@@ -26,6 +27,7 @@ pub use advice::{
 pub use guest::{GuestSpec, GuestStats, Launch};
 pub use mark::{MARK_NAME, MOST_MARK_BYTES, Mark};
 pub use place::{MAX_PLACE_PAGES, MAX_PLACE_RANGES, PlaceOutcome, PlaceWish, tier_letters};
+pub use pool::{PoolAdmission, PoolStats};
 pub use shares::{DramClaim, TenantShare};
 pub use snapshot::{
     Claim, MAX_CLONES, MAX_COPY_DIRS, MAX_FORWARDS, MAX_LABEL_BYTES, MAX_PATH_BYTES,
@@ -196,6 +198,29 @@ pub enum Request {
         /// It is not to be watched any more; answered by [`Reply::Done`].
         #[serde(default)]
         stop: bool,
+    },
+    /// Make a pool: a cache that guests' disks are read through. Answered by
+    /// [`Reply::Done`].
+    PoolCreate {
+        /// Its name; must be free among the caller's pools.
+        name: String,
+        /// The most that it may cost; none: a sixteenth of the machine's memory.
+        limit_bytes: Option<u64>,
+        /// Which pages it takes.
+        #[serde(default)]
+        admission: PoolAdmission,
+    },
+    /// The caller's pools, of root all. Answered by [`Reply::Pools`].
+    Pools,
+    /// Have a pool hand all its memory back; it goes on, empty.
+    PoolEmpty {
+        /// Which.
+        name: String,
+    },
+    /// Remove a pool: disks that are read through it go on without.
+    PoolRemove {
+        /// Which.
+        name: String,
     },
     /// Share a total out so that the sum of the losses is least. Changes nothing.
     ShareOut {
@@ -413,6 +438,10 @@ impl Request {
             | Self::Release { .. }
             | Self::Stop { .. }
             | Self::Became { .. }
+            | Self::PoolCreate { .. }
+            | Self::Pools
+            | Self::PoolEmpty { .. }
+            | Self::PoolRemove { .. }
             | Self::Snapshots { .. } => false,
         }
     }
@@ -528,6 +557,11 @@ pub enum Reply {
         pid: Option<u32>,
         /// How it ended, as `wait` says it; none: this daemon does not know.
         status: Option<i32>,
+    },
+    /// To [`Request::Pools`].
+    Pools {
+        /// In order of owner and name.
+        pools: Vec<PoolStats>,
     },
     /// To [`Request::Place`].
     Place {

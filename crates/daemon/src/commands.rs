@@ -26,6 +26,7 @@ use crate::control::Handler;
 use crate::guests::Guests;
 use crate::logbook;
 use crate::place;
+use crate::pools::Pools;
 use crate::reload::Reread;
 use crate::shares::{self, Shares};
 use crate::snapshots::{CloneWish, ImportWish, Revived, Snapshots, Tell};
@@ -47,6 +48,7 @@ pub(crate) struct Commands {
     tenants: Arc<Tenants>,
     snapshots: Arc<Snapshots>,
     guests: Arc<Guests>,
+    pools: Arc<Pools>,
     /// None: each tenant has a budget of its own.
     shares: Option<Arc<Shares>>,
     config: Config,
@@ -147,6 +149,12 @@ impl Commands {
                 tenant.stop_advising();
                 Reply::Done { note: String::new() }
             }),
+            Request::PoolCreate { name, limit_bytes, admission } => {
+                self.pools.create(peer.uid, &name, limit_bytes, admission)
+            }
+            Request::Pools => self.pools.list(peer.uid),
+            Request::PoolEmpty { name } => self.pools.empty(peer.uid, &name),
+            Request::PoolRemove { name } => self.pools.remove(peer.uid, &name),
             Request::ShareOut { total_bytes, curves } => advice::shares(total_bytes, &curves),
             Request::Release { name } => {
                 self.with(peer, &name, |tenant| release(tenant, self.config.release_patience))
@@ -316,6 +324,7 @@ impl Commands {
         tenants: Arc<Tenants>,
         snapshots: Arc<Snapshots>,
         guests: Arc<Guests>,
+        pools: Arc<Pools>,
         shares: Option<Arc<Shares>>,
         inheritance: &Inheritance,
     ) -> Self {
@@ -323,6 +332,7 @@ impl Commands {
             tenants,
             snapshots,
             guests,
+            pools,
             shares,
             config: inheritance.config.clone(),
             config_file: inheritance.config_file.clone(),

@@ -338,9 +338,9 @@ impl Config {
             Some(criu) => writeln!(out, "criu = {}", path(criu))?,
             None => writeln!(out, "# criu: the one in PATH")?,
         }
-        let Quota { tenants, processes, connections, log_lines } = self.quota;
+        let Quota { tenants, processes, connections, log_lines, pools } = self.quota;
         writeln!(out, "\n[quota]\ntenants = {tenants}\nprocesses = {processes}")?;
-        writeln!(out, "connections = {connections}\nlog_lines = {log_lines}")?;
+        writeln!(out, "connections = {connections}\nlog_lines = {log_lines}\npools = {pools}")?;
         for rule in &self.manage {
             writeln!(out, "\n[[manage]]\nname = {}", quoted(rule.name.text()))?;
             if let Some(exe) = &rule.exe {

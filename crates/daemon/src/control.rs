@@ -379,6 +379,7 @@ fn parse(line: &[u8]) -> Result<Request, String> {
         Request::Ping
         | Request::Reload
         | Request::Upgrade
+        | Request::Pools
         | Request::Shares
         | Request::List { .. }
         | Request::ShareOut { .. }
@@ -389,6 +390,7 @@ fn parse(line: &[u8]) -> Result<Request, String> {
         | Request::SnapshotPersist { .. }
         | Request::SnapshotExport { .. } => (None, None, None),
         Request::Run { name, dram_bytes, .. } => (name.as_ref(), None, *dram_bytes),
+        Request::PoolCreate { name, .. } => (Some(name), None, None),
         Request::Set { name, dram_bytes } => (None, Some(name), Some(*dram_bytes)),
         Request::Stats { name }
         | Request::Guest { name, .. }
@@ -399,6 +401,8 @@ fn parse(line: &[u8]) -> Result<Request, String> {
         | Request::Stop { name }
         | Request::Snapshot { name, .. }
         | Request::Rollback { name, .. }
+        | Request::PoolEmpty { name }
+        | Request::PoolRemove { name }
         | Request::Became { name, .. } => (None, Some(name), None),
         Request::Snapshots { name, .. }
         | Request::GuestAgain { name, .. }

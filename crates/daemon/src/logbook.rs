@@ -142,6 +142,9 @@ pub(crate) fn line(uid: u32, request: &Request, reply: &Reply) -> Option<(Priori
         (Request::Clone { snapshot, .. }, Reply::Revived { tenants, .. }) => {
             format!("{}: cloned from {snapshot}", names(tenants))
         }
+        (Request::PoolCreate { name, .. }, _) => format!("pool {name} was made"),
+        (Request::PoolEmpty { name }, _) => format!("pool {name} was emptied"),
+        (Request::PoolRemove { name }, _) => format!("pool {name} was removed"),
         (Request::SnapshotRemove { snapshot }, _) => format!("snapshot {snapshot} was removed"),
         (Request::SnapshotExport { snapshot, path }, _) => {
             format!("snapshot {snapshot} was exported to {path}")

@@ -20,6 +20,7 @@ mod naming;
 mod parent;
 mod place;
 mod places;
+mod pools;
 mod program;
 mod quota;
 mod reload;

@@ -19,11 +19,13 @@ pub(crate) struct Quota {
     pub(crate) connections: u32,
     /// Lines of the log that a user causes in a minute.
     pub(crate) log_lines: u32,
+    /// Pools at a time.
+    pub(crate) pools: u32,
 }
 
 impl Default for Quota {
     fn default() -> Self {
-        Self { tenants: 64, processes: 1024, connections: 8, log_lines: 60 }
+        Self { tenants: 64, processes: 1024, connections: 8, log_lines: 60, pools: 4 }
     }
 }
 
@@ -32,6 +34,13 @@ impl Quota {
         format!(
             "user {uid} has {} tenants, and may have no more (quota tenants): end one, or have stratad's configuration raise it",
             self.tenants
+        )
+    }
+
+    pub(crate) fn no_more_pools(&self, uid: u32) -> String {
+        format!(
+            "user {uid} has {} pools, and may have no more (quota pools): remove one, or have stratad's configuration raise it",
+            self.pools
         )
     }
 

@@ -15,6 +15,7 @@ use strata_sys::{
 use crate::commands::Commands;
 use crate::control::{ControlServer, Limits};
 use crate::guests::Guests;
+use crate::pools::Pools;
 use crate::shares::Shares;
 use crate::snapshots::{Snapshots, ready, schedules};
 use crate::supervisor::Inheritance;
@@ -81,6 +82,7 @@ fn start(inheritance: &Inheritance, first: bool) -> anyhow::Result<()> {
     }
     agents::serve(inheritance, &tenants)?;
     let guests = Guests::start(&inheritance.config.socket_dir, &tenants)?;
+    let pools = Pools::start(inheritance)?;
     let snapshots = Arc::new(Snapshots::new(&inheritance.config, &tenants, &guests));
     ready::start(&snapshots)?;
     schedules::start(&snapshots, inheritance.config.snapshot.clone())?;
@@ -90,6 +92,7 @@ fn start(inheritance: &Inheritance, first: bool) -> anyhow::Result<()> {
         Arc::clone(&tenants),
         Arc::clone(&snapshots),
         Arc::clone(&guests),
+        pools,
         shares,
         inheritance,
     );

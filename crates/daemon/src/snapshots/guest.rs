@@ -116,7 +116,9 @@ impl Snapshots {
         spec: GuestSpec,
         tell: Tell<'_>,
     ) -> Result<(Freeze, Numbers), String> {
-        let launch = spec.launch.as_ref().ok_or("how it was started is not known as text")?;
+        let launch = spec.launch.as_ref().ok_or(
+            "how it was started is not known as text, or a disk of it is read through a pool",
+        )?;
         let words: Vec<_> = launch.command.iter().skip(1).map(Into::into).collect();
         // A snapshot of which no guest could come is none.
         strata_vm::again(&words, &tenant.record().name, &self.guests.directory(tenant))

@@ -6,7 +6,7 @@ use super::{Reader, Refusal, wrong_type};
 use crate::quota::Quota;
 
 /// All keys of the table.
-const KEYS: [&str; 4] = ["tenants", "processes", "connections", "log_lines"];
+const KEYS: [&str; 5] = ["tenants", "processes", "connections", "log_lines", "pools"];
 /// More than any machine has of what is counted here.
 const MOST: u32 = 1 << 20;
 
@@ -25,6 +25,7 @@ impl Reader<'_> {
             &mut quota.processes,
             &mut quota.connections,
             &mut quota.log_lines,
+            &mut quota.pools,
         ];
         for (key, place) in KEYS.into_iter().zip(places) {
             if let Some(number) = self.get(table, key, number) {

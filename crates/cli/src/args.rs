@@ -11,6 +11,7 @@ use strata_api::{MAX_CLONES, Net, PortForward, Request, SnapshotRef, Tcp, Which}
 use strata_units::ByteSize;
 
 use crate::failure::{Failure, Result, printable};
+use crate::pools::PoolCommand;
 
 /// Run programs with less DRAM than they ask for.
 ///
@@ -179,6 +180,12 @@ pub(crate) enum Command {
         /// What to do.
         #[command(subcommand)]
         command: VmCommand,
+    },
+    /// Make and look at pools: caches that guests' disks are read through
+    Pool {
+        /// What to do.
+        #[command(subcommand)]
+        command: PoolCommand,
     },
     /// Tell what this machine allows, and what is lost without the rest
     ///
@@ -530,6 +537,9 @@ pub(crate) struct VmRunArguments {
     /// What it claims of a host's DRAM.
     #[command(flatten)]
     pub(crate) claim: ClaimArguments,
+    /// A disk that is read through a pool: IMAGE,cache=POOL[,format=…][,overlay=FILE]
+    #[arg(long, value_name = "DISK")]
+    pub(crate) disk: Vec<String>,
     /// Print the command line that would be executed, and start nothing
     #[arg(long)]
     pub(crate) print: bool,
@@ -569,7 +579,7 @@ pub(crate) struct RunArguments {
     pub(crate) command: Vec<OsString>,
 }
 
-fn tenant_name(text: &str) -> std::result::Result<String, String> {
+pub(crate) fn tenant_name(text: &str) -> std::result::Result<String, String> {
     match strata_api::name_problem(text) {
         None => Ok(text.to_owned()),
         Some(problem) => Err(problem.to_owned()),
@@ -577,7 +587,7 @@ fn tenant_name(text: &str) -> std::result::Result<String, String> {
 }
 
 /// A tenant that is there: its name, or, said by root, whose it is as well.
-fn named_tenant(text: &str) -> std::result::Result<String, String> {
+pub(crate) fn named_tenant(text: &str) -> std::result::Result<String, String> {
     match strata_api::named_problem(text) {
         None => Ok(text.to_owned()),
         Some(problem) => Err(problem.to_owned()),

@@ -13,6 +13,8 @@ mod failure;
 mod guest_again;
 mod libvirt;
 mod place;
+mod pool_disks;
+mod pools;
 mod program;
 mod progress;
 mod run;
@@ -137,6 +139,7 @@ fn execute(command: Command) -> Result<ExitCode> {
         Command::Vm { command: VmCommand::Stats { name, json } } => {
             print(&vm::stats(&name, json)?)?;
         }
+        Command::Pool { command } => print(&pools::pool(command)?)?,
         Command::Completions { shell } => print(&args::completions(shell))?,
         Command::Man { directory } => args::write_man_pages(&directory)?,
     }

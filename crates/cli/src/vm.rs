@@ -18,6 +18,7 @@ use strata_vm::{Plan, Version, Wish, kvm_problem, plan};
 use crate::args::VmRunArguments;
 use crate::client::{self, ask};
 use crate::failure::{Failure, Result, printable};
+use crate::pool_disks::{self, Exports};
 use crate::program::{self, Caller, Program};
 use crate::{place, run, show};
 
@@ -40,7 +41,8 @@ pub(crate) fn run(arguments: &VmRunArguments) -> Result<ExitCode> {
     let version = version(&program, &what)?;
     let here = std::env::current_dir().unwrap_or_default();
     let wish = (arguments.name.as_deref(), arguments.memory);
-    let plan = planned(&command[0], &command[1..], wish, version, &here, &what)?;
+    let mut plan = planned(&command[0], &command[1..], wish, version, &here, &what)?;
+    plan.disks = pool_disks::read(&arguments.disk, &what)?;
     if let Some(problem) = name_problem(&plan.name) {
         let why = format!("it is called {}, and {problem}", plan.name);
         return Err(Failure::new(what, why).todo("give -name another one"));
@@ -66,6 +68,9 @@ fn start(
     plan: &Plan,
     what: &str,
 ) -> Result<Failure> {
+    // Before there is a tenant: what cannot be served starts no guest, and who serves a
+    // disk is nobody's tenant.
+    let mut exports = Exports::start(&plan.disks, &likely_socket(), what)?;
     let tenant = run::make_tenant(&Request::Run {
         name: Some(plan.name.clone()),
         dram_bytes: arguments.dram.map(|size| size.0),
@@ -76,7 +81,8 @@ fn start(
         memory_bytes: plan.memory.0,
         machine: plan.machine.clone(),
         balloon: plan.balloon.clone(),
-        launch: launch(&arguments.command, version),
+        // A clone could have none of those disks.
+        launch: launch(&arguments.command, version).filter(|_| plan.disks.is_empty()),
     };
     let request = Request::Guest { name: tenant.name.clone(), guest };
     let reply = ask(&tenant.socket, &request).map_err(|none| none.failure(what, &tenant.socket))?;
@@ -94,6 +100,7 @@ fn start(
         run::warn(warning);
     }
     let words = words(plan, &directory, what)?;
+    exports.serve_in(&directory, what)?;
     announce(version, plan, &directory, what)?;
     run::lead_a_session_if_none_is_seen();
     let library = place::installed(run::LIBRARY);
@@ -104,6 +111,7 @@ fn start(
     environment.push((ENV_GUEST.into(), directory.into()));
     let command: Vec<OsString> =
         std::iter::once(arguments.command[0].clone()).chain(words).collect();
+    exports.end_with_what_is_executed(what)?;
     Ok(run::become_program(program, &command, environment))
 }
 
@@ -188,13 +196,18 @@ fn huge_pages(mounts: &str) -> Vec<PathBuf> {
 
 /// Where a guest's directory would be: the daemon that would be asked is not asked.
 fn likely_directory(name: &str) -> PathBuf {
-    let socket = place::named_socket().unwrap_or_else(|| {
+    let socket = likely_socket();
+    let folder = format!("{}.{name}", place::uid());
+    socket.parent().unwrap_or(Path::new("/")).join("guests").join(folder)
+}
+
+/// The control socket of the daemon that would be asked.
+fn likely_socket() -> PathBuf {
+    place::named_socket().unwrap_or_else(|| {
         let private = || place::private_directory().ok().map(|place| place.join("control.sock"));
         let system = PathBuf::from(DEFAULT_SOCKET);
         if system.exists() { system } else { private().unwrap_or(system) }
-    });
-    let folder = format!("{}.{name}", place::uid());
-    socket.parent().unwrap_or(Path::new("/")).join("guests").join(folder)
+    })
 }
 
 /// Has QEMU print its version.

@@ -12,6 +12,7 @@ use strata_units::ByteSize;
 
 use crate::accelerator::Accelerator;
 use crate::balloon::BALLOON_ID;
+use crate::disks::{self, PoolDisk};
 use crate::options::{Options, escaped, size};
 use crate::refusals::{self, Refusal};
 use crate::version::{OLDEST, Version};
@@ -94,6 +95,8 @@ pub struct Plan {
     pub balloon: Option<String>,
     /// What the user should know.
     pub notes: Vec<String>,
+    /// Disks that are read through pools, beside those of the command line.
+    pub disks: Vec<PoolDisk>,
     items: Vec<Item>,
     /// Those of its RAM, of `items`.
     ram: Vec<usize>,
@@ -134,6 +137,7 @@ pub fn plan(words: &[OsString], wish: &Wish<'_>) -> Result<Plan, Refusal> {
         accelerator: String::new(),
         balloon: None,
         notes: Vec::new(),
+        disks: Vec::new(),
         items: line.items,
         ram,
         completed: None,
@@ -202,6 +206,7 @@ impl Plan {
         added.push(["-chardev".to_owned(), chardev]);
         added.push(["-mon".to_owned(), format!("chardev={MONITOR_ID},mode=control")]);
         added.extend(self.added.iter().cloned());
+        added.extend(disks::words(&self.disks, &self.machine, directory)?);
         Ok(added)
     }
 

@@ -83,6 +83,10 @@ need_test() {
     need valgrind valgrind
     need g++ c++
     need_file python3-numpy /usr/lib/python3/dist-packages/numpy
+    # Clients of other people's for what guests' disks are served by.
+    need qemu-utils qemu-img
+    need libnbd-bin nbdcopy
+    need python3-libnbd nbdsh
     need_file libjemalloc2 '/usr/lib/*/libjemalloc.so.2'
     need_file systemd /usr/lib/systemd/systemd
 }

@@ -3,6 +3,7 @@
 import collections
 import ctypes
 import os
+import re
 
 SYS_MOVE_PAGES = 279
 
@@ -69,6 +70,22 @@ def descriptors(pid):
             seen.add(status.st_ino)
             total += status.st_blocks * 512
     return kinds, total
+
+
+def events_waited_for(pid):
+    """How many eventfds are in sets (epoll) that have nothing else."""
+    count, directory = 0, f"/proc/{pid}/fd"
+    def link(number):
+        try:
+            return os.readlink(f"{directory}/{number}")
+        except OSError:
+            return ""
+    for number in os.listdir(directory) if os.path.isdir(directory) else ():
+        if link(number) == "anon_inode:[eventpoll]":
+            members = re.findall(r"tfd:\s+(\d+)", read(f"/proc/{pid}/fdinfo/{number}"))
+            if all(link(member) == "anon_inode:[eventfd]" for member in members):
+                count += len(members)
+    return count
 
 
 def nodes_of_pages(pid, start, count):

@@ -170,10 +170,10 @@ class Daemon:
     def footprint(self):
         """(descriptors by kind, bytes of memory files) of the supervisor, whose
         table the worker shares. Without those of the kernel's alarms, which a tenant has
-        while it stands still: a file of its cgroup's and an event."""
+        while it stands still: an event each, that somebody waits for with nothing but
+        such events."""
         kinds, size = machine.descriptors(self.pid)
-        for kind in [kind for kind in kinds if kind.endswith("/memory.usage_in_bytes")]:
-            kinds["anon_inode"] -= kinds.pop(kind)
+        kinds["anon_inode"] -= machine.events_waited_for(self.pid)
         return kinds, size
 
     def wait_until(self, condition, what, seconds=20):

@@ -6,6 +6,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
+use strata_api::POOL_SOCKET_NAME;
 use strata_vm::{PoolDisk, socket_name};
 
 use crate::failure::{Failure, Result, printable};
@@ -13,8 +14,6 @@ use crate::{place, run, vm};
 
 /// The program, where strata's are.
 const PROGRAM: &str = "strata-export";
-/// The pools' socket, beside the control socket.
-const POOL_SOCKET_NAME: &str = "pool.sock";
 /// What a qcow2 begins with.
 const QCOW2_MAGIC: [u8; 4] = *b"QFI\xfb";
 /// Longest line that such a program says.

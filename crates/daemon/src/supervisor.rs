@@ -18,7 +18,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use strata_api::AGENT_SOCKET_NAME;
+use strata_api::{AGENT_SOCKET_NAME, POOL_SOCKET_NAME};
 use strata_pager::Registry;
 use strata_sys::{
     Pidfd, Priority, SIGHUP, SIGKILL, SeqPacketListener, Signal, WorkerExit, adopt_orphans,
@@ -211,6 +211,7 @@ fn serve(
             );
         })
         .ok();
+    let pool_socket = config.socket_dir.join(POOL_SOCKET_NAME);
     let tier_mark = config.tier_path.as_deref().map(claim_tier).transpose()?;
     let mut inheritance = Inheritance {
         config,
@@ -231,8 +232,9 @@ fn serve(
     let code = watch(&mut inheritance, own, holder)?;
     // Until here: it says that the directory is in use.
     drop(tier_mark);
-    let _ = fs::remove_file(agent_socket);
-    let _ = fs::remove_file(control_socket);
+    for socket in [agent_socket, control_socket, pool_socket] {
+        let _ = fs::remove_file(socket);
+    }
     Ok(code)
 }
 

@@ -6,8 +6,6 @@ use strata_units::PAGE_SIZE;
 
 /// What a greeting begins with: the version of all this.
 pub const MAGIC: [u8; 8] = *b"STRPOOL1";
-/// The pool's socket, beside the daemon's others.
-pub const SOCKET_NAME: &str = "pool.sock";
 /// Longest name of a pool.
 pub const MAX_NAME_BYTES: usize = 64;
 /// Longest text of a refusal.

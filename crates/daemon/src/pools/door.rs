@@ -8,7 +8,8 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use strata_guest::{Greeting, greet, serve, talk};
+use strata_api::POOL_SOCKET_NAME;
+use strata_guest::{Greeting, greet, serve};
 use strata_sys::peer::peer_of;
 use strata_sys::{Priority, log};
 
@@ -29,7 +30,7 @@ const STACK_BYTES: usize = 512 << 10;
 /// Listens from now on. The socket is this worker's: those who were connected to the one
 /// before connect again.
 pub(super) fn open(inheritance: &Inheritance, pools: &Arc<Pools>) -> io::Result<()> {
-    let path = inheritance.config.socket_dir.join(talk::SOCKET_NAME);
+    let path = inheritance.config.socket_dir.join(POOL_SOCKET_NAME);
     let mode = if inheritance.private { 0o600 } else { 0o666 };
     let listener = control::bind(&path, mode)?;
     let pools = Arc::clone(pools);

@@ -51,9 +51,10 @@ class Terminal:
         os.write(self.ours, line.encode() + b"\n")
 
     def close(self):
-        for fd in (self.ours, self.theirs):
-            with contextlib.suppress(OSError):
-                os.close(fd)
+        """Once: by then the numbers may be another case's."""
+        ends, self.ours, self.theirs = {self.ours, self.theirs} - {None}, None, None
+        for fd in ends:
+            os.close(fd)
 
 
 class InTerminal(Program):

@@ -4,13 +4,13 @@ what tenants cost that do nothing. Measured, not judged: for `tests/run.sh --soa
 import collections
 import contextlib
 import os
-import shutil
 import socket
 import statistics
 import time
 
 import machine
 from hostile_quota import MIB, USERS, system
+from program import copy_program
 from strata import Failure
 from suite import case
 
@@ -87,7 +87,7 @@ def beside(run):
     that they may; beside the same at rest, and while their processes do it to nobody."""
     port = free_port()
     with system(run, f'metrics = "127.0.0.1:{port}"\n') as house:
-        shutil.copy(run.built("waits"), house.place)
+        copy_program(run.built("waits"), house.place)
         waits = house.start(USERS[2], house.binaries.strata, "run", "--name", "waits", "--dram",
                             "32MiB", "--", os.path.join(house.place, "waits"), "64")
         house.daemon.wait_until(lambda: house.tenant_of(waits.pid), "it is managed")

@@ -13,6 +13,7 @@ import subprocess
 import sys
 
 from moment import need_criu
+from program import copy_program
 from strata import Failure, configured
 from suite import case
 from users import NOBODY, publish
@@ -255,9 +256,9 @@ def import_of_others(run):
     need_criu()
     place, published = publish(run)
     for path in (run.built("claimant"), os.path.join(run.binaries.directory, "strata-clone")):
-        shutil.copy(path, place)
+        copy_program(path, place)
     special = os.path.join(place, "special")
-    shutil.copy("/bin/true", special)
+    copy_program("/bin/true", special)
     os.chmod(special, 0o755 | stat.S_ISUID)
     closed = os.path.join(place, "closed")
     with open(closed, "w") as file:

@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 
+from program import copy_program
 from strata import Failure, Skip, configured
 from suite import case
 from users import NOBODY, publish
@@ -23,7 +24,7 @@ CHOOSING = threading.Lock()
 def system_daemon(run):
     """A daemon of root's that nobody may use; gives the directory of its programs."""
     place, published = publish(run)
-    shutil.copy(run.built("hostile_identity"), place)
+    copy_program(run.built("hostile_identity"), place)
     mine, run.binaries = run.binaries, published
     run.daemon.binaries = published
     os.chmod(run.directory, 0o755)
@@ -73,7 +74,7 @@ def register(mode):
     def body(run):
         with system_daemon(run) as place:
             prey = os.path.join(place, "prey")
-            shutil.copy(os.path.join(place, "hostile_identity"), prey)
+            copy_program(os.path.join(place, "hostile_identity"), prey)
             os.chmod(prey, 0o755 | stat.S_ISUID)
             secret = os.path.join(place, "secret")
             with open(os.open(secret, os.O_CREAT | os.O_WRONLY, 0o600), "wb") as file:
@@ -104,9 +105,9 @@ def identity_dead(run):
                 raise Failure("a process of root's was ended")
             if said != "refused":
                 raise Failure("a dead process's hello was answered")
-        # It may have been stopped with its tenant.
-        with contextlib.suppress(OSError):
-            program.answer()
+        # If the tenant still knew it, it has been stopped: the program that attached is the
+        # one before this, until its descriptors are seen to be gone.
+        program.process.terminate()
         program.wait()
 
 

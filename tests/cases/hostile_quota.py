@@ -13,6 +13,7 @@ import sys
 import time
 
 import machine
+from program import copy_program
 from strata import Failure, Skip, configured
 from suite import ROOT, case
 from users import publish
@@ -69,7 +70,7 @@ class System:
                        if path and not path.startswith("/root") and os.path.exists(path)), None)
         if not python:
             raise Skip("no python3 that other users may execute")
-        shutil.copy(CROWD, self.place)
+        copy_program(CROWD, self.place)
         script = os.path.join(self.place, os.path.basename(CROWD))
         program = self.start(uid, python, "-B", script, mode, path, str(count))
         line = program.stdout.readline().strip()
@@ -183,7 +184,7 @@ def rules(run):
     program, and may be managed or not, gets nothing of it."""
     with system(run, RULES) as house:
         worker = os.path.join(house.place, "worker")
-        shutil.copy(os.path.realpath("/bin/sleep"), worker)
+        copy_program(os.path.realpath("/bin/sleep"), worker)
 
         def start(uid):
             return house.start(uid, worker, "600", LD_PRELOAD=house.binaries.library,
@@ -366,7 +367,7 @@ def fails_closed(run):
         expect(child, 0, "running unmanaged")
         for name, status in (("must", 125), ("may", 0)):
             program = os.path.join(house.place, name)
-            shutil.copy(os.path.realpath("/bin/true"), program)
+            copy_program(os.path.realpath("/bin/true"), program)
             started = house.start(STRANGER, program, LD_PRELOAD=house.binaries.library,
                                   STRATA_AGENT_SOCKET=house.agents)
             _, said = started.communicate(timeout=30 * run.daemon.patience)

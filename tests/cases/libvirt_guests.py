@@ -6,6 +6,7 @@ import shutil
 import tempfile
 
 from libvirtd import Domain, Libvirt, user
+from program import copy_program
 from strata import Binaries, Failure, configured
 from suite import case
 from under import initramfs, kernel
@@ -53,7 +54,7 @@ def published(run, place):
         setattr(binaries, name, os.path.join(place, name))
     binaries.library = os.path.join(place, "libstrata.so")
     for path in (run.binaries.strata, run.binaries.stratad, run.binaries.library):
-        shutil.copy(path, place)
+        copy_program(path, place)
     return binaries
 
 

@@ -2,11 +2,11 @@
 
 import json
 import os
-import shutil
 
 import machine
 from elsewhere import not_here
 from moment import Arrived, Moment
+from program import copy_program
 from strata import Failure, configured
 from suite import case
 
@@ -139,7 +139,7 @@ def import_refused(run):
     """Files that are no whole snapshot, no CRIU, the program not at its place:
     one line each, and nothing left behind."""
     own = os.path.join(run.directory, "own")
-    shutil.copy(run.built("moment"), own)
+    copy_program(run.built("moment"), own)
     program = Moment(run, "plain", 24, "12MiB", command=(own,))
     snapshot, file = export(run, program)
     with open(file, "rb") as whole:

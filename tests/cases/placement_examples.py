@@ -10,6 +10,7 @@ import sys
 import machine
 from moment import Snapshots, need_criu
 from snapshot_programs import python_with_numpy
+from program import copy_program
 from strata import Failure, Skip, configured
 from suite import ROOT, case
 from users import NOBODY, publish
@@ -166,7 +167,7 @@ def of_others(run):
 def other_user(run):
     """A user whom the configuration names places their own memory, beside root's."""
     place, published = publish(run)
-    shutil.copy(run.built("place"), place)
+    copy_program(run.built("place"), place)
     log = os.path.join(run.log_directory, "stratad-users.log")
     mine, run.binaries, run.daemon.binaries = run.binaries, published, published
     try:

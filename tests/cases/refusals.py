@@ -2,10 +2,10 @@
 line on stderr, nothing started."""
 
 import os
-import shutil
 import stat
 import subprocess
 
+from program import copy_program
 from strata import Failure, Skip
 from suite import case
 
@@ -83,7 +83,7 @@ def refuse_programs(run):
         refused(run, 1, "run", "--dram", "64MiB", "--", program)
 
     # (Root's own setuid programs run with the same ids and can be entered.)
-    shutil.copy("/bin/true", path("setuid"))
+    copy_program("/bin/true", path("setuid"))
     os.chown(path("setuid"), 65534, 65534)
     os.chmod(path("setuid"), 0o755 | stat.S_ISUID)
     refused(run, 1, "run", "--dram", "64MiB", "--", path("setuid"))

@@ -3,9 +3,9 @@ with the library, as a service does, and the daemon asks the kernel what they ar
 
 import json
 import os
-import shutil
 import subprocess
 
+from program import copy_program
 from strata import Failure, configured
 from suite import case
 
@@ -41,7 +41,7 @@ def rules(run):
     sleep = os.path.realpath("/bin/sleep")
     served, worked = (os.path.join(place, name) for name in ("served", "worked"))
     for copy in (served, worked):
-        shutil.copy(sleep, copy)
+        copy_program(sleep, copy)
     server, worker, other = (os.path.join(place, name) for name in ("server", "worker", "other"))
     for link, file in ((server, served), (worker, worked), (other, worked)):
         os.symlink(file, link)

@@ -3,7 +3,6 @@ include/strata.h: what the call returns, in which life."""
 
 import errno
 import os
-import shutil
 import subprocess
 
 import machine

@@ -6,10 +6,10 @@ and if all fails, what it was and what it was to become are both there."""
 import contextlib
 import os
 import random
-import shutil
 
 import machine
 from moment import CRIU, ROOT, Moment, Snapshots, need_criu
+from program import copy_program
 from strata import Failure, Skip, configured
 from suite import case
 
@@ -38,7 +38,7 @@ class Double:
         self.directory = os.path.join(run.directory, "double")
         os.makedirs(self.directory)
         self.path = os.path.join(self.directory, "criu")
-        shutil.copy(os.path.join(ROOT, "tests", "programs", "failing_criu.sh"), self.path)
+        copy_program(os.path.join(ROOT, "tests", "programs", "failing_criu.sh"), self.path)
         self.write("real", CRIU)
         self.plan()
 

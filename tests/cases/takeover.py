@@ -3,7 +3,6 @@ back, whoever waits goes on, and nobody reads a wrong byte."""
 
 import copy
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -11,6 +10,7 @@ import time
 import machine
 from moment import Moment
 from private_client import client
+from program import copy_program
 from strata import Daemon, Failure
 from suite import case
 
@@ -196,7 +196,7 @@ def upgrade(run):
     place = os.path.join(run.directory, "installed")
     os.mkdir(place)
     stratad = os.path.join(place, "stratad")
-    shutil.copy(run.binaries.stratad, stratad)
+    copy_program(run.binaries.stratad, stratad)
     binaries = copy.copy(run.binaries)
     binaries.stratad = stratad
     first = run.daemon
@@ -213,7 +213,7 @@ def upgrade(run):
                 raise Failure(f"status {refused.returncode}: {refused.stderr.strip()}")
             goes_on(run, [program])
             os.unlink(stratad)
-            shutil.copy(run.binaries.stratad, stratad)
+            copy_program(run.binaries.stratad, stratad)
             worker = run.daemon.worker()
             said = run.daemon.strata("upgrade").stdout
             if "takes over" not in said:

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import tempfile
 
+from program import copy_program
 from strata import Binaries, Failure, Skip, configured
 from suite import case
 
@@ -19,7 +20,7 @@ def publish(run):
     os.chmod(place, 0o755)
     for path in (run.binaries.strata, run.binaries.stratad, run.binaries.library,
                  run.built("hold")):
-        shutil.copy(path, place)
+        copy_program(path, place)
     published = Binaries(place)
     for name in ("strata", "stratad"):
         setattr(published, name, os.path.join(place, name))
@@ -89,7 +90,7 @@ def other_user_named(run):
                     raise Failure(f"the tenant belongs to {stats['uid']}")
                 # A program that gains privileges cannot be entered.
                 setuid = os.path.join(place, "setuid")
-                shutil.copy("/bin/true", setuid)
+                copy_program("/bin/true", setuid)
                 os.chmod(setuid, 0o755 | stat.S_ISUID)
                 refused(run, as_nobody(run, published.strata, "run", "--dram", "64MiB", "--",
                                        setuid, **socket), "setuid")

@@ -15,6 +15,13 @@ from strata import Failure, Skip
 _number = 0
 
 
+def copy_program(path, to):
+    """What is to be executed there. A child of its own writes it: what this process has open
+    for writing, a child of another case has, too, until it executes its program, and as long
+    the kernel executes nothing of it (ETXTBSY)."""
+    subprocess.run(["cp", path, to], check=True)
+
+
 class Program:
     """`gate()` waits for the program's next word, `answer()` lets it go on. `budget`: a
     size, or flags of `strata run` in its place."""

@@ -65,7 +65,8 @@ def taken(run, guest):
     guest.hear(r"^filled\n")
     guest.last = guest.rounds(3)
     for _ in range(2):
-        run.daemon.strata("vm", "snapshot", NAME)
+        with guest.heard():
+            run.daemon.strata("vm", "snapshot", NAME)
         guest.rounds(1)
     first, second = snapshots(run)
     if not first["guest"] or first["pages"] < FILLED_MIB * MIB // 4096:
@@ -99,7 +100,8 @@ def cloned(run, guest):
 
 def clone_of_a_clone(run, guest):
     """A clone is a guest as any: it has snapshots, and clones."""
-    run.daemon.strata("snapshot", "twin-1")
+    with guest.twins[0].heard():
+        run.daemon.strata("snapshot", "twin-1")
     run.daemon.strata("vm", "clone", "twin-1@1", "--name", "child")
     child = Line(run, "child", os.path.join(directory_of(run, "child"), f"{NAME}.serial"))
     child.rounds(2)
@@ -186,7 +188,8 @@ def rolled_back(run, guest):
         raise Failure(f"it goes on with round {came}; the snapshot is of round {guest.last}, "
                       f"and it was in {was}")
     guest.next.rounds(2)
-    run.daemon.strata("snapshot", NAME)
+    with guest.next.heard():
+        run.daemon.strata("snapshot", NAME)
     guest.next.rounds(1)
 
 
@@ -246,7 +249,8 @@ def guest_snapshot_times(run):
         guest.hear(r"^filled\n")
         guest.rounds(1)
         for _ in range(4):
-            run.daemon.strata("snapshot", NAME, timeout_s=120)
+            with guest.heard():
+                run.daemon.strata("snapshot", NAME, timeout_s=120)
         guest.rounds(1)
         still = [f"{one['freeze_us'] / 1000:.1f}" for one in snapshots(run)]
         run.note(f"stood still {', '.join(still)} ms for {filled} MiB")

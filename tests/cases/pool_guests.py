@@ -12,7 +12,7 @@ import guest
 from pool_clients import SETTLED, pool_stats
 from strata import Failure
 from suite import ROOT, case
-from under import Guest, kernel
+from under import Guest, initramfs, kernel
 
 MIB = 1 << 20
 BASE_MIB, OWN_MIB = 16, 8
@@ -36,21 +36,6 @@ def make_image(path, mib):
             file.write(content(page, 0))
 
 
-def initramfs(run):
-    """Where `under` looks for it."""
-    program = os.path.join(run.directory, "guest_disk")
-    source = os.path.join(ROOT, "tests", "lib", "guest_disk.c")
-    built = subprocess.run(
-        [run.tool("cc"), "-std=gnu17", "-O2", "-Wall", "-Wextra", "-Werror", "-static", source,
-         "-o", program], capture_output=True, text=True, check=False)
-    if built.returncode != 0:
-        raise Failure(f"cc: {built.stderr.strip()}")
-    archive = guest.Archive(os.path.join(run.directory, "initramfs"))
-    archive.add(program, "/init")
-    guest.add_modules(archive, kernel())
-    archive.end()
-
-
 def start(run, name, *disks):
     words = [word for disk in disks for word in ("--disk", disk)]
     return Guest(run, name, ["--memory", "192MiB", "--dram", "160MiB", *words],
@@ -68,7 +53,7 @@ def pool_guests(run):
     base, own = os.path.join(run.directory, "base.img"), os.path.join(run.directory, "own.img")
     make_image(base, BASE_MIB)
     make_image(own, OWN_MIB)
-    initramfs(run)
+    initramfs(run, kernel(), "guest_disk")
     run.daemon.strata("pool", "create", "shared", "--limit", "64MiB", "--admit", "first")
     shared = "{},cache=shared,overlay={}".format
     first = second = None

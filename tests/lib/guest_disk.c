@@ -6,40 +6,17 @@
  *   end                 switch the guest off
  */
 #define _GNU_SOURCE
-#include <fcntl.h>
+#include "guest_program.h"
+
 #include <linux/fs.h>
 #include <stdint.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mount.h>
-#include <sys/reboot.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
-#include <termios.h>
-#include <unistd.h>
 
 enum { PAGE = 4096, WORDS = PAGE / 8, AT_ONCE = 32, STRIDE = 3, PART = 4, DISKS = 4 };
-
-/* In order: each needs those before it. */
-static const char *const MODULES[] = {
-    "virtio_ring", "virtio",         "virtio_pci_legacy_dev", "virtio_pci_modern_dev",
-    "virtio_pci",  "virtio_balloon", "virtio_blk",
-};
-
-static void load_modules(void) {
-    for (int again = 0; again < 2; again++)
-        for (size_t i = 0; i < sizeof MODULES / sizeof *MODULES; i++) {
-            char path[64];
-            snprintf(path, sizeof path, "/modules/%s.ko", MODULES[i]);
-            int file = open(path, O_RDONLY | O_CLOEXEC);
-            if (file >= 0) {
-                syscall(SYS_finit_module, file, "", 0);
-                close(file);
-            }
-        }
-}
 
 /* As tests/cases/pool_guests.py writes it: the first half of a page differs from byte to
  * byte, the rest is zero. */
@@ -113,14 +90,7 @@ static void write_some(const char *name, uint32_t version) {
 }
 
 int main(void) {
-    struct termios line;
-    if (tcgetattr(0, &line) == 0) {
-        line.c_lflag &= ~(tcflag_t)(ECHO | ECHONL);
-        line.c_oflag &= ~(tcflag_t)OPOST;
-        tcsetattr(0, TCSANOW, &line);
-    }
-    setvbuf(stdout, NULL, _IOLBF, 0);
-    load_modules();
+    begin();
     mkdir("/dev", 0755);
     mount("devtmpfs", "/dev", "devtmpfs", 0, "");
     puts("\nup");
@@ -134,9 +104,5 @@ int main(void) {
         else if (strncmp(said, "end", 3) == 0)
             break;
     }
-    puts("end");
-    sync();
-    reboot(RB_POWER_OFF);
-    for (;;)
-        pause();
+    end();
 }

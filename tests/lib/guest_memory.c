@@ -6,17 +6,13 @@
  *   end        switch the guest off
  */
 #define _GNU_SOURCE
-#include <fcntl.h>
+#include "guest_program.h"
+
 #include <poll.h>
 #include <stdint.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/reboot.h>
-#include <sys/syscall.h>
-#include <termios.h>
-#include <unistd.h>
 
 enum { PAGE = 4096, WORDS = PAGE / 8, RANDOM_WORDS = WORDS / 16, PARTS = 16 };
 
@@ -24,27 +20,6 @@ static uint64_t *memory;
 static size_t pages;
 /* Which version of its content each page has. */
 static uint32_t *versions;
-
-/* In order: each needs those before it. */
-static const char *const MODULES[] = {
-    "virtio_ring",           "virtio",     "virtio_pci_legacy_dev",
-    "virtio_pci_modern_dev", "virtio_pci", "virtio_mmio",
-    "virtio_balloon",
-};
-
-static void load_modules(void) {
-    /* Twice: which of the first two needs the other depends on the kernel. */
-    for (int again = 0; again < 2; again++)
-        for (size_t i = 0; i < sizeof MODULES / sizeof *MODULES; i++) {
-            char path[64];
-            snprintf(path, sizeof path, "/modules/%s.ko", MODULES[i]);
-            int file = open(path, O_RDONLY | O_CLOEXEC);
-            if (file >= 0) {
-                syscall(SYS_finit_module, file, "", 0);
-                close(file);
-            }
-        }
-}
 
 /* The content of a page: a sixteenth of it hardly compresses. */
 static void content(uint64_t page, uint32_t version, uint64_t out[WORDS]) {
@@ -98,14 +73,7 @@ static void give_back(size_t mib) {
 }
 
 int main(void) {
-    struct termios line;
-    if (tcgetattr(0, &line) == 0) {
-        line.c_lflag &= ~(tcflag_t)(ECHO | ECHONL);
-        line.c_oflag &= ~(tcflag_t)OPOST;
-        tcsetattr(0, TCSANOW, &line);
-    }
-    setvbuf(stdout, NULL, _IOLBF, 0);
-    load_modules();
+    begin();
     puts("\nup");
     for (unsigned number = 1;;) {
         struct pollfd input = {.fd = 0, .events = POLLIN};
@@ -124,9 +92,5 @@ int main(void) {
         if (pages && !round_of(number++))
             break;
     }
-    puts("end");
-    sync();
-    reboot(RB_POWER_OFF);
-    for (;;)
-        pause();
+    end();
 }

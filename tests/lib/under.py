@@ -1,11 +1,13 @@
 """A guest underneath which Strata is: `strata vm run` starts QEMU, in which nothing
 runs but `guest_memory.c`, heard and told over the serial line."""
 
+import contextlib
 import os
 import re
 import signal
 import socket
 import subprocess
+import threading
 import time
 
 import guest
@@ -29,13 +31,13 @@ def kernel():
     raise Skip("no guest kernel with a balloon's module; scripts/setup.sh guest fetches Debian's")
 
 
-def initramfs(run, of):
+def initramfs(run, of, name="guest_memory"):
     """With the one program, and the kernel's modules."""
     path = os.path.join(run.directory, "initramfs")
     if os.path.exists(path):
         return path  # another guest of this case may be reading it
-    program = os.path.join(run.directory, "guest_memory")
-    source = os.path.join(ROOT, "tests", "lib", "guest_memory.c")
+    program = os.path.join(run.directory, name)
+    source = os.path.join(ROOT, "tests", "lib", name + ".c")
     built = subprocess.run(
         [run.tool("cc"), "-std=gnu17", "-O2", "-Wall", "-Wextra", "-Werror", "-static", source,
          "-o", program], capture_output=True, text=True, check=False)
@@ -89,14 +91,37 @@ class Line:
             if found:
                 self.said = self.said[found.end():]
                 return found
-            self.line.settimeout(max(self.run.seconds_left(), 0.1))
             try:
-                piece = self.line.recv(1 << 16)
+                if not self.more(max(self.run.seconds_left(), 0.1)):
+                    raise self.failure(f"it ended before it said {pattern!r}")
             except TimeoutError:
                 raise self.failure(f"hung: it does not say {pattern!r}") from None
-            if not piece:
-                raise self.failure(f"it ended before it said {pattern!r}")
-            self.said += piece.decode(errors="replace").replace("\r", "")
+
+    def more(self, seconds):
+        """Reads what it says next, for so long at most; false: it has ended."""
+        self.line.settimeout(seconds)
+        piece = self.line.recv(1 << 16)
+        self.said += piece.decode(errors="replace").replace("\r", "")
+        return bool(piece)
+
+    @contextlib.contextmanager
+    def heard(self):
+        """Its line is read meanwhile: one that is full when a snapshot is taken stays silent
+        in what comes from that (docs/guests.md)."""
+        over = threading.Event()
+
+        def read():
+            while not over.is_set():
+                with contextlib.suppress(TimeoutError):
+                    if not self.more(0.05):
+                        return
+        reader = threading.Thread(target=read)
+        reader.start()
+        try:
+            yield
+        finally:
+            over.set()
+            reader.join()
 
     def tell(self, order):
         self.line.sendall(order.encode() + b"\n")
@@ -122,11 +147,8 @@ class Line:
                 raise self.failure(f"not in time: {what}")
             if self.said and "round" in self.said:
                 self.rounds(self.said.count(" right\n"))
-            self.line.settimeout(0.1)
-            try:
-                self.said += self.line.recv(1 << 16).decode(errors="replace").replace("\r", "")
-            except TimeoutError:
-                pass
+            with contextlib.suppress(TimeoutError):
+                self.more(0.1)
             if "WRONG" in self.said:
                 raise self.failure("a byte of its memory is wrong")
 

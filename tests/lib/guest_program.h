@@ -1,0 +1,48 @@
+/* What the only process of a guest begins and ends with (guest_memory.c, guest_disk.c): it
+ * speaks over the serial line, and has the kernel's modules that it needs. */
+#include <fcntl.h>
+#include <stdio.h>
+#include <sys/reboot.h>
+#include <sys/syscall.h>
+#include <termios.h>
+#include <unistd.h>
+
+/* In order: each needs those before it. What a guest's initramfs has not is passed over. */
+static const char *const MODULES[] = {
+    "virtio_ring",           "virtio",     "virtio_pci_legacy_dev",
+    "virtio_pci_modern_dev", "virtio_pci", "virtio_mmio",
+    "virtio_balloon",        "virtio_blk",
+};
+
+static void load_modules(void) {
+    /* Twice: which of the first two needs the other depends on the kernel. */
+    for (int again = 0; again < 2; again++)
+        for (size_t i = 0; i < sizeof MODULES / sizeof *MODULES; i++) {
+            char path[64];
+            snprintf(path, sizeof path, "/modules/%s.ko", MODULES[i]);
+            int file = open(path, O_RDONLY | O_CLOEXEC);
+            if (file >= 0) {
+                syscall(SYS_finit_module, file, "", 0);
+                close(file);
+            }
+        }
+}
+
+static void begin(void) {
+    struct termios line;
+    if (tcgetattr(0, &line) == 0) {
+        line.c_lflag &= ~(tcflag_t)(ECHO | ECHONL);
+        line.c_oflag &= ~(tcflag_t)OPOST;
+        tcsetattr(0, TCSANOW, &line);
+    }
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    load_modules();
+}
+
+static _Noreturn void end(void) {
+    puts("end");
+    sync();
+    reboot(RB_POWER_OFF);
+    for (;;)
+        pause();
+}

@@ -4,12 +4,10 @@
 use super::*;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::SocketAddr;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, AtomicUsize};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
+use crate::lock::lock;
 
 /// Remembers what it was asked and how much was logged.
 #[derive(Default)]

@@ -16,7 +16,7 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use strata_api::{GuestSpec, GuestStats, Reply, Stats};
@@ -26,6 +26,7 @@ use strata_sys::{Priority, log};
 use strata_vm::{Described, GuestState, look};
 
 use crate::commands::error;
+use crate::lock::lock;
 use crate::tenants::Tenants;
 
 /// The guests' directories, in the directory of the sockets.
@@ -115,10 +116,6 @@ pub(crate) struct Guests {
 /// What a guest's directory is called. Two users may each have a guest of one name.
 fn folder(uid: u32, name: &str) -> String {
     format!("{uid}.{name}")
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Guests {

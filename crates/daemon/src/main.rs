@@ -14,6 +14,7 @@ mod doctor;
 mod guests;
 mod holder;
 mod lobby;
+mod lock;
 mod logbook;
 mod metrics;
 mod naming;

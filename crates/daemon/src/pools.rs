@@ -13,7 +13,7 @@ use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -24,6 +24,7 @@ use strata_sys::{Priority, available_bytes, log, total_bytes};
 use strata_units::{ByteSize, PAGE_SIZE};
 
 use crate::commands::error;
+use crate::lock::lock;
 use crate::quota::Quota;
 use crate::supervisor::Inheritance;
 
@@ -63,10 +64,6 @@ pub(crate) struct Pools {
     known: Mutex<BTreeMap<(u32, String), Known>>,
     /// The machine has little memory left.
     closed: AtomicBool,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn admission(said: PoolAdmission) -> Admission {

@@ -27,7 +27,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 use strata_api::{Progress, SnapshotId, SnapshotInfo, SnapshotRef, SnapshotState};
@@ -39,6 +39,7 @@ use strata_units::{ByteSize, SpaceId};
 
 use crate::config::Config;
 use crate::guests::Guests;
+use crate::lock::lock;
 use crate::tenants::{Tenants, Wish};
 use disk::{Disk, Known, Line, Place, Process};
 pub(crate) use files::ImportWish;
@@ -86,10 +87,6 @@ impl Drop for Turn<'_> {
         lock(&self.0.busy).remove(&self.1);
         self.0.turn_ended.notify_all();
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Removes a directory with the files in it, and nothing below: CRIU, which works

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use strata_policy::order::TierOrder;
 use strata_store::{Backing, Faults, Faulty, FileConfig, MemoryBacking, Store, StoreConfig};
-use strata_sys::{EventFd, Process, Userfaultfd};
+use strata_sys::{EventFd, Mapping, Process, Range, Userfaultfd};
 use strata_units::{PAGE_SIZE, PageBuffer, SpaceId};
 
 use crate::map::page_map::PageMap;
@@ -21,6 +21,22 @@ pub(crate) const HEADROOM_PAGES: i64 = 1 << 20;
 pub(crate) fn numbers(seed: u64) -> impl Iterator<Item = u64> {
     let next = |number: &u64| Some(number.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(99));
     std::iter::successors(next(&seed), next)
+}
+
+/// A mapping of private anonymous memory.
+pub(crate) fn anonymous(range: Range) -> Mapping {
+    Mapping {
+        range,
+        readable: true,
+        writable: true,
+        executable: false,
+        private: true,
+        anonymous: true,
+        backed: false,
+        dev_zero: false,
+        fileless: true,
+        aio_ring: false,
+    }
 }
 
 pub(crate) fn record(name: &str) -> TenantRecord {

@@ -8,7 +8,7 @@ use std::sync::{Arc, RwLock};
 use std::time::{Duration, Instant};
 
 use strata_store::Put;
-use strata_sys::{Mapping, Range};
+use strata_sys::Range;
 use strata_units::{PAGE_SIZE, PageBuffer, PageId, PageNumber, SpaceId};
 
 use crate::capture::{RUN_PAGES, Seen};
@@ -36,18 +36,7 @@ impl Taken {
     fn at_freeze(world: &World) -> Self {
         let mut buffer = vec![0; RUN_PAGES * PAGE_SIZE];
         let id = world.tenant.registry.add_space(world.tenant.id, None).expect("room");
-        let maps = [Mapping {
-            range: world.memory.range(),
-            readable: true,
-            writable: true,
-            executable: false,
-            private: true,
-            anonymous: true,
-            backed: false,
-            dev_zero: false,
-            fileless: true,
-            aio_ring: false,
-        }];
+        let maps = [testing::anonymous(world.memory.range())];
         let seen =
             Seen { process: &testing::own_process(), maps: &maps, excluded: &Excluded::default() };
         let frozen = world.space.freeze(&world.tenant, id, EVERYTHING, &seen, &mut buffer);

@@ -132,6 +132,7 @@ fn most_mappings() -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing;
 
     const AGENT: AgentRanges = AgentRanges {
         transfer: Range { start: 1 << 40, end: (1 << 40) + (2 << 20) },
@@ -139,18 +140,7 @@ mod tests {
     };
 
     fn at(start: u64, bytes: u64) -> Mapping {
-        Mapping {
-            range: Range { start, end: start + bytes },
-            readable: true,
-            writable: true,
-            executable: false,
-            private: true,
-            anonymous: true,
-            backed: false,
-            dev_zero: false,
-            fileless: true,
-            aio_ring: false,
-        }
+        testing::anonymous(Range { start, end: start + bytes })
     }
 
     fn file(start: u64, bytes: u64) -> Mapping {

@@ -67,8 +67,15 @@ def refused(run):
 
 def lies_there(run, program, node):
     """As much as may be is on the node, and the rest is compressed: the kernel says
-    the same as Strata."""
+    the same as Strata. Pages that the kernel has moved back are stored, and stay so until
+    they are used again: the program looks at all of them now and then."""
+    looks = 0
+
     def full():
+        nonlocal looks
+        looks += 1
+        if looks % 100 == 0:
+            check(program)
         stats = program.stats()
         return stats["node_bytes"] > LIMIT_MIB * MIB * 3 // 4 and stats["stored_bytes"] > 2 * MIB
     run.daemon.wait_until(full, "cold pages went to the node, and on to the store", 60)

@@ -1,6 +1,7 @@
 //! Keeps the house: who may depend on whom, where `unsafe` may be, what the
 //! documents promise. It reads the repository and knows nothing of its code.
 #![forbid(unsafe_code)]
+#![cfg(test)]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -9,7 +10,8 @@ use toml::{Table, Value};
 
 /// The floor of each crate; a crate depends on lower floors only. (See
 /// `ARCHITECTURE.md`, which draws them.)
-const FLOORS: [(&str, u32); 14] = [
+const FLOORS: [(&str, u32); 15] = [
+    ("house", 0),
     ("units", 0),
     ("sys", 1),
     ("api", 2),

@@ -26,9 +26,15 @@ def field_kib(path, name):
 
 
 def alive(pid):
-    """A process that exists and is no zombie."""
+    """A process that exists and is no zombie, or has threads that have not ended yet, and
+    with them its descriptors."""
     stat = read(f"/proc/{pid}/stat")
-    return bool(stat) and stat.rsplit(")", 1)[1].split()[0] not in "ZX"
+    if not stat or stat.rsplit(")", 1)[1].split()[0] not in "ZX":
+        return bool(stat)
+    try:
+        return len(os.listdir(f"/proc/{pid}/task")) > 1
+    except OSError:
+        return False
 
 
 def children(pid):

@@ -113,10 +113,6 @@ def clone_of_a_clone(run, guest):
 
 def refusals(run, guest):
     """What would be wrong is refused by name, and the guest runs on."""
-    node = {"driver": "file", "node-name": "w", "filename": guest.image}
-    monitor(run, NAME, {"execute": "blockdev-add", "arguments": node})
-    refused(run, "can be written", "snapshot", NAME)
-    monitor(run, NAME, {"execute": "blockdev-del", "arguments": {"node-name": "w"}})
     refused(run, "in DRAM alone", "snapshot", "persist", f"{NAME}@1")
     refused(run, "in DRAM alone", "snapshot", "export", f"{NAME}@1",
             os.path.join(run.directory, "file"))

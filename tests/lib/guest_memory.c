@@ -3,7 +3,11 @@
  * statically: nothing else is in the guest's initramfs but modules of its kernel.
  *
  *   fill MIB   begin with so much memory    free MIB   give the last of it back
- *   end        switch the guest off
+ *   disk       write to its disks as well   end        switch the guest off
+ *   forks      how often its kernel has made its random numbers anew for being a clone
+ *
+ * What is on the disks is known in memory, so a disk of another moment than the memory is
+ * seen at once.
  */
 #define _GNU_SOURCE
 #include "guest_program.h"
@@ -13,8 +17,12 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/mount.h>
+#include <sys/stat.h>
 
 enum { PAGE = 4096, WORDS = PAGE / 8, RANDOM_WORDS = WORDS / 16, PARTS = 16 };
+/* Blocks of a disk behind its first, and how many are written in a round. */
+enum { BLOCKS = 64, WRITES = 8, DISKS = 2 };
 
 static uint64_t *memory;
 static size_t pages;
@@ -47,6 +55,71 @@ static void fill(size_t mib) {
     puts("filled");
 }
 
+static int disks[DISKS], disk_count;
+static uint64_t writes;
+static uint64_t block[WORDS] __attribute__((aligned(PAGE)));
+
+static int open_disks(void) {
+    mkdir("/dev", 0755);
+    mount("devtmpfs", "/dev", "devtmpfs", 0, "");
+    for (int i = 0; i < DISKS; i++) {
+        char path[] = "/dev/vda";
+        path[7] += i;
+        int disk = open(path, O_RDWR | O_DIRECT | O_DSYNC | O_CLOEXEC);
+        if (disk < 0)
+            break;
+        content(0, 0, block);
+        block[0] = 0;
+        if (pwrite(disk, block, PAGE, 0) != PAGE)
+            return 0;
+        disks[disk_count++] = disk;
+    }
+    return disk_count;
+}
+
+/* Each write has its number, which the first block of the disk names; the block itself was
+ * written so many writes ago, which is known. */
+static int disk_round(void) {
+    uint64_t expected[WORDS];
+    for (int i = 0; i < WRITES; i++, writes++)
+        for (int disk = 0; disk < disk_count; disk++) {
+            if (pread(disks[disk], block, PAGE, 0) != PAGE || block[0] != writes) {
+                printf("WRONG disk %d is at write %lu, memory at %lu\n", disk,
+                       (unsigned long)block[0], (unsigned long)writes);
+                return 0;
+            }
+            off_t at = (off_t)(1 + writes % BLOCKS) * PAGE;
+            if (writes >= BLOCKS) {
+                content((uint64_t)disk, (uint32_t)(writes - BLOCKS), expected);
+                if (pread(disks[disk], block, PAGE, at) != PAGE ||
+                    memcmp(block, expected, PAGE) != 0) {
+                    printf("WRONG block of disk %d at write %lu\n", disk, (unsigned long)writes);
+                    return 0;
+                }
+            }
+            content((uint64_t)disk, (uint32_t)writes, block);
+            int is_written = pwrite(disks[disk], block, PAGE, at) == PAGE;
+            block[0] = writes + 1;
+            if (!is_written || pwrite(disks[disk], block, PAGE, 0) != PAGE) {
+                printf("WRONG disk %d cannot be written\n", disk);
+                return 0;
+            }
+        }
+    return 1;
+}
+
+static void count_forks(void) {
+    static char line[8192];
+    int count = 0, messages = open("/dev/kmsg", O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+    for (ssize_t n; (n = read(messages, line, sizeof line - 1)) > 0;) {
+        line[n] = 0;
+        count += strstr(line, "reseeded due to virtual machine fork") != NULL;
+    }
+    if (messages >= 0)
+        close(messages);
+    printf("forks %d\n", count);
+}
+
 static int round_of(unsigned number) {
     uint64_t expected[WORDS];
     for (size_t page = 0; page < pages; page++) {
@@ -59,6 +132,8 @@ static int round_of(unsigned number) {
         if (page % PARTS == number % PARTS)
             content(page, ++versions[page], at);
     }
+    if (!disk_round())
+        return 0;
     printf("round %u right\n", number);
     return 1;
 }
@@ -86,11 +161,17 @@ int main(void) {
                 fill(mib);
             else if (sscanf(said, "free %zu", &mib) == 1)
                 give_back(mib);
+            else if (strncmp(said, "disk", 4) == 0)
+                puts(open_disks() ? "disks" : "WRONG no disk");
+            else if (strncmp(said, "forks", 5) == 0)
+                count_forks();
             else if (strncmp(said, "end", 3) == 0)
                 break;
         }
         if (pages && !round_of(number++))
             break;
     }
+    if (disk_count)
+        printf("writes %lu\n", (unsigned long)writes);
     end();
 }

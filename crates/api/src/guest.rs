@@ -20,6 +20,28 @@ pub struct GuestSpec {
     /// How it is started once more; none: it cannot be (its command line is no text).
     #[serde(default)]
     pub launch: Option<Launch>,
+    /// Images that it has in the place of those of its command line: it came from a
+    /// snapshot. Said by the daemon; of whoever starts a guest it takes none.
+    #[serde(default)]
+    pub disks: Vec<GuestDisk>,
+}
+
+/// A disk that a guest writes to, which came from a snapshot.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GuestDisk {
+    /// The image that the command line names: an absolute path.
+    pub said: String,
+    /// The image that the guest writes to.
+    pub path: String,
+    /// The name by which its QEMU opens that: it has its own when the guest runs.
+    pub opened: String,
+    /// `raw` or `qcow2`.
+    pub format: String,
+    /// It goes when the guest has ended.
+    pub temporary: bool,
+    /// Files that it stands on.
+    pub needs: Vec<String>,
 }
 
 /// How a guest was started: the user's own words, which a clone's are made of.
@@ -100,6 +122,7 @@ mod tests {
             machine: "pc-q35-7.2".into(),
             balloon: None,
             launch: None,
+            disks: Vec::new(),
         };
         assert_eq!(spec.problem(), None);
         let named = |id: &str| GuestSpec { balloon: Some(id.into()), ..spec.clone() };

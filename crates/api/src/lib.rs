@@ -24,7 +24,7 @@ mod stats;
 pub use advice::{
     Advice, AdviceBrief, AdviceState, CurvePoint, MAX_CURVE_POINTS, NEEDED_FOR, Need,
 };
-pub use guest::{GuestSpec, GuestStats, Launch};
+pub use guest::{GuestDisk, GuestSpec, GuestStats, Launch};
 pub use mark::{MARK_NAME, MOST_MARK_BYTES, Mark};
 pub use place::{MAX_PLACE_PAGES, MAX_PLACE_RANGES, PlaceOutcome, PlaceWish, tier_letters};
 pub use pool::{PoolAdmission, PoolStats};
@@ -159,6 +159,10 @@ pub enum Request {
         /// As it was in [`Request::GuestAgain`].
         #[serde(default)]
         rollback: bool,
+        /// It was asked for before, of a worker that is gone: what that one has begun is
+        /// ended, and nothing begun.
+        #[serde(default)]
+        again: bool,
     },
     /// Read the configuration again.
     Reload,
@@ -417,6 +421,7 @@ impl Request {
             | Self::Rollback { .. }
             | Self::Restore { .. }
             | Self::Clone { .. }
+            | Self::GuestAgain { .. }
             | Self::GuestFill { .. }
             | Self::SnapshotRemove { .. }
             | Self::SnapshotPersist { .. }
@@ -427,7 +432,6 @@ impl Request {
             | Self::Upgrade
             | Self::Run { .. }
             | Self::Guest { .. }
-            | Self::GuestAgain { .. }
             | Self::List { .. }
             | Self::Stats { .. }
             | Self::Set { .. }

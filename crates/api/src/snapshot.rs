@@ -218,6 +218,9 @@ pub struct SnapshotInfo {
     /// It is one of a virtual machine: of its memory and its devices.
     #[serde(default)]
     pub guest: bool,
+    /// Files that are copies of the guest's disks.
+    #[serde(default)]
+    pub disks: Vec<String>,
     /// Owner's user id.
     pub uid: u32,
     /// What the tenant was started with.

@@ -455,9 +455,9 @@ pub(crate) enum VmCommand {
     /// rule that the daemon's configuration has to have. It holds from the guest's next
     /// start. Guests whose memory others share or that is pinned are refused.
     Libvirt(VmLibvirtArguments),
-    /// Take a snapshot of a guest: its memory and its devices, of one moment
+    /// Take a snapshot of a guest: its memory, its devices and its disks, of one moment
     ///
-    /// As `strata snapshot`. Guests with a drive that can be written are refused.
+    /// As `strata snapshot`. The guest stays on its own images; the snapshot has copies.
     Snapshot {
         /// The guest
         #[arg(value_parser = tenant_name)]

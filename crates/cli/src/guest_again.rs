@@ -7,15 +7,19 @@ use std::io::Read;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
-use strata_api::{GuestSpec, Launch, Reply, Request, RevivedTenant, SnapshotRef, clone_name};
+use strata_api::{
+    GuestDisk, GuestSpec, Launch, Reply, Request, RevivedTenant, SnapshotRef, clone_name,
+};
 use strata_units::ByteSize;
 use strata_units::wire::ENV_GUEST;
-use strata_vm::again;
+use strata_vm::{OtherDisk, again};
 
-use crate::client::{misunderstood, refused};
+use crate::client::{ask_watching, misunderstood, refused};
 use crate::failure::{Failure, Result, printable};
 use crate::program::{self, Caller};
+use crate::progress::Meter;
 use crate::snapshots::long;
 use crate::{place, run, vm};
 
@@ -23,6 +27,10 @@ use crate::{place, run, vm};
 const LOG_NAME: &str = "qemu.log";
 /// Bytes of that which are shown when it fails.
 const MAX_SHOWN_BYTES: u64 = 4096;
+
+/// How long a worker may take that follows one that has died, and how often it is asked.
+const NEXT_WORKER_WITHIN: Duration = Duration::from_secs(20);
+const ASK_EVERY: Duration = Duration::from_millis(100);
 
 /// What guests are asked for.
 pub(crate) struct Wish<'a> {
@@ -80,8 +88,9 @@ pub(crate) fn revive(
             snapshot: snapshot.clone(),
             pid,
             rollback,
+            again: false,
         };
-        match long(socket, &request, what) {
+        match filled(socket, request, what) {
             Ok(Reply::Revived { tenants, warnings }) => {
                 warnings.iter().for_each(|warning| run::warn(warning));
                 alive.extend(tenants);
@@ -100,6 +109,27 @@ pub(crate) fn revive(
         drop(one.child.take());
     }
     Ok(alive)
+}
+
+/// Has the daemon fill a guest. A worker that dies over it may have gone so far that the
+/// guest is to have this QEMU and no other: the next one knows, and ends what was begun.
+fn filled(socket: &Path, mut request: Request, what: &str) -> Result<Reply> {
+    let until = Instant::now() + NEXT_WORKER_WITHIN;
+    loop {
+        let mut meter = Meter::new();
+        let reply = ask_watching(socket, &request, &mut |progress| meter.update(progress));
+        drop(meter);
+        match reply {
+            Ok(Reply::Error { message, hint }) => return Err(refused(what, &message, &hint)),
+            Ok(reply) => return Ok(reply),
+            Err(none) if Instant::now() > until => return Err(none.failure(what, socket)),
+            Err(_) => {}
+        }
+        if let Request::GuestFill { again, .. } = &mut request {
+            *again = true;
+        }
+        std::thread::sleep(ASK_EVERY);
+    }
 }
 
 /// Starts one QEMU, which waits.
@@ -162,7 +192,15 @@ fn line(
     what: &str,
 ) -> Result<Vec<OsString>> {
     let words: Vec<OsString> = launch.command.iter().skip(1).map(Into::into).collect();
-    let second = again(&words, name, directory).map_err(|why| vm::refusal_of(what, why))?;
+    let here = Path::new(&launch.directory);
+    let other = |disk: &GuestDisk| OtherDisk {
+        said: PathBuf::from(&disk.said),
+        path: disk.opened.clone(),
+        format: disk.format.clone(),
+    };
+    let disks: Vec<_> = guest.disks.iter().map(other).collect();
+    let second = again(&words, name, directory, (here, &disks));
+    let second = second.map_err(|why| vm::refusal_of(what, why))?;
     let written = directory.to_string_lossy();
     // Of one that takes another's place: it gets that one's directory.
     let later = written.trim_end_matches('~');
@@ -170,7 +208,6 @@ fn line(
         eprintln!("strata: {name}: {}", printable(&note.replace(&*written, later)));
     }
     let first = OsString::from(&launch.command[0]);
-    let here = Path::new(&launch.directory);
     let wish = (Some(name), Some(ByteSize(guest.memory_bytes)));
     let plan = vm::planned(&first, &second.words, wish, version, here, what)?;
     let mut words = vm::words(&plan, directory, what)?;

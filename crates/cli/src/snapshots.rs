@@ -35,7 +35,11 @@ pub(crate) fn snapshot(arguments: SnapshotArguments) -> Result<ExitCode> {
             let request = Request::SnapshotPersist { snapshot: found.id.into() };
             print_taken(&socket, &request, &format!("cannot persist {snapshot}"))?;
         }
-        Some(SnapshotCommand::Export { snapshot, file }) => export(&snapshot, &file)?,
+        Some(SnapshotCommand::Export { snapshot, file }) => {
+            let what = format!("cannot export {snapshot} to {}", file.display());
+            let wish = |snapshot, path| Request::SnapshotExport { snapshot, path };
+            write(&snapshot, &file, wish, &what)?;
+        }
         Some(SnapshotCommand::Import { file, name, any_cpu, trust, dry_run }) => {
             let wish = |path| Request::SnapshotImport { path, name, any_cpu, trust, dry_run };
             import(&file, wish, dry_run)?;
@@ -74,9 +78,14 @@ fn remove_one(snapshot: &SnapshotRef) -> Result<()> {
     }
 }
 
-fn export(snapshot: &SnapshotRef, file: &Path) -> Result<()> {
-    let what = format!("cannot export {snapshot} to {}", file.display());
-    let path = absolute(file, &what)?;
+/// Has a file written that is not there yet.
+fn write(
+    snapshot: &SnapshotRef,
+    file: &Path,
+    wish: impl FnOnce(SnapshotRef, String) -> Request,
+    what: &str,
+) -> Result<()> {
+    let path = absolute(file, what)?;
     if file.symlink_metadata().is_ok() {
         // A file that is there has readers of its own perhaps; the new one holds
         // all of a tenant's memory.
@@ -89,11 +98,11 @@ fn export(snapshot: &SnapshotRef, file: &Path) -> Result<()> {
         return Err(Failure::new(what, why).todo("make it, or name another"));
     }
     let (socket, found) = find(snapshot)?;
-    let request = Request::SnapshotExport { snapshot: found.id.into(), path };
-    check(&request, &what)?;
-    match long(&socket, &request, &what)? {
+    let request = wish(found.id.into(), path);
+    check(&request, what)?;
+    match long(&socket, &request, what)? {
         Reply::Done { note } => print(&printable(&note)),
-        _ => Err(misunderstood(&what)),
+        _ => Err(misunderstood(what)),
     }
 }
 

@@ -119,6 +119,7 @@ pub(crate) fn snapshot(id: &str, parent: Option<&str>) -> strata_api::SnapshotIn
         pages: 262_144,
         copied_pages: 256,
         guest: false,
+        disks: Vec::new(),
         processes: 1,
         uid: 1000,
         command: vec!["server".into()],

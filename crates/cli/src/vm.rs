@@ -83,6 +83,7 @@ fn start(
         balloon: plan.balloon.clone(),
         // A clone could have none of those disks.
         launch: launch(&arguments.command, version).filter(|_| plan.disks.is_empty()),
+        disks: Vec::new(),
     };
     let request = Request::Guest { name: tenant.name.clone(), guest };
     let reply = ask(&tenant.socket, &request).map_err(|none| none.failure(what, &tenant.socket))?;

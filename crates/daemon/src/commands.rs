@@ -118,13 +118,13 @@ impl Commands {
             Request::GuestAgain { snapshot, name, rollback } => {
                 self.guest_again(peer, &snapshot, name, rollback)
             }
-            Request::GuestFill { name, snapshot, pid, rollback } => {
+            Request::GuestFill { name, snapshot, pid, rollback, again } => {
                 self.with(peer, &name, |tenant| {
                     match self.snapshots.fill_guest(
                         peer.uid,
                         tenant,
                         &snapshot,
-                        (pid, rollback),
+                        (pid, rollback, again),
                         tell,
                     ) {
                         Ok(one) => revived(vec![one]),
@@ -170,7 +170,9 @@ impl Commands {
                     match self.snapshots.take(tenant, label, false, tell) {
                         Ok(info) if persist => self.persist(peer, &info.id.into(), tell),
                         Ok(info) => {
-                            Reply::Snapshot { snapshot: Box::new(info), warnings: Vec::new() }
+                            let copy = |path| format!("a copy of its disk is {path}");
+                            let warnings = info.disks.iter().map(copy).collect();
+                            Reply::Snapshot { snapshot: Box::new(info), warnings }
                         }
                         Err(why) => error(format!("no snapshot of {name}: {why}"), ""),
                     }
@@ -532,7 +534,9 @@ impl Commands {
             Err(why) => return refused(why),
         };
         let tenant = &begun.tenant;
-        match self.guests.make_again(peer, tenant, begun.spec.clone(), rollback) {
+        let made = self.guests.make_again(peer, tenant, begun.spec.clone(), rollback);
+        drop(begun.held);
+        match made {
             Reply::Guest { directory } => Reply::GuestAgain {
                 name: tenant.record().name.clone(),
                 environment: self.environment(tenant),

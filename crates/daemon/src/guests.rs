@@ -6,9 +6,14 @@
 //! asked for little, seldom, and not for long. What the daemon knows of a guest lies beside
 //! the directory, for the next worker.
 
+mod disks;
 mod monitor;
+mod steps;
+mod takeover;
 
+pub(crate) use disks::{DiskCopy, create_image, keep};
 pub(crate) use monitor::{Stoppable, Talk, give_state, memory_at};
+pub(crate) use takeover::{BEFORE_SUFFIX, Undone, is_alone};
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, DirBuilder, Permissions};
@@ -111,6 +116,8 @@ pub(crate) struct Guests {
     known: Mutex<BTreeMap<String, Guest>>,
     /// Those whose monitors somebody talks to for longer: nobody else asks them.
     talking: Mutex<BTreeSet<String>>,
+    /// What QEMUs are that are about to take the places of others.
+    coming: Mutex<BTreeMap<String, GuestSpec>>,
 }
 
 /// What a guest's directory is called. Two users may each have a guest of one name.
@@ -126,6 +133,7 @@ impl Guests {
             tenants: Arc::clone(tenants),
             known: Mutex::default(),
             talking: Mutex::default(),
+            coming: Mutex::default(),
         });
         for tenant in tenants.list() {
             let record = tenant.record();
@@ -171,7 +179,8 @@ impl Guests {
         if tenant.attachment().0 {
             return error(format!("{name} runs already, and what runs becomes no guest"), "");
         }
-        self.make_for(peer, tenant, spec)
+        // Only what comes from a snapshot has any.
+        self.make_for(peer, tenant, GuestSpec { disks: Vec::new(), ..spec })
     }
 
     /// The same for a tenant that is to be a guest again: nobody is in it; or the `next`
@@ -186,21 +195,15 @@ impl Guests {
         if !next {
             return self.make_for(peer, tenant, spec);
         }
-        let name = &tenant.record().name;
+        let record = tenant.record();
+        let name = &record.name;
         match self.make_empty(peer, &self.next_directory(tenant)) {
-            Ok(directory) => Reply::Guest { directory },
+            Ok(directory) => {
+                lock(&self.coming).insert(folder(record.uid, name), spec);
+                Reply::Guest { directory }
+            }
             Err(why) => error(format!("no directory for the guest {name}: {why}"), ""),
         }
-    }
-
-    /// The next QEMU has taken the place of the one before.
-    pub(crate) fn next_is_here(&self, tenant: &Tenant) -> io::Result<()> {
-        let directory = self.directory(tenant);
-        let _known = lock(&self.known);
-        self.put_aside(&directory)?;
-        // It was the other one's.
-        let _ = fs::remove_file(self.mark(tenant));
-        fs::rename(self.next_directory(tenant), directory)
     }
 
     fn make_for(&self, peer: Peer, tenant: &Tenant, spec: GuestSpec) -> Reply {
@@ -210,6 +213,8 @@ impl Guests {
         let mut known = lock(&self.known);
         // Of an earlier life.
         let _ = fs::remove_file(self.mark(tenant));
+        let _ = self.put_aside(&self.next_directory(tenant));
+        lock(&self.coming).remove(&folder);
         match self.make_directory(peer, &folder, &spec) {
             Ok(directory) => {
                 known.insert(folder, Guest::new(spec));
@@ -229,9 +234,13 @@ impl Guests {
             _ => fs::set_permissions(&self.directory, Permissions::from_mode(0o711))?,
         }
         let directory = self.make_empty(peer, &self.directory.join(folder))?;
-        let text = serde_json::to_vec(spec).map_err(io::Error::other)?;
-        fs::write(self.record(folder), text)?;
+        self.write_record(folder, spec)?;
         Ok(directory)
+    }
+
+    fn write_record(&self, folder: &str, spec: &GuestSpec) -> io::Result<()> {
+        let text = serde_json::to_vec(spec).map_err(io::Error::other)?;
+        fs::write(self.record(folder), text)
     }
 
     fn make_empty(&self, peer: Peer, directory: &Path) -> io::Result<String> {
@@ -356,7 +365,13 @@ mod tests {
 
     fn spec() -> GuestSpec {
         let balloon = Some("b".into());
-        GuestSpec { memory_bytes: 4 << 30, machine: "q35".into(), balloon, launch: None }
+        GuestSpec {
+            memory_bytes: 4 << 30,
+            machine: "q35".into(),
+            balloon,
+            launch: None,
+            disks: Vec::new(),
+        }
     }
 
     fn said() -> GuestState {

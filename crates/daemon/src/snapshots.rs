@@ -10,6 +10,7 @@ mod disk;
 mod files;
 mod forward;
 mod guest;
+mod guest_disks;
 mod lineage;
 mod machine;
 mod preparing;
@@ -59,6 +60,7 @@ pub(crate) struct Snapshots {
     disk: Disk,
     tenants: Arc<Tenants>,
     guests: Arc<Guests>,
+    made: guest_disks::Made,
     known: Arc<Mutex<BTreeMap<SnapshotId, Known>>>,
     lineage: Mutex<BTreeMap<String, Line>>,
     /// Tenants that something is being done with.
@@ -188,6 +190,7 @@ impl Snapshots {
             }
         }
         Self {
+            made: guest_disks::Made::new(&disk),
             disk,
             tenants: Arc::clone(tenants),
             guests: Arc::clone(guests),
@@ -300,6 +303,7 @@ impl Snapshots {
     /// Removes what clones that have ended had for themselves, and nobody has
     /// since.
     pub(crate) fn remove_copies(&self) {
+        self.sweep_disks();
         for name in self.disk.copied() {
             if !self.is_there(&name) && !self.is_shown(&name) {
                 // What cannot be removed now is tried again when the next tenant ends.
@@ -440,6 +444,7 @@ impl Snapshots {
                 holder.remove_snapshot_memory(SpaceId(memory));
             }
         }
+        self.sweep_disks();
         self.ready_is_due();
         Ok(())
     }

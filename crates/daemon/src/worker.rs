@@ -201,6 +201,8 @@ fn tidy(tenants: &Tenants, snapshots: &Snapshots, private: bool, watcher: Option
             // next is a restored process, or one that lost its parent.
             let before = std::mem::replace(&mut ended, ended_children());
             ended.iter().filter(|pid| before.contains(pid)).for_each(|&pid| collect_child(pid));
+            // What a QEMU had open when nothing stood on it any more.
+            snapshots.sweep_disks();
             looked = Instant::now();
         }
         if tenants.end_finished() {

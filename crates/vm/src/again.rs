@@ -6,9 +6,12 @@
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use crate::line::{Item, MAX_SOCKET_PATH_BYTES, MONITOR_SOCKET_NAME, items, path_in, text};
+use crate::drives::Drives;
+use crate::line::{
+    GENERATION, Item, MAX_SOCKET_PATH_BYTES, MONITOR_SOCKET_NAME, items, path_in, text,
+};
 use crate::options::Options;
 use crate::refusals::Refusal;
 
@@ -35,29 +38,19 @@ const WORDS: [&str; 17] = [
 /// Those that a second one is started without: it is in the background anyway, and
 /// whether it runs is the snapshot's business.
 const LEFT_OUT: [&str; 2] = ["daemonize", "S"];
-/// Options with a value that two guests can have. Drives among them: whoever takes the
-/// snapshot has seen that none can be written.
-const VALUED: [&str; 43] = [
+/// Options with a value that two guests can have.
+const VALUED: [&str; 32] = [
     "L",
     "accel",
     "acpitable",
     "append",
     "bios",
-    "blockdev",
     "boot",
-    "cdrom",
     "cpu",
     "device",
-    "drive",
     "dtb",
-    "fda",
-    "fdb",
     "fw_cfg",
     "global",
-    "hda",
-    "hdb",
-    "hdc",
-    "hdd",
     "icount",
     "initrd",
     "iscsi",
@@ -66,10 +59,8 @@ const VALUED: [&str; 43] = [
     "machine",
     "mon",
     "msg",
-    "mtdblock",
     "numa",
     "overcommit",
-    "pflash",
     "rtc",
     "sandbox",
     "set",
@@ -82,11 +73,24 @@ const VALUED: [&str; 43] = [
     "k",
     "compat",
 ];
+/// Options whose value is an image.
+const IMAGES: [&str; 9] = ["cdrom", "fda", "fdb", "hda", "hdb", "hdc", "hdd", "mtdblock", "pflash"];
 /// Objects that two guests can have.
 const OBJECTS: [&str; 6] =
     ["memory-backend-ram", "iothread", "rng-builtin", "rng-random", "secret", "throttle-group"];
 /// Consoles of QEMU's that lead nowhere else.
 const INNER: [&str; 6] = ["none", "null", "stdio", "pty", "vc", "ringbuf"];
+
+/// A disk that the second guest has in the place of one that the first one writes to.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct OtherDisk {
+    /// The first one's image, as the command line names it.
+    pub said: PathBuf,
+    /// The second one's.
+    pub path: String,
+    /// `raw` or `qcow2`.
+    pub format: String,
+}
 
 /// A command line for a second guest.
 #[derive(Clone, PartialEq, Debug)]
@@ -97,12 +101,20 @@ pub struct Again {
     pub notes: Vec<String>,
 }
 
-/// The words of a guest that is to be called `name` and whose files are in `directory`.
+/// The words of a guest that is to be called `name` and whose files are in `directory`. It
+/// has `disks` in the place of all images that the first one writes to; its relative paths
+/// are relative to `here`.
 ///
 /// # Errors
 /// There cannot be a second one like it: why, and what to do.
-pub fn again(words: &[OsString], name: &str, directory: &Path) -> Result<Again, Refusal> {
-    let mut second = Second { name, directory, taken: BTreeSet::new(), notes: Vec::new() };
+pub fn again(
+    words: &[OsString],
+    name: &str,
+    directory: &Path,
+    (here, disks): (&Path, &[OtherDisk]),
+) -> Result<Again, Refusal> {
+    let drives = Drives::new(here, disks);
+    let mut second = Second { name, directory, drives, taken: BTreeSet::new(), notes: Vec::new() };
     let mut all = Vec::new();
     for item in items(words)? {
         match item {
@@ -112,14 +124,19 @@ pub fn again(words: &[OsString], name: &str, directory: &Path) -> Result<Again, 
                 match bare {
                     Some(bare) if LEFT_OUT.contains(&bare) => {}
                     Some(bare) if !WORDS.contains(&bare) => return Err(unknown(bare)),
-                    _ => all.push(word),
+                    Some(_) => all.push(word),
+                    None => {
+                        let image = word.to_str().and_then(|word| second.drives.image(word));
+                        all.push(image.map_or(word, OsString::from));
+                    }
                 }
             }
             Item::Option { word, name, value } if VALUED.contains(&name.as_str()) => {
-                if name == "device" {
-                    second.device(text(&value, &name)?)?;
-                }
-                all.extend([word, value]);
+                let changed = match name.as_str() {
+                    "device" => second.device(text(&value, &name)?)?.map(OsString::from),
+                    _ => None,
+                };
+                all.extend([word, changed.unwrap_or(value)]);
             }
             Item::Option { word, name, value } => {
                 let value = second.changed(&name, text(&value, &name)?)?;
@@ -127,6 +144,7 @@ pub fn again(words: &[OsString], name: &str, directory: &Path) -> Result<Again, 
             }
         }
     }
+    second.drives.check()?;
     Ok(Again { words: all, notes: second.notes })
 }
 
@@ -144,14 +162,16 @@ fn one_only(what: &str) -> Refusal {
 struct Second<'a> {
     name: &'a str,
     directory: &'a Path,
+    drives: Drives<'a>,
     /// Files in the directory.
     taken: BTreeSet<String>,
     notes: Vec<String>,
 }
 
 impl Second<'_> {
-    fn device(&self, value: &str) -> Result<(), Refusal> {
-        let options = Options::parse(value, "driver")?;
+    /// What stands in the place of a device, if anything does.
+    fn device(&self, value: &str) -> Result<Option<String>, Refusal> {
+        let mut options = Options::parse(value, "driver")?;
         let driver = options.get("driver").unwrap_or_default();
         if ["vhost-", "usb-host", "scsi-generic", "scsi-block"]
             .iter()
@@ -159,7 +179,11 @@ impl Second<'_> {
         {
             return Err(one_only(&format!("the device {driver}")));
         }
-        Ok(())
+        if driver == GENERATION {
+            options.set("guid", "auto");
+            return Ok(Some(options.to_string()));
+        }
+        Ok(None)
     }
 
     fn changed(&mut self, option: &str, value: &str) -> Result<String, Refusal> {
@@ -170,6 +194,11 @@ impl Second<'_> {
                 Ok(options.to_string())
             }
             "netdev" | "nic" | "net" => self.network(option, value),
+            "drive" => self.drives.drive(value),
+            "blockdev" => self.drives.blockdev(value),
+            image if IMAGES.contains(&image) => {
+                Ok(self.drives.image(value).unwrap_or_else(|| value.to_owned()))
+            }
             "object" => {
                 let options = Options::parse(value, "qom-type")?;
                 let kind = options.get("qom-type").unwrap_or_default();
@@ -278,7 +307,7 @@ mod tests {
 
     fn second(words: &[&str]) -> Result<Again, Refusal> {
         let words: Vec<OsString> = words.iter().map(OsString::from).collect();
-        again(&words, "b", Path::new("/run/strata/guests/0.b"))
+        again(&words, "b", Path::new("/run/strata/guests/0.b"), (Path::new("/"), &[]))
     }
 
     fn words(words: &[&str]) -> Vec<String> {
@@ -315,6 +344,12 @@ mod tests {
         let mut expected = line.to_vec();
         (expected[12], expected[21]) = ("type=user,id=n", "backend=null,id=c");
         assert_eq!(words(&line), expected);
+    }
+
+    #[test]
+    fn its_generation_is_another() {
+        let line = ["-device", "vmgenid,guid=324e6eaf-d1d1-4bf6-bf41-b9bb6c91fb87,id=g"];
+        assert_eq!(words(&line)[1], "driver=vmgenid,guid=auto,id=g");
     }
 
     #[test]

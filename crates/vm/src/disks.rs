@@ -1,239 +1,359 @@
-//! Disks that are read through a pool: what `--disk` says, and QEMU's words for it. QEMU
-//! talks to each over NBD, at a socket in the guest's directory.
+//! The disks that a guest writes to: which they are, and copies of them that its QEMU makes
+//! while it runs. A copy is of the moment in which the guest is stopped. The guest stays on
+//! its own images whatever becomes of the copies: there is nothing to merge back.
+//!
+//! QEMU mirrors a disk until both are alike, and every write goes to both from then on.
+//! Stopped, the guest writes no more; ending the mirror then leaves a copy of that moment.
 
-use std::path::Path;
+use std::collections::BTreeMap;
+use std::time::Duration;
 
-use crate::line::{MAX_SOCKET_PATH_BYTES, path_in};
-use crate::options::escaped;
-use crate::refusals::Refusal;
+use serde_json::{Value, json};
 
-/// Disks of one guest.
-const MAX_DISKS: usize = 8;
-/// Seconds for which QEMU waits for a disk whose server is gone, before it tells the guest
-/// that a read or a write has failed.
-const RECONNECT_SECONDS: u32 = 60;
+use crate::qmp::{Monitor, QmpError};
+use crate::state::{StateError, plain, unfit};
 
-/// How the bytes of an image are read.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Format {
-    /// As they are.
-    Raw,
-    /// QEMU's own.
-    Qcow2,
-}
+/// What begins the names of copies under way, and of what they go to.
+const JOB: &str = "strata-disk-";
+const NODE: &str = "strata-copy-";
+/// How often it is asked whether one has ended.
+const POLL: Duration = Duration::from_millis(1);
 
-impl Format {
-    /// As QEMU calls it.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Raw => "raw",
-            Self::Qcow2 => "qcow2",
-        }
-    }
-}
-
-/// A disk.
+/// A disk that a guest writes to, as its QEMU says.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct PoolDisk {
-    /// The image.
-    pub image: String,
-    /// The pool that it is read through.
-    pub pool: String,
-    /// What the image is.
-    pub format: Format,
-    /// Where what the guest writes goes: a qcow2 above the image, which stays as it is.
-    pub overlay: Option<String>,
-    /// The guest writes nothing.
-    pub read_only: bool,
+pub struct WrittenDisk {
+    /// QEMU's name of it.
+    pub node: String,
+    /// The image, as QEMU was told.
+    pub file: String,
+    /// `qcow2` or `raw`.
+    pub format: String,
+    /// What the guest sees of it.
+    pub bytes: u64,
+    /// The image that it is an overlay of, and that one's format.
+    pub backing: Option<(String, String)>,
 }
 
-/// The parts of `IMAGE,key=value,…`, where a comma in a value is doubled.
-fn parts(text: &str) -> Vec<String> {
-    let mut parts = vec![String::new()];
-    let mut chars = text.chars().peekable();
-    while let Some(c) = chars.next() {
-        if c == ',' && chars.next_if_eq(&',').is_none() {
-            parts.push(String::new());
-        } else if let Some(part) = parts.last_mut() {
-            part.push(c);
-        }
-    }
-    parts
+/// How far copies are.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct CopyProgress {
+    /// All are alike: the guest can be stopped.
+    pub is_ready: bool,
+    /// Bytes that are copied, of so many.
+    pub done_bytes: u64,
+    /// All of them.
+    pub total_bytes: u64,
 }
 
-impl PoolDisk {
-    /// Reads `IMAGE,cache=POOL[,format=raw|qcow2][,overlay=FILE][,readonly=on]`.
-    /// `looks_like_qcow2`: whether a file begins as one does.
-    ///
-    /// # Errors
-    /// It makes no disk: why.
-    pub fn parse(text: &str, looks_like_qcow2: impl Fn(&str) -> bool) -> Result<Self, Refusal> {
-        const TODO: &str =
-            "write IMAGE,cache=POOL, and then format=raw|qcow2, overlay=FILE or readonly=on";
-        let refuse = |why: &str| Err(Refusal::new(format!("the disk {text}: {why}"), TODO));
-        let mut parts = parts(text).into_iter();
-        let image = parts.next().unwrap_or_default();
-        if image.is_empty() || image.contains('\0') {
-            return refuse("it names no image");
+/// The disks that are written, and the files that are only read.
+pub(crate) fn of_nodes(nodes: &Value) -> Result<(Vec<WrittenDisk>, Vec<String>), StateError> {
+    let nodes = nodes.as_array().ok_or(QmpError::Nonsense("no list of its drives"))?;
+    let (mut written, mut read) = (BTreeMap::new(), Vec::new());
+    for node in nodes {
+        let text = |key: &str| node.get(key).and_then(Value::as_str).unwrap_or_default();
+        let (file, driver) = (text("file").to_owned(), text("drv"));
+        if node.get("ro").and_then(Value::as_bool) == Some(true) {
+            if driver == "file" {
+                read.push(file);
+            }
+            continue;
         }
-        let (mut pool, mut format, mut overlay, mut read_only) = (None, None, None, false);
-        for part in parts {
-            match part.split_once('=') {
-                Some(("cache", name)) if !name.is_empty() => pool = Some(name.to_owned()),
-                Some(("format", "raw")) => format = Some(Format::Raw),
-                Some(("format", "qcow2")) => format = Some(Format::Qcow2),
-                Some(("overlay", file)) if !file.is_empty() => overlay = Some(file.to_owned()),
-                Some(("readonly", "on")) => read_only = true,
-                Some(("readonly", "off")) => read_only = false,
-                _ => return refuse(&format!("{part} is not understood")),
+        let (format, protocols) = written.entry(file.clone()).or_insert((None, 0_u32));
+        match driver {
+            "file" => *protocols += 1,
+            "qcow2" | "raw" if format.is_none() => *format = Some(disk(node, &file, driver)?),
+            _ => {
+                return Err(unfit(format!(
+                    "its drive {} can be written and is of the kind {}: snapshots have disks that are raw or qcow2 images in files",
+                    plain(&file),
+                    plain(driver)
+                )));
             }
         }
-        let Some(pool) = pool else { return refuse("it names no pool to be read through") };
-        let format = match format {
-            Some(format) => format,
-            // A guest can write to a raw disk what makes it look like a qcow2, which names
-            // other files: so it is not guessed.
-            None if looks_like_qcow2(&image) => {
-                return refuse("it begins as a qcow2 does, and its format is not said");
+    }
+    let mut disks = Vec::new();
+    for (file, found) in written {
+        match found {
+            (Some(disk), 1) => disks.push(disk),
+            _ => {
+                return Err(unfit(format!(
+                    "its drive {} can be written and is not one image in one file (give its format: raw or qcow2)",
+                    plain(&file)
+                )));
             }
-            None => Format::Raw,
-        };
-        if read_only && overlay.is_some() {
-            return refuse("what is read only has nothing to write to an overlay");
         }
-        if format == Format::Qcow2 && !read_only && overlay.is_none() {
-            return refuse("a qcow2 cannot grow in an export: give it an overlay");
-        }
-        Ok(Self { image, pool, format, overlay, read_only })
     }
+    Ok((disks, read))
+}
 
-    /// Whether the image itself is only read.
-    #[must_use]
-    pub fn image_is_read_only(&self) -> bool {
-        self.read_only || self.overlay.is_some()
+fn disk(node: &Value, file: &str, format: &str) -> Result<WrittenDisk, StateError> {
+    let image = node.get("image").ok_or(QmpError::Nonsense("a drive without an image"))?;
+    let text = |key: &str| image.get(key).and_then(Value::as_str).map(str::to_owned);
+    if image.get("encrypted").and_then(Value::as_bool) == Some(true) {
+        return Err(unfit(format!("its drive {} is encrypted", plain(file))));
     }
+    let bytes = image.get("virtual-size").and_then(Value::as_u64);
+    // As its header has it: a copy is beside the image.
+    let backing = text("backing-filename");
+    Ok(WrittenDisk {
+        node: node.get("node-name").and_then(Value::as_str).unwrap_or_default().to_owned(),
+        file: file.to_owned(),
+        format: format.to_owned(),
+        bytes: bytes.ok_or(QmpError::Nonsense("a drive without a size"))?,
+        backing: backing.zip(text("backing-filename-format")),
+    })
+}
 
-    /// QEMU's words for the disk of that number.
-    fn words(
-        &self,
-        index: usize,
-        machine: &str,
-        directory: &Path,
-    ) -> Result<Vec<[String; 2]>, Refusal> {
-        let node = format!("strata-disk{index}");
-        let socket = path_in(directory, &socket_name(index))?;
-        if socket.len() > MAX_SOCKET_PATH_BYTES {
-            let why = format!("the disk's socket {socket} would have too long a path");
-            return Err(Refusal::new(why, "give the guest a shorter name"));
+/// Has QEMU begin to copy a disk to the image `to`, which is of the same format, empty and
+/// an overlay of the same image. `number` tells it from the guest's others.
+///
+/// # Errors
+/// There is no copy under way of that number.
+pub fn begin(
+    monitor: &mut Monitor,
+    number: usize,
+    disk: &WrittenDisk,
+    to: &str,
+) -> Result<(), QmpError> {
+    let node = format!("{NODE}{number}");
+    // Whoever needs the copy on the device sees to that, when the guest runs again.
+    let target = json!({
+        "driver": disk.format,
+        "node-name": node,
+        "discard": "unmap",
+        "cache": { "no-flush": true },
+        "file": { "driver": "file", "filename": to },
+    });
+    monitor.execute("blockdev-add", Some(target))?;
+    let job = json!({
+        "job-id": format!("{JOB}{number}"),
+        "device": disk.node,
+        "target": node,
+        "sync": if disk.backing.is_some() { "top" } else { "full" },
+        "copy-mode": "write-blocking",
+        "auto-dismiss": false,
+    });
+    monitor.execute("blockdev-mirror", Some(job)).map(drop)
+}
+
+/// How far all copies under way are.
+///
+/// # Errors
+/// One of them has failed.
+pub fn progress(monitor: &mut Monitor) -> Result<CopyProgress, StateError> {
+    let mut progress = CopyProgress { is_ready: true, done_bytes: 0, total_bytes: 0 };
+    for job in jobs(monitor)? {
+        if let Some(why) = job.error {
+            return Err(failed(&why));
         }
-        let (socket, read_only) = (escaped(&socket), self.image_is_read_only());
-        let rights = if read_only { "read-only=on" } else { "discard=unmap" };
-        let mut words = vec![[
-            "-blockdev".to_owned(),
-            format!(
-                "driver=nbd,node-name={node}-image,server.type=unix,server.path={socket},reconnect-delay={RECONNECT_SECONDS},{rights}"
-            ),
-        ]];
-        let mut top = format!("{node}-image");
-        if self.format == Format::Qcow2 {
-            let base = format!("driver=qcow2,node-name={node}-base,file={top},read-only=on");
-            words.push(["-blockdev".to_owned(), base]);
-            top = format!("{node}-base");
+        progress.is_ready &= job.status == "ready";
+        progress.done_bytes += job.done;
+        progress.total_bytes += job.total;
+    }
+    Ok(progress)
+}
+
+/// Ends the copies, which are ready: they are of this moment, in which the guest stands
+/// still.
+///
+/// # Errors
+/// They are of no use.
+pub fn finish(monitor: &mut Monitor) -> Result<(), StateError> {
+    for job in jobs(monitor)? {
+        if job.status != "ready" {
+            return Err(failed(job.error.as_deref().unwrap_or("it is not ready")));
         }
-        if let Some(overlay) = &self.overlay {
-            let overlay = escaped(overlay);
-            let above = format!(
-                "driver=qcow2,node-name={node},file.driver=file,file.filename={overlay},backing={top},discard=unmap"
-            );
-            words.push(["-blockdev".to_owned(), above]);
-            top = node.clone();
+        // Of one that is ready this is its proper end: what is left is copied before.
+        monitor.execute("block-job-cancel", Some(json!({ "device": job.id })))?;
+    }
+    loop {
+        let jobs = jobs(monitor)?;
+        if let Some(why) = jobs.iter().find_map(|job| job.error.as_deref()) {
+            return Err(failed(why));
         }
-        let driver = if machine == "microvm" { "virtio-blk-device" } else { "virtio-blk-pci" };
-        words.push(["-device".to_owned(), format!("{driver},id={node}-device,drive={top}")]);
-        Ok(words)
+        if jobs.iter().all(|job| job.status == "concluded") {
+            return Ok(());
+        }
+        std::thread::sleep(POLL);
     }
 }
 
-/// What the socket of the disk of that number is called, in the guest's directory.
-#[must_use]
-pub fn socket_name(index: usize) -> String {
-    format!("disk{index}.sock")
+/// Ends all copies, whatever they are worth, and has QEMU let go of their files.
+///
+/// # Errors
+/// Some are there still.
+pub fn clean(monitor: &mut Monitor) -> Result<(), QmpError> {
+    loop {
+        let jobs = jobs(monitor)?;
+        if jobs.is_empty() {
+            break;
+        }
+        for job in jobs {
+            let (command, one) = match job.status.as_str() {
+                "concluded" => ("job-dismiss", json!({ "id": job.id })),
+                _ => ("block-job-cancel", json!({ "device": job.id, "force": true })),
+            };
+            // One that ends meanwhile is looked at once more.
+            match monitor.execute(command, Some(one)) {
+                Ok(_) | Err(QmpError::Refused(_)) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        std::thread::sleep(POLL);
+    }
+    let nodes = monitor.execute("query-named-block-nodes", Some(json!({ "flat": true })))?;
+    for node in nodes.as_array().into_iter().flatten() {
+        let name = node.get("node-name").and_then(Value::as_str).unwrap_or_default();
+        if name.starts_with(NODE) {
+            monitor.execute("blockdev-del", Some(json!({ "node-name": name })))?;
+        }
+    }
+    Ok(())
 }
 
-/// QEMU's words for all disks.
-pub(crate) fn words(
-    disks: &[PoolDisk],
-    machine: &str,
-    directory: &Path,
-) -> Result<Vec<[String; 2]>, Refusal> {
-    if disks.len() > MAX_DISKS {
-        let why = format!("a guest has at most {MAX_DISKS} disks that are read through pools");
-        return Err(Refusal::new(why, "give it some with -drive"));
-    }
-    if !disks.is_empty() && ["isapc", "none"].contains(&machine) {
-        let why = format!("a machine of the kind {machine} has no virtio disks");
-        return Err(Refusal::new(why, "use another machine, or -drive"));
-    }
-    let each = disks.iter().enumerate().map(|(index, disk)| disk.words(index, machine, directory));
-    Ok(each.collect::<Result<Vec<_>, _>>()?.concat())
+struct Job {
+    id: String,
+    status: String,
+    error: Option<String>,
+    done: u64,
+    total: u64,
+}
+
+/// Copies under way.
+fn jobs(monitor: &mut Monitor) -> Result<Vec<Job>, QmpError> {
+    let answer = monitor.execute("query-jobs", None)?;
+    let job = |one: &Value| {
+        let text = |key: &str| one.get(key).and_then(Value::as_str).map(str::to_owned);
+        let number = |key: &str| one.get(key).and_then(Value::as_u64).unwrap_or(0);
+        Some(Job {
+            id: text("id").filter(|id| id.starts_with(JOB))?,
+            status: text("status").unwrap_or_default(),
+            error: text("error"),
+            done: number("current-progress"),
+            total: number("total-progress"),
+        })
+    };
+    Ok(answer.as_array().into_iter().flatten().filter_map(job).collect())
+}
+
+fn failed(why: &str) -> StateError {
+    unfit(format!("a disk of it cannot be copied: {}", plain(why)))
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::VecDeque;
+
     use super::*;
+    use crate::qmp::tests::answering;
 
-    fn parse(text: &str) -> Result<PoolDisk, String> {
-        PoolDisk::parse(text, |path| path.ends_with("qcow2")).map_err(|refusal| refusal.why)
-    }
-
-    fn line(text: &str, machine: &str) -> String {
-        let disk = parse(text).expect("a disk");
-        words(&[disk], machine, Path::new("/run/s/guests/0.g")).expect("words").concat().join(" ")
+    fn nodes(text: &str) -> Result<(Vec<WrittenDisk>, Vec<String>), StateError> {
+        of_nodes(&serde_json::from_str(text).expect("JSON"))
     }
 
     #[test]
-    fn what_a_disk_is_told_is_what_qemu_is_told() {
-        let image = "server.type=unix,server.path=/run/s/guests/0.g/disk0.sock,reconnect-delay=60";
-        assert_eq!(
-            line("a.img,cache=p", "q35"),
-            format!(
-                "-blockdev driver=nbd,node-name=strata-disk0-image,{image},discard=unmap -device virtio-blk-pci,id=strata-disk0-device,drive=strata-disk0-image"
-            )
-        );
-        assert_eq!(
-            line("a.qcow2,format=qcow2,overlay=b,,c,cache=p", "microvm"),
-            format!(
-                "-blockdev driver=nbd,node-name=strata-disk0-image,{image},read-only=on -blockdev driver=qcow2,node-name=strata-disk0-base,file=strata-disk0-image,read-only=on -blockdev driver=qcow2,node-name=strata-disk0,file.driver=file,file.filename=b,,c,backing=strata-disk0-base,discard=unmap -device virtio-blk-device,id=strata-disk0-device,drive=strata-disk0"
-            )
-        );
-        assert!(parse("a.img,cache=p,overlay=o").expect("a disk").image_is_read_only());
-        assert!(!parse("a.img,cache=p,readonly=off").expect("a disk").image_is_read_only());
-        assert!(
-            line("a.qcow2,cache=p,format=qcow2,readonly=on", "q35")
-                .contains("drive=strata-disk0-base")
-        );
-        assert_eq!(parse("a,,b,cache=p").expect("a disk").image, "a,b");
+    fn an_image_is_two_nodes_and_what_it_is_over_is_read() {
+        let (disks, read) = nodes(
+            r##"[{"ro": true, "drv": "file", "file": "/base"},
+                {"ro": true, "drv": "qcow2", "file": "/base", "image": {"virtual-size": 9}},
+                {"ro": false, "drv": "file", "file": "/a", "node-name": "#1"},
+                {"ro": false, "drv": "qcow2", "file": "/a", "node-name": "#2", "image":
+                 {"virtual-size": 9, "backing-filename": "base", "full-backing-filename": "/base",
+                  "backing-filename-format": "qcow2"}},
+                {"ro": false, "drv": "raw", "file": "/b", "node-name": "d", "image":
+                 {"virtual-size": 5}},
+                {"ro": false, "drv": "file", "file": "/b"}]"##,
+        )
+        .expect("two disks");
+        let disk = |node: &str, file: &str, format: &str, bytes| WrittenDisk {
+            node: node.into(),
+            file: file.into(),
+            format: format.into(),
+            bytes,
+            backing: None,
+        };
+        let backing = Some(("base".into(), "qcow2".into()));
+        let first = WrittenDisk { backing, ..disk("#2", "/a", "qcow2", 9) };
+        assert_eq!(disks, [first, disk("d", "/b", "raw", 5)]);
+        assert_eq!(read, ["/base"]);
     }
 
     #[test]
-    fn what_makes_no_disk_is_refused() {
+    fn what_cannot_be_copied_is_refused_by_name() {
         for (text, why) in [
-            ("", "names no image"),
-            (",cache=p", "names no image"),
-            ("a.img", "names no pool"),
-            ("a.img,cache=", "cache= is not understood"),
-            ("a.img,cache=p,what", "what is not understood"),
-            ("a.qcow2,cache=p", "its format is not said"),
-            ("a.qcow2,cache=p,format=qcow2", "give it an overlay"),
-            ("a.img,cache=p,overlay=o,readonly=on", "nothing to write"),
+            (r#"[{"ro": false, "drv": "host_device", "file": "/dev/x"}]"#, "host_device"),
+            (r#"[{"ro": false, "drv": "file", "file": "/a\n"}]"#, "drive /a? can be written"),
+            (
+                r#"[{"ro": false, "drv": "qcow2", "file": "/a", "image": {"virtual-size": 1, "encrypted": true}}]"#,
+                "encrypted",
+            ),
+            (
+                r#"[{"ro": false, "drv": "raw", "file": "/a", "image": {"virtual-size": 1}},
+                    {"ro": false, "drv": "raw", "file": "/a", "image": {"virtual-size": 1}}]"#,
+                "of the kind raw",
+            ),
         ] {
-            let refused = parse(text).expect_err(text);
-            assert!(refused.contains(why), "{text}: {refused}");
+            let error = nodes(text).expect_err(why).to_string();
+            assert!(error.contains(why), "{error}");
         }
-        let disk = parse("a.img,cache=p").expect("a disk");
-        assert!(words(&vec![disk.clone(); 9], "q35", Path::new("/d")).is_err());
-        assert!(words(std::slice::from_ref(&disk), "isapc", Path::new("/d")).is_err());
-        assert!(words(&[disk], "q35", Path::new(&"/d".repeat(60))).is_err());
+    }
+
+    /// A monitor that gives these answers in order, then empty ones; what it is asked has
+    /// to be as said.
+    fn monitor(answers: &'static [(&str, &str)]) -> Monitor {
+        let mut answers: VecDeque<_> = answers.iter().collect();
+        let mut greeted = false;
+        let stream = answering(move |line| {
+            if !std::mem::replace(&mut greeted, true) {
+                return Some("{\"return\": {}}\n".to_owned());
+            }
+            let (command, answer) = answers.pop_front()?;
+            assert!(line.contains(&format!(r#""execute":"{command}""#)), "{line}");
+            Some(format!("{answer}\n"))
+        });
+        Monitor::begin(stream, Duration::from_secs(20)).expect("it answers")
+    }
+
+    const NONE: &str = r#"{"return": {}}"#;
+
+    #[test]
+    fn copies_end_in_the_moment_when_all_are_ready() {
+        let mut one = monitor(&[
+            (
+                "query-jobs",
+                r#"{"return": [{"id": "x", "status": "ready"}, {"id": "strata-disk-0", "status": "ready"}]}"#,
+            ),
+            ("block-job-cancel", NONE),
+            ("query-jobs", r#"{"return": [{"id": "strata-disk-0", "status": "waiting"}]}"#),
+            ("query-jobs", r#"{"return": [{"id": "strata-disk-0", "status": "concluded"}]}"#),
+        ]);
+        finish(&mut one).expect("copied");
+        let mut one = monitor(&[(
+            "query-jobs",
+            r#"{"return": [{"id": "strata-disk-0", "status": "running"}]}"#,
+        )]);
+        assert!(finish(&mut one).expect_err("too early").to_string().contains("not ready"));
+        let mut one = monitor(&[(
+            "query-jobs",
+            r#"{"return": [{"id": "strata-disk-0", "status": "concluded", "error": "No space"}]}"#,
+        )]);
+        assert!(progress(&mut one).expect_err("failed").to_string().contains("No space"));
+    }
+
+    #[test]
+    fn what_is_left_of_others_is_ended_and_let_go() {
+        let mut one = monitor(&[
+            ("query-jobs", r#"{"return": [{"id": "strata-disk-0", "status": "running"}]}"#),
+            ("block-job-cancel", NONE),
+            ("query-jobs", r#"{"return": [{"id": "strata-disk-0", "status": "concluded"}]}"#),
+            ("job-dismiss", NONE),
+            ("query-jobs", r#"{"return": []}"#),
+            (
+                "query-named-block-nodes",
+                r#"{"return": [{"node-name": "strata-copy-0"}, {"node-name": "d"}]}"#,
+            ),
+            ("blockdev-del", NONE),
+        ]);
+        clean(&mut one).expect("clean");
     }
 }

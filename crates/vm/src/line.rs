@@ -12,8 +12,8 @@ use strata_units::ByteSize;
 
 use crate::accelerator::Accelerator;
 use crate::balloon::BALLOON_ID;
-use crate::disks::{self, PoolDisk};
 use crate::options::{Options, escaped, size};
+use crate::pool_disks::{self, PoolDisk};
 use crate::refusals::{self, Refusal};
 use crate::version::{OLDEST, Version};
 
@@ -22,6 +22,9 @@ pub const MONITOR_SOCKET_NAME: &str = "monitor";
 /// The guest's RAM, where the command line has no object for it.
 const RAM_ID: &str = "strata-ram";
 const MONITOR_ID: &str = "strata-monitor";
+/// The device by which a guest's kernel learns that it is one of several from now on: it
+/// makes its random numbers anew then.
+pub(crate) const GENERATION: &str = "vmgenid";
 /// Bytes of a unix socket's path that the kernel takes.
 pub(crate) const MAX_SOCKET_PATH_BYTES: usize = 107;
 pub(crate) const MIB: u64 = 1 << 20;
@@ -130,6 +133,7 @@ pub fn plan(words: &[OsString], wish: &Wish<'_>) -> Result<Plan, Refusal> {
     let machine = line.last("machine", "type")?;
     let machine = machine.unwrap_or_else(|| wish.default_machine.to_owned());
     let (ram, has_ram) = line.ram()?;
+    let lacks_generation = line.lacks_generation(&machine)?;
     let mut plan = Plan {
         name: name.0,
         memory,
@@ -152,6 +156,9 @@ pub fn plan(words: &[OsString], wish: &Wish<'_>) -> Result<Plan, Refusal> {
     plan.accelerate(wish)?;
     if !has_ram {
         plan.add("-machine", format!("memory-backend={RAM_ID}"));
+    }
+    if lacks_generation {
+        plan.add("-device", format!("{GENERATION},id=strata-generation,guid=auto"));
     }
     plan.inflate()?;
     let waits = |item: &Item| matches!(item, Item::Option { name, .. } if name == "incoming");
@@ -206,7 +213,7 @@ impl Plan {
         added.push(["-chardev".to_owned(), chardev]);
         added.push(["-mon".to_owned(), format!("chardev={MONITOR_ID},mode=control")]);
         added.extend(self.added.iter().cloned());
-        added.extend(disks::words(&self.disks, &self.machine, directory)?);
+        added.extend(pool_disks::words(&self.disks, &self.machine, directory)?);
         Ok(added)
     }
 
@@ -510,6 +517,21 @@ impl Line {
             ram.push(*index);
         }
         Ok((ram, !ids.is_empty()))
+    }
+
+    /// Whether the guest could have the device [`GENERATION`], and has none: it is in the
+    /// tables (ACPI) of a PC.
+    fn lacks_generation(&self, machine: &str) -> Result<bool, Refusal> {
+        let is_pc = matches!(machine, "pc" | "q35") || machine.starts_with("pc-");
+        let is_off = self.last("machine", "acpi")?.is_some_and(|acpi| acpi == "off");
+        let has_none = self.items.iter().any(
+            |item| matches!(item, Item::Word(word) if word == "-no-acpi" || word == "--no-acpi"),
+        );
+        let has_one = self
+            .each("device")?
+            .iter()
+            .any(|(_, device)| device.get("driver").as_deref() == Some(GENERATION));
+        Ok(is_pc && !is_off && !has_none && !has_one)
     }
 
     /// What the command line says of who executes the guest.

@@ -60,6 +60,31 @@ impl Options {
         self.get(key).is_some_and(|value| matches!(value.as_str(), "on" | "yes" | "true" | "y"))
     }
 
+    /// The value of `key` of the object that is the value of `outer`.
+    pub(crate) fn get_below(&self, outer: &str, key: &str) -> Option<String> {
+        let dotted = self.get(&format!("{outer}.{key}"));
+        match self {
+            Self::Json(object) if dotted.is_none() => {
+                let below = object.get(outer)?.as_object()?.clone();
+                Self::Json(below).get(key)
+            }
+            _ => dotted,
+        }
+    }
+
+    /// Sets what [`Self::get_below`] has found.
+    pub(crate) fn set_below(&mut self, outer: &str, key: &str, value: &str) {
+        let dotted = format!("{outer}.{key}");
+        match self {
+            Self::Json(object) if !object.contains_key(&dotted) => {
+                if let Some(below) = object.get_mut(outer).and_then(Value::as_object_mut) {
+                    below.insert(key.to_owned(), Value::String(value.to_owned()));
+                }
+            }
+            _ => self.set(&dotted, value),
+        }
+    }
+
     /// Whether the key was there.
     pub(crate) fn remove(&mut self, key: &str) -> bool {
         match self {

@@ -3,8 +3,8 @@
 //!
 //! QEMU's migration writes it, and leaves out memory that it believes shared
 //! (`x-ignore-shared`), to a descriptor that comes with the request. Before that it is
-//! asked whether nothing else that belongs to the guest would be left out: a disk that can
-//! be written, or other memory that is shared.
+//! asked what else belongs to the guest: disks that it writes to, which are copied
+//! ([`crate::disks`]), and other memory that is shared, which would be left out.
 
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
+use crate::disks::{self, WrittenDisk};
 use crate::qmp::{Monitor, QmpError};
 
 /// The one capability of QEMU's migration that is used, for the time of one migration:
@@ -37,7 +38,7 @@ pub enum StateError {
     Unfit(String),
 }
 
-fn unfit(why: impl Into<String>) -> StateError {
+pub(crate) fn unfit(why: impl Into<String>) -> StateError {
     StateError::Unfit(why.into())
 }
 
@@ -56,6 +57,8 @@ pub struct Footing {
     pub memory_bytes: u64,
     /// Files that its drives read.
     pub files: Vec<String>,
+    /// Disks that it writes to.
+    pub disks: Vec<WrittenDisk>,
 }
 
 /// Asks a guest what a snapshot must know.
@@ -67,8 +70,10 @@ pub fn footing(monitor: &mut Monitor) -> Result<Footing, StateError> {
     if status != "running" && status != "paused" {
         return Err(unfit(format!("it is neither running nor paused ({})", plain(&status))));
     }
-    let files =
-        read_only(&monitor.execute("query-named-block-nodes", Some(json!({"flat": true})))?)?;
+    // Of whoever died over one, it would have other nodes in between.
+    disks::clean(monitor)?;
+    let nodes = monitor.execute("query-named-block-nodes", Some(json!({"flat": true})))?;
+    let (disks, files) = disks::of_nodes(&nodes)?;
     let (id, memory_bytes) = one_memory(&monitor.execute("query-memdev", None)?)?;
     for name in capabilities(monitor)? {
         if !HARMLESS.contains(&name.as_str()) {
@@ -79,7 +84,8 @@ pub fn footing(monitor: &mut Monitor) -> Result<Footing, StateError> {
         }
     }
     let is_running = status == "running";
-    Ok(Footing { is_running, memory_start: memory_start(monitor, &id)?, memory_bytes, files })
+    let memory_start = memory_start(monitor, &id)?;
+    Ok(Footing { is_running, memory_start, memory_bytes, files, disks })
 }
 
 /// Where a guest's QEMU has the guest's memory, and how much.
@@ -205,25 +211,6 @@ fn capabilities(monitor: &mut Monitor) -> Result<Vec<String>, QmpError> {
     Ok(answer.as_array().into_iter().flatten().filter(is_on).filter_map(name).collect())
 }
 
-/// The files of drives, all of which are read only.
-fn read_only(nodes: &Value) -> Result<Vec<String>, StateError> {
-    let nodes = nodes.as_array().ok_or(QmpError::Nonsense("no list of its drives"))?;
-    let mut files = Vec::new();
-    for node in nodes {
-        let text = |key: &str| node.get(key).and_then(Value::as_str).unwrap_or_default();
-        if node.get("ro").and_then(Value::as_bool) != Some(true) {
-            return Err(unfit(format!(
-                "its drive {} can be written, and a snapshot would not have what is on it",
-                plain(text("file"))
-            )));
-        }
-        if text("drv") == "file" {
-            files.push(text("file").to_owned());
-        }
-    }
-    Ok(files)
-}
-
 /// The id and the size of the one object of its memory that is shared: all others go
 /// with the state of the devices.
 fn one_memory(objects: &Value) -> Result<(String, u64), StateError> {
@@ -256,7 +243,7 @@ fn memory_start(monitor: &mut Monitor, id: &str) -> Result<u64, StateError> {
 }
 
 /// What others said, for a line.
-fn plain(text: &str) -> String {
+pub(crate) fn plain(text: &str) -> String {
     text.chars().take(200).map(|c| if c.is_control() { '?' } else { c }).collect()
 }
 
@@ -318,6 +305,7 @@ mod tests {
             memory_start: 0x7f3a_0000_0000,
             memory_bytes: 1 << 20,
             files: vec!["/a".into()],
+            disks: Vec::new(),
         };
         assert_eq!(found, expected);
     }
@@ -325,7 +313,7 @@ mod tests {
     #[test]
     fn what_would_be_left_out_is_refused_by_name() {
         const WRITABLE: (&str, &str) =
-            ("query-named-block-nodes", r#"[{"ro": false, "drv": "qcow2", "file": "/d\n.img"}]"#);
+            ("query-named-block-nodes", r#"[{"ro": false, "drv": "nbd", "file": "/d\n.img"}]"#);
         assert!(why(&[RUNS, WRITABLE, ONE_MEMORY, OFF, PLACE]).contains("drive /d?.img can be"));
         const TWO: (&str, &str) =
             ("query-memdev", r#"[{"id": "a", "size": 1, "share": true}, {"id": "b", "size": 1}]"#);

@@ -63,6 +63,7 @@ fn a_guest_is_a_tenant_with_a_directory() {
             directory: here.to_str().expect("text").into(),
             version: "7.2".into(),
         }),
+        disks: Vec::new(),
     };
     assert_eq!(*guest, Request::Guest { name: "web1".into(), guest: spec });
 }

@@ -1,9 +1,10 @@
 //! Talking to a guest's own monitor at some length, for a snapshot: what is to be known
 //! first, how the guest stands still, and that it runs on whatever happens.
 //!
-//! A guest that is about to be stopped is marked, in a file beside its directory. The mark
-//! goes when the guest was seen running again. Whoever finds a mark of nobody's, this
-//! worker or the next, lets that guest run on, and goes on trying.
+//! A guest that is about to be stopped is marked, in a file beside its directory, and so is
+//! one whose QEMU copies disks. The mark goes when the guest was seen running again, and has
+//! let go of the copies. Whoever finds a mark of nobody's, this worker or the next, sees to
+//! that, and goes on trying.
 
 use std::fs;
 use std::io::{self, Read, Write};
@@ -21,6 +22,8 @@ use strata_sys::{Priority, Range, log, send_with_fds};
 use strata_vm::state::{self, Footing};
 use strata_vm::{MONITOR_SOCKET_NAME, Monitor};
 
+use super::disks::{self, DiskCopy};
+use super::takeover::Undone;
 use super::{CONVERSATION, Guests, NEXT_SUFFIX, STILL_PREFIX, folder, lock};
 
 /// How long a guest may take to stand still: until its disks have done what they were told.
@@ -29,9 +32,13 @@ const STILL_WITHIN: Duration = Duration::from_secs(5);
 const STATE_WITHIN: Duration = Duration::from_secs(10);
 /// How long whoever has stopped a guest tries to have it run on; then others do.
 const RUNS_ON_WITHIN: Duration = Duration::from_secs(10);
+/// The same for others, who have all guests to ask.
+const SEEN_TO_WITHIN: Duration = Duration::from_secs(3);
 const TRY_EVERY: Duration = Duration::from_millis(50);
 /// Most that the state of a guest's devices may be: a display's memory is in it.
 const MOST_STATE_BYTES: u64 = 256 << 20;
+/// In the mark of a guest that runs while its disks are copied.
+const COPYING: &str = "copying";
 /// Guests' memory consists of whole pages.
 const ALIGNED: u64 = strata_units::PAGE_SIZE as u64;
 
@@ -124,31 +131,50 @@ impl Guests {
             let Some(tenant) = self.tenant(folder) else { continue };
             let Some(_alone) = self.alone_now(folder) else { continue };
             let name = &tenant.record().name;
-            let outcome =
-                self.talk(&tenant, &self.directory(&tenant), CONVERSATION).and_then(|mut talk| {
-                    state::go_on(&mut talk.monitor).map_err(|error| error.to_string())
-                });
-            match outcome {
-                Ok(()) => {
-                    let _ = fs::remove_file(entry.path());
-                    let line = format!(
-                        "{name} stood still for a snapshot that came to nothing, and runs on"
-                    );
-                    log(Priority::Warning, line);
-                }
-                Err(why) => {
+            match self.see_to(&tenant, &entry.path()) {
+                Ok(done) => log(Priority::Warning, format_args!("{name} {done}")),
+                Err((what, why)) => {
                     let is_new = lock(&self.known).get_mut(folder).is_none_or(|guest| {
                         let is_new = guest.trouble != why;
                         guest.heard(Err(why.clone()), Instant::now());
                         is_new
                     });
                     if is_new {
-                        let what = "stands still for a snapshot that came to nothing";
                         log(Priority::Error, format_args!("{name} {what}: {why}"));
                     }
                 }
             }
         }
+    }
+}
+
+impl Guests {
+    /// Does what the mark of a guest says that is to be done. What was done; or what is
+    /// not, and why.
+    fn see_to(&self, tenant: &Tenant, mark: &Path) -> Result<&'static str, (&'static str, String)> {
+        match self.finish_marked(tenant) {
+            Some(Ok(_)) => return Ok("has a new QEMU, which runs"),
+            Some(Err(Undone::Never(_))) => return Ok("was to have a new QEMU, which has ended"),
+            Some(Err(Undone::NotYet(why))) => return Err(("is to have a new QEMU", why)),
+            None => {}
+        }
+        let copies = fs::read(mark).is_ok_and(|text| text == COPYING.as_bytes());
+        let talked = self.talk(tenant, &self.directory(tenant), SEEN_TO_WITHIN);
+        let outcome = talked.and_then(|mut talk| {
+            if !copies {
+                state::go_on(&mut talk.monitor).map_err(|error| error.to_string())?;
+            }
+            disks::clean(&mut talk.monitor)
+        });
+        outcome.map_err(|why| match copies {
+            true => ("copies disks for a snapshot that came to nothing", why),
+            false => ("stands still for a snapshot that came to nothing", why),
+        })?;
+        let _ = fs::remove_file(mark);
+        Ok(match copies {
+            true => "copied disks for a snapshot that came to nothing, and has ended that",
+            false => "stood still for a snapshot that came to nothing, and runs on",
+        })
     }
 }
 
@@ -188,6 +214,8 @@ pub(crate) struct Stoppable {
     guests: Arc<Guests>,
     tenant: Arc<Tenant>,
     talk: Option<Talk>,
+    /// Of its disks, for the snapshot.
+    copies: Vec<DiskCopy>,
 }
 
 impl Stoppable {
@@ -200,7 +228,57 @@ impl Stoppable {
         let footing = state::footing(&mut talk.monitor).map_err(|error| error.to_string())?;
         let pid = talk.pid;
         let (guests, tenant) = (Arc::clone(guests), Arc::clone(tenant));
-        Ok((Self { guests, tenant, talk: Some(talk) }, footing, pid))
+        Ok((Self { guests, tenant, talk: Some(talk), copies: Vec::new() }, footing, pid))
+    }
+
+    /// Copies its disks while it runs. On an error it runs on without.
+    pub(crate) fn copy(
+        &mut self,
+        copies: Vec<DiskCopy>,
+        tell: &mut dyn FnMut(u64, u64),
+    ) -> Result<(), String> {
+        self.copies = copies;
+        self.copy_marked(tell)
+    }
+
+    /// The same once more, for another attempt.
+    pub(crate) fn copy_again(&mut self, tell: &mut dyn FnMut(u64, u64)) -> Result<(), String> {
+        disks::renew(&mut self.copies)?;
+        self.copy_marked(tell)
+    }
+
+    fn copy_marked(&mut self, tell: &mut dyn FnMut(u64, u64)) -> Result<(), String> {
+        if self.copies.is_empty() {
+            return Ok(());
+        }
+        let mark = self.guests.mark(&self.tenant);
+        fs::write(&mark, COPYING)
+            .map_err(|error| format!("cannot write {}: {error}", mark.display()))?;
+        let copies = std::mem::take(&mut self.copies);
+        let guests = Arc::clone(&self.guests);
+        let step = |name: &str| guests.step(name);
+        let copied = self.monitor().and_then(|monitor| disks::copy(monitor, &copies, tell, &step));
+        self.copies = copies;
+        if copied.is_err() && self.monitor().and_then(disks::clean).is_ok() {
+            let _ = fs::remove_file(&mark);
+        }
+        copied
+    }
+
+    /// The copies, which are whole.
+    pub(crate) fn copied(&mut self) -> Vec<DiskCopy> {
+        std::mem::take(&mut self.copies)
+    }
+
+    fn monitor(&mut self) -> Result<&mut Monitor, String> {
+        let talk = match self.talk.take() {
+            Some(talk) => talk,
+            None => {
+                let directory = self.guests.directory(&self.tenant);
+                self.guests.talk(&self.tenant, &directory, STILL_WITHIN)?
+            }
+        };
+        Ok(&mut self.talk.insert(talk).monitor)
     }
 
     /// Has it stand still, and takes the state of its devices. On an error it runs on.
@@ -219,39 +297,12 @@ impl Stoppable {
     }
 
     fn stop_marked(&mut self) -> Result<(Instant, Vec<u8>), String> {
-        let monitor = match &mut self.talk {
-            Some(talk) => &mut talk.monitor,
-            None => {
-                let directory = self.guests.directory(&self.tenant);
-                let talk = self.guests.talk(&self.tenant, &directory, STILL_WITHIN)?;
-                &mut self.talk.insert(talk).monitor
-            }
-        };
-        let failed = |error: io::Error| format!("no way for the state of its devices: {error}");
-        let (ours, theirs) = UnixStream::pair().map_err(failed)?;
-        ours.set_read_timeout(Some(STATE_WITHIN)).map_err(failed)?;
-        let reading = Builder::new().name("state".into()).spawn(move || {
-            let mut bytes = Vec::new();
-            let read = (&ours).take(MOST_STATE_BYTES + 1).read_to_end(&mut bytes);
-            read.map(|_| bytes)
-        });
-        let reading = reading.map_err(failed)?;
-        monitor.allow(STILL_WITHIN);
-        let since = Instant::now();
-        state::stop(monitor).map_err(|error| error.to_string())?;
-        monitor.allow(STATE_WITHIN);
-        let mut theirs = Some(theirs);
-        let saved = state::save(monitor, &mut |stream, line| pass(stream, line, &mut theirs));
-        drop(theirs);
-        // Whoever failed may not hang up: the guest does not wait for that.
-        saved.map_err(|error| error.to_string())?;
-        let read = reading.join().unwrap_or_else(|_| Err(io::ErrorKind::Other.into()));
-        let bytes =
-            read.map_err(|error| format!("the state of its devices does not come: {error}"))?;
-        if bytes.is_empty() || bytes.len() as u64 > MOST_STATE_BYTES {
-            return Err(format!("the state of its devices has {} bytes", bytes.len()));
-        }
-        Ok((since, bytes))
+        let copies = std::mem::take(&mut self.copies);
+        let guests = Arc::clone(&self.guests);
+        let step = |name: &str| guests.step(name);
+        let stopped = self.monitor().and_then(|monitor| stopped(monitor, &copies, &step));
+        self.copies = copies;
+        stopped
     }
 
     /// Lets it run on. An error: it does not yet, and somebody goes on trying.
@@ -273,10 +324,17 @@ impl Stoppable {
                 state::go_on(&mut talk.monitor).map_err(|error| error.to_string()).map(|()| talk)
             });
             let why = match tried {
-                Ok(talk) => {
+                Ok(mut talk) => {
+                    self.guests.step("runs");
+                    let is_clean =
+                        self.copies.is_empty() || disks::clean(&mut talk.monitor).is_ok();
                     self.talk = Some(talk);
+                    let mark = self.guests.mark(&self.tenant);
                     // What stays is done once more by whoever finds it.
-                    let _ = fs::remove_file(self.guests.mark(&self.tenant));
+                    let _ = match is_clean {
+                        true => fs::remove_file(mark),
+                        false => fs::write(mark, COPYING),
+                    };
                     return Ok(());
                 }
                 Err(why) => why,
@@ -294,6 +352,43 @@ impl Stoppable {
             std::thread::sleep(TRY_EVERY);
         }
     }
+}
+
+/// Has a guest stand still, and takes its disks and the state of its devices.
+fn stopped(
+    monitor: &mut Monitor,
+    copies: &[DiskCopy],
+    step: &dyn Fn(&str),
+) -> Result<(Instant, Vec<u8>), String> {
+    let failed = |error: io::Error| format!("no way for the state of its devices: {error}");
+    let (ours, theirs) = UnixStream::pair().map_err(failed)?;
+    ours.set_read_timeout(Some(STATE_WITHIN)).map_err(failed)?;
+    let reading = Builder::new().name("state".into()).spawn(move || {
+        let mut bytes = Vec::new();
+        let read = (&ours).take(MOST_STATE_BYTES + 1).read_to_end(&mut bytes);
+        read.map(|_| bytes)
+    });
+    let reading = reading.map_err(failed)?;
+    monitor.allow(STILL_WITHIN);
+    let since = Instant::now();
+    state::stop(monitor).map_err(|error| error.to_string())?;
+    step("stopped");
+    disks::finish(monitor, copies)?;
+    step("disks");
+    monitor.allow(STATE_WITHIN);
+    let mut theirs = Some(theirs);
+    let saved = state::save(monitor, &mut |stream, line| pass(stream, line, &mut theirs));
+    drop(theirs);
+    // Whoever failed may not hang up: the guest does not wait for that.
+    saved.map_err(|error| error.to_string())?;
+    let read = reading.join().unwrap_or_else(|_| Err(io::ErrorKind::Other.into()));
+    let bytes = read.map_err(|error| format!("the state of its devices does not come: {error}"))?;
+    if bytes.is_empty() || bytes.len() as u64 > MOST_STATE_BYTES {
+        return Err(format!("the state of its devices has {} bytes", bytes.len()));
+    }
+    disks::share(copies)?;
+    step("devices");
+    Ok((since, bytes))
 }
 
 /// Sends a line with a descriptor, which is closed here then.

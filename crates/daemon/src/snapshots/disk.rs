@@ -1,7 +1,7 @@
 //! What is known of snapshots on disk: a directory each, and which number each
 //! tenant's next one gets.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::fs::DirBuilderExt;
@@ -21,6 +21,7 @@ const ARCHIVE: &str = "memory";
 const STATE: &str = "devices";
 const COPIES: &str = "copies";
 const LINEAGE: &str = "lineage.json";
+const MADE: &str = "disks.json";
 
 /// The memory of one process of a snapshot.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -175,7 +176,10 @@ impl Disk {
         let written = directory.and_then(|directory| {
             // Of an attempt before this one.
             let _ = directory.remove_file(STATE);
-            directory.file(STATE, Access::New)?.write_all(bytes)
+            let mut file = directory.file(STATE, Access::New)?;
+            file.write_all(bytes)?;
+            // It may be persisted.
+            file.sync_all()
         });
         written.map_err(|error| format!("cannot write {}: {error}", self.of(id).display()))
     }
@@ -244,6 +248,17 @@ impl Disk {
             }
         }
         found
+    }
+
+    /// Files of guests' disks that were made, wherever they are.
+    pub(super) fn read_made(&self) -> BTreeSet<PathBuf> {
+        self.open().ok().and_then(|all| read_json(&all, MADE)).unwrap_or_default()
+    }
+
+    pub(super) fn write_made(&self, made: &BTreeSet<PathBuf>) -> Result<(), String> {
+        write_json(&self.open_or_make()?, MADE, made).map_err(|error| {
+            format!("cannot write {}: {error}", self.directory.join(MADE).display())
+        })
     }
 
     pub(super) fn read_lineage(&self) -> BTreeMap<String, Line> {

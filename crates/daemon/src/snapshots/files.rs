@@ -47,7 +47,7 @@ impl Snapshots {
     ) -> Result<SnapshotInfo, String> {
         let _turn = self.turn_of(uid, named)?;
         let (mut known, holder) = self.loaded(uid, named, tell)?;
-        known.can_be_a_file()?;
+        known.can_travel()?;
         if known.info.state == SnapshotState::Persisted {
             return Ok(known.info);
         }
@@ -72,7 +72,7 @@ impl Snapshots {
     ) -> Result<(), String> {
         let _turn = self.turn_of(uid, named)?;
         let (known, holder) = self.loaded(uid, named, tell)?;
-        known.can_be_a_file()?;
+        known.can_travel()?;
         let images = self.disk.open_images(&known.info.id)?;
         write_file(&known, &holder, images, path, "exporting", tell).map(|_| ())
     }
@@ -198,7 +198,7 @@ impl Snapshots {
         {
             return Err(why);
         }
-        known.can_be_a_file()?;
+        known.can_travel()?;
         known.info.guest = false;
         // From here on it is this machine's.
         known.machine = Some(here.clone());

@@ -2,33 +2,36 @@
 //! state of its devices by QEMU, both of one moment; and guests that come from them.
 //!
 //! ```text
-//! take     look, arm ─▶ mark, stop ─▶ devices ─▶ page map ─▶ cont, unmark ─▶ capture
-//!             each of these fails: the guest runs on ──────────┘
-//! revive   client: QEMU that waits ─▶ page map, shifted ─▶ devices ─▶ (end the old) ─▶ cont
+//! take     look, copy disks, arm ─▶ mark, stop ─▶ disks ─▶ devices ─▶ page map ─▶ cont, unmark ─▶ capture
+//!             each of these fails: the guest runs on ─────────────────────┘
+//! revive   disks, client: QEMU that waits ─▶ page map, shifted ─▶ devices ─▶ cont
 //!             fails: the client ends that QEMU, nobody has seen it ─┘
+//! rollback as that, and instead of cont: mark ─▶ end the old ─▶ its images' names ─▶ cont, unmark
+//!             fails: whoever finds the mark does what is left ───────────────┘
 //! ```
 //! QEMU's own memory is not in a snapshot: a guest that comes from one has a QEMU of its
 //! own, started by whoever asked for it, as that user.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use strata_api::{GuestSpec, SnapshotRef};
+use strata_api::{GuestDisk, GuestSpec, Progress, SnapshotRef, Unit};
 use strata_pager::{Filling, Freeze, Only, SnapshotError, SnapshotRequest, Standing, Tenant};
 use strata_snapshot::is_ending;
 use strata_sys::peer::Peer;
-use strata_sys::{Pidfd, Range, SIGKILL};
+use strata_sys::{Pidfd, Range};
 use strata_units::SpaceId;
 use strata_vm::state;
 
 use super::disk::Known;
-use super::revive::{KILL_PATIENCE, LOOK_EVERY, Revived, ends};
+use super::guest_disks::{FrozenDisk, Held, Image, others, sum};
+use super::revive::{LOOK_EVERY, Revived, ends};
 use super::take::{FEW_PAGES, Numbers, captured};
 use super::{Snapshots, Tell, lock, wish_of};
 use crate::cgroup::Cgroups;
-use crate::guests::{Stoppable, Talk, give_state, memory_at};
+use crate::guests::{BEFORE_SUFFIX, Stoppable, Talk, Undone, give_state, is_alone, memory_at};
 
 /// How long a QEMU may take until it waits for a guest.
 const STARTED_WITHIN: Duration = Duration::from_secs(20);
@@ -49,34 +52,9 @@ pub(super) struct GuestPart {
     pub(super) state_sum: u64,
     /// Files that its drives read, as they were.
     pub(super) files: Vec<Image>,
-}
-
-/// A file that a guest reads.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Image {
-    path: String,
-    bytes: u64,
-    /// When it was written last, in nanoseconds since the epoch.
-    written: u128,
-}
-
-impl Image {
-    /// `path` is relative to `directory`, if it is.
-    fn of(directory: &str, path: &str) -> Result<Self, String> {
-        let failed = |why: String| format!("its drive's file {path} cannot be looked at: {why}");
-        let found = std::fs::metadata(Path::new(directory).join(path))
-            .map_err(|error| failed(error.to_string()))?;
-        let written = found.modified().map_err(|error| failed(error.to_string()))?;
-        let written = written.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
-        Ok(Self { path: path.to_owned(), bytes: found.len(), written })
-    }
-}
-
-/// A sum that tells a changed byte (FNV-1a).
-fn sum(bytes: &[u8]) -> u64 {
-    const BASIS: u64 = 0xcbf2_9ce4_8422_2325;
-    const PRIME: u64 = 0x0000_0100_0000_01b3;
-    bytes.iter().fold(BASIS, |sum, &byte| (sum ^ u64::from(byte)).wrapping_mul(PRIME))
+    /// Disks that it wrote to.
+    #[serde(default)]
+    pub(super) disks: Vec<FrozenDisk>,
 }
 
 /// A tenant that a guest is to come into.
@@ -84,6 +62,8 @@ pub(crate) struct Begun {
     pub(crate) tenant: Arc<Tenant>,
     pub(crate) spec: GuestSpec,
     pub(crate) warnings: Vec<String>,
+    /// Its disks stay until it is a guest.
+    pub(crate) held: Held,
 }
 
 impl Known {
@@ -95,8 +75,8 @@ impl Known {
         }
     }
 
-    /// Refuses what has no place in a file of a snapshot.
-    pub(super) fn can_be_a_file(&self) -> Result<(), String> {
+    /// Refuses what is more than a file of a snapshot can have.
+    pub(super) fn can_travel(&self) -> Result<(), String> {
         match &self.guest {
             None => Ok(()),
             Some(_) => Err(format!(
@@ -120,9 +100,6 @@ impl Snapshots {
             "how it was started is not known as text, or a disk of it is read through a pool",
         )?;
         let words: Vec<_> = launch.command.iter().skip(1).map(Into::into).collect();
-        // A snapshot of which no guest could come is none.
-        strata_vm::again(&words, &tenant.record().name, &self.guests.directory(tenant))
-            .map_err(|refusal| refusal.to_string())?;
         let _alone = self.guests.alone(tenant)?;
         let (stoppable, footing, pid) = Stoppable::new(&self.guests, tenant)?;
         if footing.memory_bytes != spec.memory_bytes {
@@ -137,10 +114,25 @@ impl Snapshots {
             .iter()
             .map(|path| Image::of(&launch.directory, path))
             .collect::<Result<_, _>>()?;
+        let own = Self::disks_of(&spec, &launch.directory, &footing.disks)?;
+        // A snapshot of which no guest could come is none.
+        let here = Path::new(&launch.directory);
+        let name = &tenant.record().name;
+        strata_vm::again(&words, name, &self.guests.directory(tenant), (here, &others(&own)))
+            .map_err(|refusal| refusal.to_string())?;
+        let id = known.info.id.clone();
+        let (_held, copies) = self.begin_copies(&own, footing.disks, &id.to_string())?;
+        // QEMU's copies end when the guest is stopped, and begin anew for a second attempt.
+        let attempts = if copies.is_empty() { &ATTEMPTS[..] } else { &ATTEMPTS[3..] };
+        let mut stoppable = stoppable;
+        stoppable.copy(copies, &mut |done, total| tell(copied(done, total)))?;
         let stoppable = Arc::new(Mutex::new(stoppable));
         let state = Arc::new(Mutex::new(Vec::new()));
         self.disk.make(&known.info.id)?;
-        for most_frozen_pages in ATTEMPTS {
+        for (attempt, &most_frozen_pages) in attempts.iter().enumerate() {
+            if attempt > 0 {
+                lock(&stoppable).copy_again(&mut |done, total| tell(copied(done, total)))?;
+            }
             let (stops, goes_on) = (Arc::clone(&stoppable), Arc::clone(&stoppable));
             let kept = Arc::clone(&state);
             let request = SnapshotRequest {
@@ -156,21 +148,33 @@ impl Snapshots {
             };
             match tenant.snapshot(request, |done, total| tell(captured(done, total))) {
                 Ok(freeze) => {
+                    self.guests.step("captured");
                     let bytes = std::mem::take(&mut *lock(&state));
-                    if let Err(why) = self.disk.write_state(&known.info.id, &bytes) {
-                        for process in &freeze.processes {
-                            tenant.remove_snapshot_memory(process.memory);
+                    let copies = lock(&stoppable).copied();
+                    let kept = Self::frozen(&own, &copies).and_then(|disks| {
+                        self.disk.write_state(&known.info.id, &bytes).map(|()| disks)
+                    });
+                    let disks = match kept {
+                        Ok(disks) => disks,
+                        Err(why) => {
+                            for process in &freeze.processes {
+                                tenant.remove_snapshot_memory(process.memory);
+                            }
+                            return Err(why);
                         }
-                        return Err(why);
-                    }
+                    };
                     known.info.guest = true;
+                    known.info.disks = disks.iter().map(FrozenDisk::path).collect();
                     known.guest = Some(GuestPart {
                         spec,
                         memory: (range.start, range.end),
                         state_bytes: bytes.len() as u64,
                         state_sum: sum(&bytes),
                         files,
+                        disks,
                     });
+                    // From here on its disks are a snapshot's.
+                    lock(&self.known).insert(id, known.clone());
                     return Ok((freeze, Numbers::new()));
                 }
                 Err(SnapshotError::Torn) => {}
@@ -197,14 +201,8 @@ impl Snapshots {
             ));
         }
         let directory = part.spec.launch.as_ref().map_or("/", |launch| &launch.directory);
-        for image in &part.files {
-            if Image::of(directory, &image.path)? != *image {
-                let path = &image.path;
-                return Err(format!(
-                    "{path}, which the guest reads, has changed since: its file system would be wrong"
-                ));
-            }
-        }
+        part.files.iter().try_for_each(|image| image.check(directory))?;
+        part.disks.iter().try_for_each(FrozenDisk::check)?;
         Ok((known, origin, part))
     }
 
@@ -226,22 +224,26 @@ impl Snapshots {
             if !tenant.shares_pages_with(&origin) || self.guests.spec(&tenant).is_none() {
                 return Err(format!("{} was taken of another guest than {name}", known.info.id));
             }
+            let is_first = name == known.info.tenant;
+            let (held, disks) = self.disks_for(&part, None, Some((&tenant, is_first)))?;
             let warnings = adopted(&tenant, peer.pid, &starter);
-            return Ok(Begun { tenant, spec: part.spec, warnings });
+            return Ok(begun(tenant, part, warnings, (held, disks)));
         }
         if name != known.info.tenant {
+            let disks = self.disks_for(&part, Some(&name), None)?;
             let starter = Some((peer.pid, starter));
             let wish = crate::tenants::Wish { starter, ..wish_of(&known.info, &name) };
             let (tenant, warnings) = self.tenants.create_beside(wish, &origin)?;
-            return Ok(Begun { tenant, spec: part.spec, warnings });
+            return Ok(begun(tenant, part, warnings, disks));
         }
         if !ends(&origin) {
             return Err(format!(
                 "{name} is running; a living guest is rolled back (strata rollback) or cloned"
             ));
         }
+        let disks = self.disks_for(&part, None, None)?;
         let warnings = adopted(&origin, peer.pid, &starter);
-        Ok(Begun { tenant: origin, spec: part.spec, warnings })
+        Ok(begun(origin, part, warnings, disks))
     }
 
     /// Gives the guest that waits in the QEMU `pid` what the snapshot has, and lets it run.
@@ -250,11 +252,17 @@ impl Snapshots {
         uid: u32,
         tenant: &Arc<Tenant>,
         named: &SnapshotRef,
-        (pid, rollback): (u32, bool),
+        (pid, rollback, again): (u32, bool, bool),
         tell: Tell<'_>,
     ) -> Result<Revived, String> {
         let name = tenant.record().name.clone();
         let _turn = self.turn(&name)?;
+        let revived = Revived { name, pid, forwards: Vec::new(), notes: Vec::new() };
+        if again {
+            self.filled(tenant, pid)?;
+            self.descends(tenant, &self.find(uid, named)?.info.id);
+            return Ok(revived);
+        }
         let (known, origin, part) = self.guest_of(uid, named, tell)?;
         let id = &known.info.id;
         let process = known.processes.first().ok_or("it has no memory")?;
@@ -277,12 +285,24 @@ impl Snapshots {
         }
         let to = memory_at(tenant, pid, start, length)?;
         tenant.fill(&origin, Filling { pid, memory, from, to, wanted: process.touched.clone() })?;
+        self.guests.step("filled");
         give_state(&mut talk, bytes)?;
-        if rollback {
-            self.end_before(tenant, pid)?;
+        self.guests.step("given");
+        let spec = match rollback {
+            true => self.guests.coming(tenant),
+            false => self.guests.spec(tenant),
+        };
+        let spec = spec.ok_or("the worker that has begun it is gone")?;
+        let takes_places = spec.disks.iter().any(|disk| disk.opened != disk.path);
+        if rollback || takes_places {
+            drop(talk);
+            self.guests.take_over(tenant, pid, spec).map_err(|undone| match undone {
+                Undone::Never(why) | Undone::NotYet(why) => why,
+            })?;
+        } else {
+            talk.monitor.allow(SAID_WITHIN);
+            state::go_on(&mut talk.monitor).map_err(said)?;
         }
-        talk.monitor.allow(SAID_WITHIN);
-        state::go_on(&mut talk.monitor).map_err(said)?;
         self.descends(tenant, id);
         if let Some(space) = tenant.space_of(pid) {
             self.remember_touched(
@@ -291,25 +311,27 @@ impl Snapshots {
                 to.start.wrapping_sub(from.start),
             );
         }
-        Ok(Revived { name, pid, forwards: Vec::new(), notes: Vec::new() })
+        Ok(revived)
     }
 
-    /// Ends all of a tenant but its new QEMU, which is ready.
-    fn end_before(&self, tenant: &Arc<Tenant>, pid: u32) -> Result<(), String> {
-        let mut before = tenant.processes();
-        before.retain(|process| process.pid() != pid);
-        for process in &before {
-            process.pidfd().signal(SIGKILL);
+    /// Ends what an earlier worker has begun with the QEMU `pid`.
+    fn filled(&self, tenant: &Arc<Tenant>, pid: u32) -> Result<(), String> {
+        let _alone = self.guests.alone(tenant)?;
+        if let Some(outcome) = self.guests.finish_marked(tenant) {
+            return match outcome {
+                Ok(finished) if finished == pid => Ok(()),
+                Ok(_) => Err("another QEMU has taken its place".to_owned()),
+                Err(Undone::Never(why) | Undone::NotYet(why)) => Err(why),
+            };
         }
-        let name = &tenant.record().name;
-        if !before.iter().all(|process| process.pidfd().exits_within(KILL_PATIENCE)) {
-            return Err(format!(
-                "the QEMU that ran was killed, and has not ended: {name} has ended"
-            ));
+        let runs = || {
+            let mut talk = self.guests.talk(tenant, &self.guests.directory(tenant), SAID_WITHIN)?;
+            state::status(&mut talk.monitor).map_err(|error| error.to_string())
+        };
+        match is_alone(tenant, pid).then(runs) {
+            Some(Ok(status)) if status == "running" => Ok(()),
+            _ => Err("the worker that did it has died over it, before anything was ended".into()),
         }
-        self.guests.next_is_here(tenant).map_err(|error| {
-            format!("{name} has ended, and its directory cannot be moved: {error}")
-        })
     }
 
     /// A conversation with the QEMU `pid`, which waits for the state of a guest: the only
@@ -345,36 +367,38 @@ impl Snapshots {
     }
 }
 
+fn begun(
+    tenant: Arc<Tenant>,
+    part: GuestPart,
+    mut warnings: Vec<String>,
+    (held, disks): (Held, Vec<GuestDisk>),
+) -> Begun {
+    for disk in &disks {
+        warnings.push(match (disk.temporary, disk.opened == disk.path) {
+            (true, true) => {
+                format!("its disk {} is its own, and goes when the guest has ended", disk.path)
+            }
+            (true, false) => format!("its disk {} is as it was", disk.path),
+            (false, _) => format!(
+                "its disk {0} is as it was; what it has been until now stays as {0}{BEFORE_SUFFIX}",
+                disk.path
+            ),
+        });
+    }
+    Begun { tenant, spec: GuestSpec { disks, ..part.spec }, warnings, held }
+}
+
+/// How much of its disks is copied.
+fn copied(done: u64, total: u64) -> Progress {
+    let what = "copying disks".into();
+    Progress { what, done, total: Some(total), unit: Unit::Bytes }
+}
+
 /// Whoever starts a tenant's QEMU counts as the tenant's. What the user should know.
 fn adopted(tenant: &Tenant, pid: u32, starter: &Pidfd) -> Vec<String> {
     let Some(directory) = &tenant.record().cgroup else { return Vec::new() };
     match Cgroups::adopt(Path::new(directory), pid, starter) {
         Ok(()) => Vec::new(),
         Err(error) => vec![format!("no memory cgroup ({error}): see docs/limits.md")],
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_changed_byte_changes_the_sum() {
-        assert_eq!(sum(b""), 0xcbf2_9ce4_8422_2325);
-        assert_eq!(sum(b"a"), 0xaf63_dc4c_8601_ec8c);
-        assert_ne!(sum(b"ab"), sum(b"ba"));
-    }
-
-    #[test]
-    fn an_image_that_was_written_is_another() {
-        let path = std::env::temp_dir().join(format!("strata-image-{}", std::process::id()));
-        let name = path.to_str().expect("text").to_owned();
-        std::fs::write(&path, "one").expect("a file");
-        let first = Image::of("/", &name).expect("there");
-        assert_eq!(Image::of("/", &name), Ok(first.clone()));
-        std::fs::write(&path, "more").expect("a file");
-        assert_ne!(Image::of("/", &name), Ok(first));
-        std::fs::remove_file(&path).expect("clean up");
-        assert!(Image::of("/", &name).expect_err("gone").contains(&name));
     }
 }

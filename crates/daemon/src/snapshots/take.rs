@@ -171,6 +171,7 @@ impl Snapshots {
                 copied_pages: 0,
                 processes: tenant.pids().len() as u32,
                 guest: false,
+                disks: Vec::new(),
                 uid: record.uid,
                 command: record.command.clone(),
                 budget_bytes: tenant.budget_bytes(),

@@ -36,6 +36,7 @@ fn refused(line: &str, wish: &Wish<'_>) -> String {
 
 const MONITOR: &str = "-chardev socket,id=strata-monitor,path=/run/g/monitor,server=on,wait=off \
                        -mon chardev=strata-monitor,mode=control";
+const GENERATION: &str = "-device vmgenid,id=strata-generation,guid=auto";
 const BALLOON: &str =
     "-device virtio-balloon-pci,id=strata-balloon,free-page-reporting=on,deflate-on-oom=on";
 
@@ -49,7 +50,7 @@ fn ram(bytes: u64) -> String {
 fn a_plain_guest_gets_everything() {
     let given = "-nodefaults -display none -kernel k -append console=ttyS0";
     let expected = format!(
-        "{given} {} {MONITOR} -name guest=web1 -m size=1024M -accel kvm -machine memory-backend=strata-ram {BALLOON}",
+        "{given} {} {MONITOR} -name guest=web1 -m size=1024M -accel kvm -machine memory-backend=strata-ram {GENERATION} {BALLOON}",
         ram(1 << 30)
     );
     assert_eq!(line(given, &wish()), expected);
@@ -62,8 +63,10 @@ fn a_plain_guest_gets_everything() {
 #[test]
 fn what_the_user_says_is_not_said_again() {
     let given = "-name web1 -m 1G,maxmem=4G,slots=2 -machine q35 -accel tcg";
-    let expected =
-        format!("{given} {} {MONITOR} -machine memory-backend=strata-ram {BALLOON}", ram(1 << 30));
+    let expected = format!(
+        "{given} {} {MONITOR} -machine memory-backend=strata-ram {GENERATION} {BALLOON}",
+        ram(1 << 30)
+    );
     let unsaid = Wish { name: None, memory: None, ..wish() };
     for wish in [wish(), unsaid] {
         assert_eq!(line(given, &wish), expected);
@@ -109,6 +112,23 @@ fn the_balloon_fits_the_machine() {
     assert!(line("-machine q35 -machine nvdimm=on", &wish()).ends_with(BALLOON));
     let plan = planned("-machine isapc", &wish());
     assert!(plan.balloon.is_none() && plan.notes[0].contains("has no balloon"), "{plan:?}");
+}
+
+#[test]
+fn a_pc_with_tables_has_a_generation_and_one_of_them() {
+    for given in ["", "-machine q35", "-M pc-i440fx-7.2,acpi=on", "-machine acpi=on"] {
+        assert!(line(given, &wish()).contains(GENERATION), "{given}");
+    }
+    for given in [
+        "-M microvm",
+        "-M isapc",
+        "-machine virt",
+        "-machine q35,acpi=off",
+        "-no-acpi",
+        "-device vmgenid,guid=324e6eaf-d1d1-4bf6-bf41-b9bb6c91fb87",
+    ] {
+        assert!(!line(given, &wish()).contains("strata-generation"), "{given}");
+    }
 }
 
 #[test]

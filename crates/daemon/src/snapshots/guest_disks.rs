@@ -1,0 +1,444 @@
+//! The disks of guests' snapshots: a copy of each image that the guest writes to, beside
+//! that image, read-only; and what guests that come from the snapshot get of it.
+//!
+//! ```text
+//! IMAGE              the guest's own: it writes to it, before and after
+//! IMAGE.web1@1       the snapshot's copy
+//! IMAGE.test         the clone test's overlay of that copy
+//! IMAGE.strata       what a rollback or restore puts in IMAGE's place; then another name of it,
+//!                    by which QEMU has opened it
+//! IMAGE.before       what it has replaced
+//! ```
+//! The files that are made here are in a list, written before they are. One goes when
+//! nothing stands on it: no snapshot, no guest that is there.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File, Permissions};
+use std::io;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::UNIX_EPOCH;
+
+use serde::{Deserialize, Serialize};
+use strata_api::{GuestDisk, GuestSpec};
+use strata_pager::Tenant;
+use strata_sys::{copy_sparse, is_locked};
+use strata_vm::OtherDisk;
+use strata_vm::disks::WrittenDisk;
+
+use super::disk::Disk;
+use super::guest::GuestPart;
+use super::{Snapshots, lock};
+use crate::guests::{DiskCopy, create_image, keep};
+
+/// What follows an image's name in that by which a QEMU opens what is to replace it.
+const OPENED: &str = "strata";
+/// Pieces of a file that are looked at, and how large they are: enough that an image that a
+/// guest has run on differs in some.
+const PIECES: u64 = 64;
+const PIECE_BYTES: u64 = 4096;
+/// Names of one kind that are tried.
+const MOST_NAMES: u32 = 1000;
+
+/// A sum that tells a changed byte (FNV-1a).
+pub(super) fn sum(bytes: &[u8]) -> u64 {
+    const BASIS: u64 = 0xcbf2_9ce4_8422_2325;
+    const PRIME: u64 = 0x0000_0100_0000_01b3;
+    bytes.iter().fold(BASIS, |sum, &byte| (sum ^ u64::from(byte)).wrapping_mul(PRIME))
+}
+
+/// A file that a guest reads, as it was.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Image {
+    pub(super) path: String,
+    bytes: u64,
+    /// When it was written last, in nanoseconds since the epoch.
+    written: u128,
+    /// Its number in its file system.
+    number: u64,
+    /// Of its header and of pieces all over it.
+    sum: u64,
+}
+
+impl Image {
+    /// `path` is relative to `directory`, if it is.
+    pub(super) fn of(directory: &str, path: &str) -> Result<Self, String> {
+        let failed = |why: io::Error| format!("its drive's file {path} cannot be looked at: {why}");
+        let file = File::open(Path::new(directory).join(path)).map_err(failed)?;
+        let found = file.metadata().map_err(failed)?;
+        let written = found.modified().map_err(failed)?;
+        let written = written.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
+        let mut pieces = vec![0; (PIECES * PIECE_BYTES) as usize];
+        for (piece, at) in pieces.chunks_mut(PIECE_BYTES as usize).zip(0..) {
+            // What is behind the end stays zero.
+            let _ = file.read_at(piece, found.len() / PIECES * at).map_err(failed)?;
+        }
+        Ok(Self {
+            path: path.to_owned(),
+            bytes: found.len(),
+            written,
+            number: found.ino(),
+            sum: sum(&pieces),
+        })
+    }
+
+    /// Refuses one that has changed.
+    pub(super) fn check(&self, directory: &str) -> Result<(), String> {
+        match Self::of(directory, &self.path)? == *self {
+            true => Ok(()),
+            false => Err(format!(
+                "{}, which the guest reads, has changed since: its file system would be wrong",
+                self.path
+            )),
+        }
+    }
+}
+
+/// A disk in a snapshot.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct FrozenDisk {
+    /// The image that the command line names.
+    said: String,
+    /// The image that the guest wrote to, and whether that was to go with the guest.
+    path: String,
+    temporary: bool,
+    /// Of the copy.
+    format: String,
+    copy: Image,
+}
+
+/// Files that were made here. Held ones stay, whether anything stands on them or not.
+#[derive(Default)]
+struct List {
+    made: BTreeSet<PathBuf>,
+    held: BTreeSet<PathBuf>,
+}
+
+/// The list of them, on disk too.
+#[derive(Clone)]
+pub(super) struct Made {
+    disk: Disk,
+    list: Arc<Mutex<List>>,
+}
+
+/// Has files stay until this is dropped.
+pub(crate) struct Held {
+    made: Made,
+    files: Vec<PathBuf>,
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        let mut list = lock(&self.made.list);
+        for file in &self.files {
+            list.held.remove(file);
+        }
+    }
+}
+
+impl Held {
+    /// Notes a file that is about to be made.
+    fn add(&mut self, file: &Path) -> Result<(), String> {
+        let mut list = lock(&self.made.list);
+        list.made.insert(file.to_owned());
+        self.made.disk.write_made(&list.made)?;
+        list.held.insert(file.to_owned());
+        self.files.push(file.to_owned());
+        Ok(())
+    }
+
+    /// A name for a file beside `image` that none has, noted.
+    fn name(&mut self, image: &str, of: &str) -> Result<String, String> {
+        for number in 1..MOST_NAMES {
+            let name = match number {
+                1 => format!("{image}.{of}"),
+                _ => format!("{image}.{of}-{number}"),
+            };
+            if fs::symlink_metadata(&name).is_err() {
+                self.add(Path::new(&name))?;
+                return Ok(name);
+            }
+        }
+        Err(format!("there are {MOST_NAMES} files that are called {image}.{of}"))
+    }
+}
+
+impl Made {
+    pub(super) fn new(disk: &Disk) -> Self {
+        let list = List { made: disk.read_made(), held: BTreeSet::new() };
+        Self { disk: disk.clone(), list: Arc::new(Mutex::new(list)) }
+    }
+
+    pub(super) fn hold(&self) -> Held {
+        Held { made: self.clone(), files: Vec::new() }
+    }
+
+    /// Removes those that nothing stands on: none of `needed`, which is asked for when
+    /// nobody holds any more or less, and no QEMU, a tenant's or not.
+    fn sweep(&self, needed: impl FnOnce() -> BTreeSet<PathBuf>) {
+        let mut list = lock(&self.list);
+        let List { made, held } = &mut *list;
+        if made.is_empty() {
+            return;
+        }
+        let needed = needed();
+        let before = made.len();
+        made.retain(|file| {
+            let is_used = || File::open(file).and_then(|file| is_locked(&file)).unwrap_or(false);
+            if needed.contains(file) || held.contains(file) || is_used() {
+                return true;
+            }
+            match fs::remove_file(file) {
+                Err(error) => error.kind() != io::ErrorKind::NotFound,
+                Ok(()) => false,
+            }
+        });
+        if made.len() < before {
+            // What is named and not there is found so by the next worker.
+            let _ = self.disk.write_made(made);
+        }
+    }
+}
+
+/// What stands in the places of the images of a guest's command line.
+pub(super) fn others(disks: &[GuestDisk]) -> Vec<OtherDisk> {
+    let other = |disk: &GuestDisk| OtherDisk {
+        said: PathBuf::from(&disk.said),
+        path: disk.opened.clone(),
+        format: disk.format.clone(),
+    };
+    disks.iter().map(other).collect()
+}
+
+/// The disk of a guest that its QEMU calls `file`, as the guest's own.
+fn own(spec: &GuestSpec, directory: &str, disk: &WrittenDisk) -> Result<GuestDisk, String> {
+    if let Some(known) = spec.disks.iter().find(|known| known.opened == disk.file) {
+        return Ok(known.clone());
+    }
+    let path = Path::new(directory).join(&disk.file);
+    let path = path.to_str().ok_or("the path of its drive is no text")?.to_owned();
+    Ok(GuestDisk {
+        said: path.clone(),
+        path: path.clone(),
+        opened: path,
+        format: disk.format.clone(),
+        temporary: false,
+        needs: Vec::new(),
+    })
+}
+
+impl Snapshots {
+    /// What a guest's disks are, in which a second guest has overlays.
+    pub(super) fn disks_of(
+        spec: &GuestSpec,
+        directory: &str,
+        written: &[WrittenDisk],
+    ) -> Result<Vec<GuestDisk>, String> {
+        written.iter().map(|disk| own(spec, directory, disk)).collect()
+    }
+
+    /// Empty copies of a guest's disks for the snapshot `of`.
+    pub(super) fn begin_copies(
+        &self,
+        own: &[GuestDisk],
+        written: Vec<WrittenDisk>,
+        of: &str,
+    ) -> Result<(Held, Vec<DiskCopy>), String> {
+        let mut held = self.made.hold();
+        let mut copies = Vec::new();
+        for (disk, written) in own.iter().zip(written) {
+            let path = held.name(&disk.said, of)?;
+            copies.push(DiskCopy::new(written, PathBuf::from(&disk.path), path.into())?);
+        }
+        Ok((held, copies))
+    }
+
+    /// What the snapshot has of a guest's disks, whose copies are whole.
+    pub(super) fn frozen(
+        own: &[GuestDisk],
+        copies: &[DiskCopy],
+    ) -> Result<Vec<FrozenDisk>, String> {
+        keep(copies)?;
+        let frozen = |(disk, copy): (&GuestDisk, &DiskCopy)| {
+            Ok(FrozenDisk {
+                said: disk.said.clone(),
+                path: disk.path.clone(),
+                temporary: disk.temporary,
+                format: copy.disk.format.clone(),
+                copy: Image::of("/", copy.path.to_str().ok_or("its path is no text")?)?,
+            })
+        };
+        own.iter().zip(copies).map(frozen).collect()
+    }
+
+    /// Disks for a guest that is to come from a snapshot. A `clone` of that name gets
+    /// overlays; else they are to take the places of the images of `now`, which is the guest
+    /// that goes back, or of those that the snapshot was taken of.
+    pub(super) fn disks_for(
+        &self,
+        part: &GuestPart,
+        clone: Option<&str>,
+        now: Option<(&Tenant, bool)>,
+    ) -> Result<(Held, Vec<GuestDisk>), String> {
+        let mut held = self.made.hold();
+        let directory = part.spec.launch.as_ref().map_or("/", |launch| &launch.directory);
+        let absolute =
+            |image: &Image| Path::new(directory).join(&image.path).to_str().map(str::to_owned);
+        let needs: Vec<String> = part.files.iter().filter_map(absolute).collect();
+        let mut disks = Vec::new();
+        for disk in &part.disks {
+            let said = disk.said.clone();
+            if let Some(name) = clone {
+                let path = held.name(&said, name)?;
+                create_image(&path, Some((&disk.copy.path, &disk.format)), None)?;
+                let mut needs = needs.clone();
+                needs.push(disk.copy.path.clone());
+                let (opened, format) = (path.clone(), "qcow2".to_owned());
+                disks.push(GuestDisk { said, path, opened, format, temporary: true, needs });
+                continue;
+            }
+            let (path, temporary) = match now {
+                None => (disk.path.clone(), disk.temporary),
+                Some((tenant, is_first)) => self.image_of(tenant, is_first, &said)?,
+            };
+            if now.is_none() && Path::new(&path).exists() {
+                refuse_used(&path)?;
+            }
+            let opened = held.name(&path, OPENED)?;
+            copy(&disk.copy.path, &opened, &path)?;
+            let (needs, format) = (needs.clone(), disk.format.clone());
+            disks.push(GuestDisk { said, path, opened, format, temporary, needs });
+        }
+        Ok((held, disks))
+    }
+
+    /// The image that a guest has in the place of one of its command line.
+    fn image_of(
+        &self,
+        tenant: &Tenant,
+        is_first: bool,
+        said: &str,
+    ) -> Result<(String, bool), String> {
+        let spec = self.guests.spec(tenant).ok_or("it is no guest")?;
+        match spec.disks.iter().find(|disk| disk.said == said) {
+            Some(disk) => Ok((disk.path.clone(), disk.temporary)),
+            None if is_first => Ok((said.to_owned(), false)),
+            None => Err(format!("it has no disk in the place of {said}")),
+        }
+    }
+
+    /// Removes the files of disks that nothing stands on any more.
+    pub(crate) fn sweep_disks(&self) {
+        self.made.sweep(|| self.disks_needed());
+    }
+
+    fn disks_needed(&self) -> BTreeSet<PathBuf> {
+        let mut needed = self.guests.disks_needed();
+        for known in lock(&self.known).values() {
+            let Some(part) = &known.guest else { continue };
+            let directory = part.spec.launch.as_ref().map_or("/", |launch| &launch.directory);
+            needed.extend(part.disks.iter().map(|disk| PathBuf::from(&disk.copy.path)));
+            needed.extend(part.files.iter().map(|file| Path::new(directory).join(&file.path)));
+        }
+        needed
+    }
+}
+
+impl FrozenDisk {
+    /// The file of the copy.
+    pub(super) fn path(&self) -> String {
+        self.copy.path.clone()
+    }
+
+    /// Refuses one whose copy has changed.
+    pub(super) fn check(&self) -> Result<(), String> {
+        self.copy.check("/").map_err(|_| {
+            format!("{}, the copy of a disk, is gone or has changed since", self.copy.path)
+        })
+    }
+}
+
+/// Refuses an image that some QEMU has.
+fn refuse_used(path: &str) -> Result<(), String> {
+    match File::open(path).and_then(|file| is_locked(&file)) {
+        Ok(false) => Ok(()),
+        Ok(true) => Err(format!("{path} is in use: another QEMU has it")),
+        Err(error) => Err(format!("{path} cannot be looked at: {error}")),
+    }
+}
+
+/// Makes `to`, a copy of the image `from` that is like `like`: whose and for whom.
+fn copy(from: &str, to: &str, like: &str) -> Result<(), String> {
+    let made = || {
+        let mut options = File::options();
+        let file = options.read(true).write(true).create_new(true).mode(0o600).open(to)?;
+        copy_sparse(&File::open(from)?, &file)?;
+        if let Ok(like) = fs::metadata(like) {
+            file.set_permissions(Permissions::from_mode(like.mode() & 0o777))?;
+        }
+        file.sync_all()
+    };
+    made().map_err(|error| format!("cannot copy {from} to {to}: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_changed_byte_changes_the_sum() {
+        assert_eq!(sum(b""), 0xcbf2_9ce4_8422_2325);
+        assert_eq!(sum(b"a"), 0xaf63_dc4c_8601_ec8c);
+        assert_ne!(sum(b"ab"), sum(b"ba"));
+    }
+
+    #[test]
+    fn an_image_that_was_written_is_another_whatever_its_time_says() {
+        let path = std::env::temp_dir().join(format!("strata-image-{}", std::process::id()));
+        let name = path.to_str().expect("text").to_owned();
+        let big = vec![7_u8; 5 << 20];
+        fs::write(&path, &big).expect("a file");
+        let first = Image::of("/", &name).expect("there");
+        assert_eq!(first.check("/"), Ok(()));
+        let time = fs::metadata(&path).and_then(|found| found.modified()).expect("a time");
+        let file = File::options().write(true).open(&path).expect("open");
+        file.write_all_at(b"x", 0).expect("written");
+        file.set_modified(time).expect("an older time");
+        assert!(first.check("/").expect_err("another").contains("has changed since"));
+        file.write_all_at(&big[..1], 0).expect("written");
+        file.set_modified(time).expect("an older time");
+        assert_eq!(first.check("/"), Ok(()));
+        fs::write(&path, "less").expect("a file");
+        assert!(first.check("/").is_err());
+        fs::remove_file(&path).expect("clean up");
+        assert!(Image::of("/", &name).expect_err("gone").contains(&name));
+    }
+
+    #[test]
+    fn what_nothing_stands_on_goes_and_what_is_held_stays() {
+        let place = std::env::temp_dir().join(format!("strata-made-{}", std::process::id()));
+        fs::create_dir_all(&place).expect("a directory");
+        let image = place.join("image").to_str().expect("text").to_owned();
+        let disk = Disk::new(place.join("snapshots"));
+        let made = Made::new(&disk);
+        let mut held = made.hold();
+        let names: Vec<String> = (0..2)
+            .map(|_| {
+                let name = held.name(&image, "a@1").expect("a name");
+                fs::write(&name, "x").expect("written");
+                name
+            })
+            .collect();
+        assert_eq!(names, [format!("{image}.a@1"), format!("{image}.a@1-2")]);
+        made.sweep(BTreeSet::new);
+        assert!(Path::new(&names[0]).exists());
+        drop(held);
+        // The next worker's.
+        let next = Made::new(&disk);
+        next.sweep(|| BTreeSet::from([PathBuf::from(&names[1])]));
+        assert!(!Path::new(&names[0]).exists() && Path::new(&names[1]).exists());
+        assert_eq!(Made::new(&disk).disk.read_made().len(), 1);
+        fs::remove_dir_all(&place).expect("clean up");
+    }
+}

@@ -5,6 +5,7 @@ boot serves all checks of a case, each counted and named."""
 import fcntl
 import glob
 import os
+import socket
 import struct
 import subprocess
 
@@ -136,6 +137,23 @@ def cloned(run, guest):
     guest.rounds(1)
 
 
+def at_a_moment(run, guest):
+    """A template is taken when the guest's console has said something, or a port answers."""
+    refused(run, 'does not say "ready" (in ', "vm", "template", NAME, "--when-console", "ready",
+            "--within", "1")
+    with socket.create_server(("127.0.0.1", 0)) as port, \
+            open(f"{guest.raw}.console", "ab") as console:
+        console.write(b"it is ready\n")
+        console.flush()
+        run.daemon.strata("vm", "template", NAME, "--when-console", "is ready")
+        run.daemon.strata("vm", "template", NAME, "--label", "served", "--when",
+                          f"port {port.getsockname()[1]} answers")
+    if [one["label"] for one in snapshots(run)] != [None, "template", "served"]:
+        raise Failure(f"there are {snapshots(run)}")
+    run.daemon.strata("snapshot", "rm", f"{NAME}@template", f"{NAME}@served")
+    guest.rounds(1)
+
+
 def refusals(run, guest):
     """A changed copy, and a second writer, are refused by name."""
     copy = f"{guest.raw}.{NAME}@1"
@@ -220,7 +238,7 @@ def restored(run, guest):
 @case("guest-disks", native=False, own_daemon=True, seconds=240, takes=25)
 def guest_disks(run):
     guest = begun(run)
-    checks = (taken, cloned, refusals, rolled_back, restored)
+    checks = (taken, cloned, at_a_moment, refusals, rolled_back, restored)
     try:
         for check in checks:
             check(run, guest)

@@ -466,6 +466,10 @@ pub(crate) enum VmCommand {
         #[arg(long, value_parser = label)]
         label: Option<String>,
     },
+    /// Take a snapshot of a guest at a good moment, which is waited for
+    ///
+    /// Clones of it begin where the guest has booted and warmed up.
+    Template(crate::template::VmTemplateArguments),
     /// Bring a guest back that has ended
     ///
     /// As `strata restore`.
@@ -594,7 +598,7 @@ pub(crate) fn named_tenant(text: &str) -> std::result::Result<String, String> {
     }
 }
 
-fn label(text: &str) -> std::result::Result<String, String> {
+pub(crate) fn label(text: &str) -> std::result::Result<String, String> {
     match strata_api::label_problem(text) {
         None => Ok(text.to_owned()),
         Some(problem) => Err(problem.to_owned()),

@@ -21,6 +21,7 @@ mod run;
 mod shares;
 mod show;
 mod snapshots;
+mod template;
 #[cfg(test)]
 mod testing;
 mod tiers;
@@ -129,6 +130,7 @@ fn execute(command: Command) -> Result<ExitCode> {
         Command::Vm { command: VmCommand::Snapshot { name, label } } => {
             snapshots::take(name, label, false)?;
         }
+        Command::Vm { command: VmCommand::Template(arguments) } => template::template(arguments)?,
         Command::Vm { command: VmCommand::Restore { snapshot, name } } => {
             snapshots::restore(snapshot, name)?;
         }

@@ -2,12 +2,14 @@
 runs but `guest_memory.c`, heard and told over the serial line."""
 
 import contextlib
+import fcntl
 import os
 import re
 import signal
 import socket
+import struct
 import subprocess
-import threading
+import termios
 import time
 
 import guest
@@ -21,6 +23,8 @@ from suite import BUILD, ROOT
 CPU = "max,-cx16"
 # Modules of the guest's kernel, where it does not have them built in.
 BALLOON = "virtio_balloon"
+# A line takes some 278 writes of a byte that nobody reads.
+FULL_BYTES = 200
 
 
 def kernel():
@@ -104,24 +108,19 @@ class Line:
         self.said += piece.decode(errors="replace").replace("\r", "")
         return bool(piece)
 
-    @contextlib.contextmanager
-    def heard(self):
-        """Its line is read meanwhile: one that is full when a snapshot is taken stays silent
-        in what comes from that (docs/guests.md)."""
-        over = threading.Event()
+    def fill(self):
+        """Waits until it is full, because nobody reads it: its guest waits for room."""
+        waiting = 0
 
-        def read():
-            while not over.is_set():
-                with contextlib.suppress(TimeoutError):
-                    if not self.more(0.05):
-                        return
-        reader = threading.Thread(target=read)
-        reader.start()
-        try:
-            yield
-        finally:
-            over.set()
-            reader.join()
+        def is_full():
+            nonlocal waiting
+            before, waiting = waiting, self.waiting_bytes()
+            time.sleep(1)
+            return waiting > FULL_BYTES and waiting == before
+        self.run.daemon.wait_until(is_full, "its line is full", 60)
+
+    def waiting_bytes(self):
+        return struct.unpack("i", fcntl.ioctl(self.line, termios.FIONREAD, b"    "))[0]
 
     def tell(self, order):
         self.line.sendall(order.encode() + b"\n")

@@ -4,6 +4,7 @@
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::Read;
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -31,6 +32,9 @@ const MAX_SHOWN_BYTES: u64 = 4096;
 /// How long a worker may take that follows one that has died, and how often it is asked.
 const NEXT_WORKER_WITHIN: Duration = Duration::from_secs(20);
 const ASK_EVERY: Duration = Duration::from_millis(100);
+/// How long a QEMU may take until it has its consoles, and how often they are tried.
+const OPEN_WITHIN: Duration = Duration::from_secs(10);
+const OPEN_EVERY: Duration = Duration::from_millis(5);
 
 /// What guests are asked for.
 pub(crate) struct Wish<'a> {
@@ -46,6 +50,8 @@ struct Waiting {
     child: Option<Child>,
     name: String,
     log: PathBuf,
+    /// Sockets of its consoles.
+    consoles: Vec<PathBuf>,
 }
 
 impl Drop for Waiting {
@@ -58,6 +64,39 @@ impl Drop for Waiting {
 }
 
 impl Waiting {
+    /// Opens its consoles, for as long as its devices are loaded. A serial line that was
+    /// full in the snapshot, because nobody read it, is sent on when QEMU hears of room in
+    /// it; of a socket that nobody has opened QEMU never hears.
+    fn attended(&mut self) -> Vec<UnixStream> {
+        let until = Instant::now() + OPEN_WITHIN;
+        let mut attended = Vec::new();
+        for console in &self.consoles {
+            attended.push(loop {
+                match UnixStream::connect(console) {
+                    Ok(line) => break line,
+                    Err(error) => {
+                        // It says itself why it has ended.
+                        let lives = self.child.as_mut().is_some_and(|child| {
+                            child.try_wait().is_ok_and(|status| status.is_none())
+                        });
+                        if !lives || Instant::now() > until {
+                            if lives {
+                                run::warn(&format!(
+                                    "{}: if {} was full in the snapshot, it stays silent: {error}",
+                                    self.name,
+                                    console.display()
+                                ));
+                            }
+                            return attended;
+                        }
+                    }
+                }
+                std::thread::sleep(OPEN_EVERY);
+            });
+        }
+        attended
+    }
+
     /// The last line that QEMU said, if anything.
     fn said(&self) -> Option<String> {
         let mut text = Vec::new();
@@ -81,7 +120,8 @@ pub(crate) fn revive(
         waiting.push(start(socket, snapshot, (name, rollback), what)?);
     }
     let mut alive = Vec::new();
-    for one in &waiting {
+    for one in &mut waiting {
+        let _attended = one.attended();
         let pid = one.child.as_ref().map_or(0, Child::id);
         let request = Request::GuestFill {
             name: one.name.clone(),
@@ -156,7 +196,7 @@ fn start(
         let why = format!("this is QEMU {version}, and the guest ran in {}", launch.version);
         return Err(Failure::new(what, why).todo("start it with the QEMU that it ran in"));
     }
-    let words = line(&name, &guest, launch, version, &directory, what)?;
+    let (words, consoles) = line(&name, &guest, launch, version, &directory, what)?;
     let library = place::installed(run::LIBRARY);
     let preload = std::env::var_os(run::LD_PRELOAD);
     let mut environment = run::environment(environment, library, preload)?;
@@ -179,10 +219,10 @@ fn start(
         .process_group(0)
         .spawn()
         .map_err(failed)?;
-    Ok(Waiting { child: Some(child), name, log })
+    Ok(Waiting { child: Some(child), name, log, consoles })
 }
 
-/// QEMU's words for a guest that waits.
+/// QEMU's words for a guest that waits, and its consoles' sockets.
 fn line(
     name: &str,
     guest: &GuestSpec,
@@ -190,7 +230,7 @@ fn line(
     version: strata_vm::Version,
     directory: &Path,
     what: &str,
-) -> Result<Vec<OsString>> {
+) -> Result<(Vec<OsString>, Vec<PathBuf>)> {
     let words: Vec<OsString> = launch.command.iter().skip(1).map(Into::into).collect();
     let here = Path::new(&launch.directory);
     let other = |disk: &GuestDisk| OtherDisk {
@@ -212,7 +252,7 @@ fn line(
     let plan = vm::planned(&first, &second.words, wish, version, here, what)?;
     let mut words = vm::words(&plan, directory, what)?;
     words.extend(["-incoming".into(), "defer".into()]);
-    Ok(words)
+    Ok((words, second.consoles))
 }
 
 /// Refuses what only programs' clones can be.

@@ -97,6 +97,8 @@ pub struct OtherDisk {
 pub struct Again {
     /// Its words, without the program's own.
     pub words: Vec<OsString>,
+    /// Sockets that it listens at in the place of the first one's consoles.
+    pub consoles: Vec<PathBuf>,
     /// What is not as it was.
     pub notes: Vec<String>,
 }
@@ -114,7 +116,8 @@ pub fn again(
     (here, disks): (&Path, &[OtherDisk]),
 ) -> Result<Again, Refusal> {
     let drives = Drives::new(here, disks);
-    let mut second = Second { name, directory, drives, taken: BTreeSet::new(), notes: Vec::new() };
+    let (taken, consoles, notes) = (BTreeSet::new(), Vec::new(), Vec::new());
+    let mut second = Second { name, directory, drives, taken, consoles, notes };
     let mut all = Vec::new();
     for item in items(words)? {
         match item {
@@ -145,7 +148,7 @@ pub fn again(
         }
     }
     second.drives.check()?;
-    Ok(Again { words: all, notes: second.notes })
+    Ok(Again { words: all, consoles: second.consoles, notes: second.notes })
 }
 
 fn unknown(option: &str) -> Refusal {
@@ -165,6 +168,7 @@ struct Second<'a> {
     drives: Drives<'a>,
     /// Files in the directory.
     taken: BTreeSet<String>,
+    consoles: Vec<PathBuf>,
     notes: Vec<String>,
 }
 
@@ -278,6 +282,7 @@ impl Second<'_> {
         }
         options.set("path", &path);
         options.set("wait", "off");
+        self.consoles.push(path.into());
         Ok(options)
     }
 

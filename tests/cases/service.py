@@ -7,11 +7,28 @@ import subprocess
 import machine
 from moment import CRIU, need_criu
 from strata import Failure, Skip
-from suite import case
+from suite import ROOT, case
 
 SCRIPT = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
                       "programs", "service.sh")
 SYSTEMD = "/usr/lib/systemd/systemd"
+PACKAGING = os.path.join(ROOT, "packaging")
+
+
+@case("system-units", native=False, daemon=False)
+def units(run):
+    """systemd knows every word of both units."""
+    analyze = run.tool("systemd-analyze")
+    for name in ("stratad.service", "stratad.socket"):
+        with open(os.path.join(PACKAGING, name)) as unit:
+            text = unit.read().replace("/usr/bin/", run.binaries.directory + "/")
+        with open(os.path.join(run.directory, name), "w") as unit:
+            unit.write(text)
+    done = subprocess.run([analyze, "verify", "--man=no", "stratad.service", "stratad.socket"],
+                          cwd=run.directory, stdin=subprocess.DEVNULL, capture_output=True,
+                          text=True, timeout=30 * run.patience, check=False)
+    if done.returncode != 0 or done.stderr.strip():
+        raise Failure(f"status {done.returncode}: {done.stderr.strip()}")
 
 
 @case("system-service", native=False, seconds=120)

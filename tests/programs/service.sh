@@ -35,8 +35,9 @@ outside() {
 tidy() {
     find "$group" -depth -type d -exec rmdir {} + || true
     if [ -s "$place/number" ]; then
-        find /sys/fs/cgroup -depth -type d -path "*/strata-$(cat "$place/number")*" -exec rmdir {} + ||
-            true
+        while read -r number; do
+            find /sys/fs/cgroup -depth -type d -path "*/strata-$number*" -exec rmdir {} + || true
+        done <"$place/number"
     fi
 }
 
@@ -92,7 +93,11 @@ StandardError=inherit
 TimeoutStartSec=120
 ExecStart=$self look $place
 EOF
-    ln -s /etc/systemd/system/stratad.service /usr/lib/systemd/system/redis-server.service "$units"
+    ln -s /etc/systemd/system/stratad.service /etc/systemd/system/stratad.socket \
+        /usr/lib/systemd/system/redis-server.service "$units"
+    # A manager that waits half a minute for a sign of life would be half a minute of this.
+    mkdir "$units/stratad.service.d"
+    printf '[Service]\nWatchdogSec=2\n' >"$units/stratad.service.d/watchdog.conf"
     sh -e -c "$(recipe '`\[\[manage]]`' 'systemctl')"
     mv /etc/systemd/system/redis-server.service.d "$units"
     install -d -o redis -g redis /var/lib/redis /var/log/redis
@@ -128,14 +133,44 @@ state() {
     of "$1" state
 }
 
+# show PROPERTY: of stratad's unit.
+show() {
+    systemctl show stratad --property "$1" --value
+}
+
+# is_another PID: systemd has started one in the place of this.
+is_another() {
+    for _ in $(seq 200); do
+        now=$(show MainPID)
+        [ "$now" != "$1" ] && [ "$now" != 0 ] && [ "$(show SubState)" = running ] && break
+        sleep 0.1
+    done
+    echo "$now" >>"$number"
+    goes_on "$now"
+}
+
+# goes_on PID: the tenants are managed by that one, every key there.
+goes_on() {
+    for _ in $(seq 100); do
+        [ "$(show StatusText)" = "Manages the programs of 2 tenants." ] && break
+        sleep 0.1
+    done
+    is "$1, its line" "Manages the programs of 2 tenants." show StatusText
+    is "$1, ready" active systemctl is-active stratad
+    is "$1, managed" managed state r
+    is "$1, place" before "${ask[@]}" get place
+    is "$1, keys" "200001" "${ask[@]}" dbsize
+    is "$1, last key" 400 "${ask[@]}" strlen key:199999
+    is "$1, clone" before redis-cli -p 7778 get place
+}
+
 POPULATE='for i = 0, 99999 do redis.call("set", "key:"..i, string.rep("x", 400)) end return 1'
 
 look() {
-    for _ in $(seq 100); do
-        [ -S /run/strata/control.sock ] && break
-        sleep 0.1
-    done
-    pgrep -o -x stratad >"$1/number"
+    number=$1/number
+    # It is ready: this unit comes after it.
+    is "its line" "Manages no program." show StatusText
+    show MainPID >>"$number"
     mkdir /run/redis
     strata run --name r --dram 64MiB -- redis-server --port 7777 --save "" --appendonly no --enable-debug-command yes \
         --dir /run/redis >/run/redis/log 2>&1 &
@@ -171,8 +206,21 @@ look() {
     is "a rule's, managed again" managed state redis
     is "a rule's, first key" 400 redis-cli strlen key:0
     is "a rule's, stopped" "" systemctl stop redis-server
+    # The next stratad has its tenants, however this one ended.
+    is reload "" systemctl reload stratad
+    goes_on "$(show MainPID)"
+    main=$(show MainPID)
+    is restart "" systemctl restart stratad
+    show MainPID >>"$number"
+    is "restarted, another process" yes bash -c "[ $main != $(show MainPID) ] && echo yes"
+    goes_on "$(show MainPID)"
+    kill -9 "$(show MainPID)"
+    is_another "$(show MainPID)"
+    kill -STOP "$(pgrep -P "$(show MainPID)" -x stratad)"
+    is_another "$(show MainPID)"
+    is "restarted by itself" 2 show NRestarts
     # Its tenants outlive it.
-    systemctl stop stratad
+    systemctl stop stratad.socket stratad
     is "without stratad" inactive bash -c 'systemctl is-active stratad || true'
     is "without stratad, place" before "${ask[@]}" get place
     is "without stratad, last key" 400 "${ask[@]}" strlen key:199999

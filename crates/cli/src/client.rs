@@ -53,7 +53,13 @@ pub(crate) enum NoReply {
 impl NoReply {
     /// As a failure of `what`.
     pub(crate) fn failure(self, what: &str, socket: &Path) -> Failure {
-        if let (Self::Absent, Some(died)) = (&self, place::died(socket)) {
+        // Its service manager may go on listening for it.
+        let nobody_is_there = match &self {
+            Self::Absent => true,
+            Self::Failed(error) => is_timeout(error),
+            Self::HungUp => false,
+        };
+        if nobody_is_there && let Some(died) = place::died(socket) {
             return Failure::new(what, has_died(died, socket)).todo(START_AGAIN);
         }
         let socket = socket.display();
@@ -65,7 +71,7 @@ impl NoReply {
             Self::Failed(error) => {
                 let todo = match error.kind() {
                     io::ErrorKind::PermissionDenied => "run as the user whose stratad it is",
-                    io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => {
+                    _ if is_timeout(&error) => {
                         "stratad is busy or stuck; see its log: journalctl -u stratad"
                     }
                     _ => "use a strata and a stratad of the same version",
@@ -74,6 +80,10 @@ impl NoReply {
             }
         }
     }
+}
+
+fn is_timeout(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock)
 }
 
 /// Asks the daemon at `socket`.

@@ -72,7 +72,7 @@ pub(crate) fn serve(inheritance: &Inheritance, tenants: &Arc<Tenants>) -> io::Re
     use std::os::unix::fs::MetadataExt;
     let private_uid =
         if inheritance.private { Some(std::fs::metadata("/proc/self")?.uid()) } else { None };
-    let mut listeners = vec![(inheritance.agents.try_clone()?, Door::Front)];
+    let mut listeners = vec![(inheritance.doors.agents.try_clone()?, Door::Front)];
     if let Some((listener, _)) = &inheritance.back {
         listeners.push((listener.try_clone()?, Door::Back));
     }

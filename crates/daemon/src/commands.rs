@@ -23,6 +23,7 @@ use strata_units::wire::{ENV_SOCKET, ENV_TOKEN};
 use crate::advice;
 use crate::config::Config;
 use crate::control::Handler;
+use crate::doors::agent_socket;
 use crate::guests::Guests;
 use crate::logbook;
 use crate::place;
@@ -319,7 +320,7 @@ impl Commands {
             config: inheritance.config.clone(),
             config_file: inheritance.config_file.clone(),
             private: inheritance.private,
-            agent_socket: inheritance.agent_socket.clone(),
+            agent_socket: agent_socket(&inheritance.config),
             supervisor_pid: inheritance.supervisor_pid,
             registry: Arc::clone(&inheritance.registry),
         }
@@ -376,7 +377,7 @@ impl Commands {
         }
         match upgrade::check(self.config_file.as_deref(), self.private) {
             Ok(version) => {
-                self.registry.upgrades().store(1, Ordering::Release);
+                self.registry.upgrades().store(upgrade::THIS, Ordering::Release);
                 // As for another configuration: the worker makes room.
                 kill_process(std::process::id(), SIGHUP);
                 Reply::Done { note: format!("stratad {version} takes over") }

@@ -179,14 +179,14 @@ fn accept_loop(shared: &Arc<Shared>, listener: &UnixListener) {
     loop {
         let accepted = listener.accept();
         if shared.stop.load(Ordering::SeqCst) {
-            // Somebody else may have come at the same time.
+            // Somebody else may have come at the same time, and then whoever stopped this is
+            // still to come: what it left would look like a client to who listens here next.
             let is_own = |peer: Peer| peer.pid == std::process::id();
-            if let Ok((stream, _)) = accepted
-                && !peer_of(&stream).is_ok_and(is_own)
-            {
-                admit(shared, stream);
+            match accepted {
+                Ok((stream, _)) if !peer_of(&stream).is_ok_and(is_own) => admit(shared, stream),
+                _ => return,
             }
-            return;
+            continue;
         }
         match accepted {
             Ok((stream, _)) => admit(shared, stream),

@@ -11,11 +11,13 @@ mod commands;
 mod config;
 mod control;
 mod doctor;
+mod doors;
 mod guests;
 mod holder;
 mod lobby;
 mod lock;
 mod logbook;
+mod manager;
 mod metrics;
 mod naming;
 mod parent;
@@ -23,6 +25,7 @@ mod place;
 mod places;
 mod pools;
 mod program;
+mod pulse;
 mod quota;
 mod reload;
 mod schedule;
@@ -49,6 +52,7 @@ use clap::{Parser, Subcommand};
 use strata_sys::{Priority, log};
 
 use crate::config::{Config, Machine};
+use crate::supervisor::Origin;
 
 /// Exit status when the command line was typed wrong.
 const USAGE: u8 = 2;
@@ -173,10 +177,14 @@ fn config_check(file: Option<&std::path::Path>) -> anyhow::Result<ExitCode> {
 }
 
 fn serve(arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    // Before anything is opened.
+    let (mut notifier, mut handed) = strata_sys::take_from_service_manager()
+        .context("cannot take the sockets that the service manager listens at")?;
     if arguments.private.is_some() {
-        // Before anything is opened. A private daemon outlives the command that
-        // started it and must not hold what that one had open. (A service
-        // manager may have handed over descriptors on purpose.)
+        // What a manager wants to know is of the service in which `strata run` was called.
+        (notifier, handed) = Default::default();
+        // A private daemon outlives the command that started it and must not hold what
+        // that one had open.
         strata_sys::close_inherited_fds().context("cannot close the caller's descriptors")?;
     }
     let config = match &arguments.private {
@@ -191,5 +199,11 @@ fn serve(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     if let Some(obstacle) = doctor::obstacle() {
         anyhow::bail!("no program can be managed here: {obstacle}");
     }
-    supervisor::run(config, arguments.private.is_some(), arguments.config.clone())
+    let origin = Origin {
+        config_file: arguments.config.clone(),
+        private: arguments.private.is_some(),
+        notifier,
+        handed,
+    };
+    supervisor::run(config, origin)
 }

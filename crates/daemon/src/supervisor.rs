@@ -9,8 +9,7 @@ use std::fs;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
-use std::os::unix::net::UnixListener;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -18,19 +17,22 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use strata_api::{AGENT_SOCKET_NAME, POOL_SOCKET_NAME};
+use strata_api::POOL_SOCKET_NAME;
 use strata_pager::Registry;
 use strata_sys::{
-    Pidfd, Priority, SIGHUP, SIGKILL, SeqPacketListener, Signal, WorkerExit, adopt_orphans,
-    block_signals, collect_child, ended_children, forbid_core_dumps, kill_process, lock_memory,
-    log, open_fds, raise_descriptor_limit, spawn_sharing_files, wait_for_signal, wait_worker,
+    HandedSockets, Notifier, Pidfd, Priority, SIGHUP, SIGKILL, SIGTERM, SIGUSR1, SeqPacketListener,
+    Signal, WorkerExit, adopt_orphans, block_signals, collect_child, ended_children,
+    forbid_core_dumps, kill_process, lock_memory, log, open_fds, raise_descriptor_limit,
+    spawn_sharing_files, wait_for_signal, wait_worker,
 };
 use strata_units::wire;
 
 use crate::config::Config;
+use crate::doors::{self, Doors};
+use crate::manager::Manager;
 use crate::reload::Reread;
 use crate::takeover::{Before, Place, Taken};
-use crate::{control, holder, places, tier, upgrade, worker};
+use crate::{holder, places, pulse, tier, upgrade, worker};
 
 /// A worker that lived shorter than this is replaced only after a pause.
 const SHORT_LIFE: Duration = Duration::from_secs(1);
@@ -43,6 +45,28 @@ const HOLDER_ENDS_WITHIN: Duration = Duration::from_secs(5);
 /// Short lives in a row before the pause is made.
 const SHORT_LIVES: u32 = 20;
 
+/// How the daemon was started.
+#[derive(Debug)]
+pub(crate) struct Origin {
+    /// Where the configuration was read; none: the default place.
+    pub(crate) config_file: Option<PathBuf>,
+    pub(crate) private: bool,
+    /// Whom it tells how it is.
+    pub(crate) notifier: Notifier,
+    pub(crate) handed: HandedSockets,
+}
+
+/// How it ends.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum End {
+    /// In good order: nobody is managed any more.
+    Done,
+    /// Its first worker could not start.
+    CannotStart,
+    /// Whoever is managed waits for the next daemon.
+    HandedOver,
+}
+
 /// Everything that a worker starts with.
 #[derive(Debug)]
 pub(crate) struct Inheritance {
@@ -51,9 +75,9 @@ pub(crate) struct Inheritance {
     pub(crate) config_file: Option<PathBuf>,
     pub(crate) private: bool,
     pub(crate) registry: Arc<Registry>,
-    pub(crate) control: UnixListener,
-    pub(crate) agents: SeqPacketListener,
-    pub(crate) agent_socket: PathBuf,
+    pub(crate) doors: Doors,
+    /// How often to tell the supervisor that it answers, if anybody wants to know.
+    pub(crate) pulse: Option<Duration>,
     /// Where agents come that cannot reach that path any more, and what they know
     /// it by (`wire::back_name`); none: the name is taken.
     pub(crate) back: Option<(SeqPacketListener, u64)>,
@@ -65,11 +89,8 @@ pub(crate) struct Inheritance {
 }
 
 /// Serves until a worker ends in good order.
-pub(crate) fn run(
-    config: Config,
-    private: bool,
-    config_file: Option<PathBuf>,
-) -> anyhow::Result<ExitCode> {
+pub(crate) fn run(config: Config, origin: Origin) -> anyhow::Result<ExitCode> {
+    let Origin { config_file, private, notifier, mut handed } = origin;
     block_signals();
     adopt_orphans();
     raise_descriptor_limit();
@@ -86,8 +107,9 @@ pub(crate) fn run(
     places::check(&config)?;
     let mut place = Place::enter(&config.socket_dir)?;
     let home = home_of(&config.socket_dir).context("cannot look at the sockets' directory")?;
-    let taken = begin(&mut place, &config, home)?;
-    let doors = listen(&config, private)?;
+    let taken = begin(&mut place, &config, home, &mut handed)?;
+    let doors = Doors::open(&config, private, handed)?;
+    let mut manager = Manager::new(notifier).context("cannot open a socket")?;
     if let Err(error) = lock_memory() {
         log(Priority::Warning, format_args!("the supervisor may be swapped out: {error}"));
     }
@@ -124,27 +146,55 @@ pub(crate) fn run(
         from
     });
     let before = (of_before, taken_from);
-    let outcome =
-        serve((config, config_file), private, doors, &registry, &own, &mut holder, before);
-    if outcome.is_err() && !registry.tenants().is_empty() {
-        // The holder keeps what they need until another daemon takes over.
-        log(Priority::Error, "its tenants wait in the holder until stratad is started again");
-        return outcome;
+    let outcome = serve(
+        (config, config_file),
+        private,
+        doors,
+        (&registry, &own),
+        &mut holder,
+        &mut manager,
+        before,
+    );
+    let has_tenants = !registry.tenants().is_empty();
+    let stays = matches!(outcome, Ok(End::HandedOver)) || (outcome.is_err() && has_tenants);
+    if stays {
+        // Closed here it would be closed for the holder, too, whose table is this one.
+        std::mem::forget(Arc::clone(&registry));
     }
-    end_holder(holder);
-    Place::leave(&socket_dir);
-    outcome
+    match &outcome {
+        // The holder keeps what they need until another daemon takes over.
+        Err(_) if has_tenants => {
+            log(Priority::Error, "its tenants wait in the holder until stratad is started again");
+        }
+        Ok(End::HandedOver) => {
+            let what = "ends; what it manages waits in the holder until stratad is started again";
+            log(Priority::Notice, what);
+        }
+        _ => {
+            end_holder(holder);
+            Place::leave(&socket_dir);
+        }
+    }
+    outcome.map(|end| match end {
+        End::Done | End::HandedOver => ExitCode::SUCCESS,
+        End::CannotStart => ExitCode::FAILURE,
+    })
 }
 
 /// What a daemon that died in this directory has left, if one has.
-fn begin(place: &mut Place, config: &Config, home: u64) -> anyhow::Result<Option<Taken>> {
+fn begin(
+    place: &mut Place,
+    config: &Config,
+    home: u64,
+    handed: &mut HandedSockets,
+) -> anyhow::Result<Option<Taken>> {
     match place.before()? {
         Before::Nobody => Ok(None),
         Before::Living(pid) => {
             let control = config.control_socket();
             let taken =
                 format!("{} is in use by another stratad (process {pid})", control.display());
-            Err(cannot_listen(&control, &io::Error::new(io::ErrorKind::AddrInUse, taken)))
+            Err(doors::cannot_listen(&control, &io::Error::new(io::ErrorKind::AddrInUse, taken)))
         }
         Before::Gone(pid) => {
             log(
@@ -156,10 +206,14 @@ fn begin(place: &mut Place, config: &Config, home: u64) -> anyhow::Result<Option
             Ok(None)
         }
         Before::Held(held) => {
-            let taken = place.take(held, home)?;
-            // Their listeners may be gone, the names of the sockets are there.
-            for socket in [config.control_socket(), config.socket_dir.join(AGENT_SOCKET_NAME)] {
-                let _ = fs::remove_file(socket);
+            let nobody_listens = handed.sockets.is_empty();
+            if nobody_listens {
+                doors::leave_to_manager(config, held.supervisor())?;
+            }
+            let taken = place.take(held, home, &mut handed.sockets)?;
+            if nobody_listens {
+                // Their listeners may be gone, the names of the sockets are there.
+                doors::remove_names(config);
             }
             Ok(taken)
         }
@@ -175,34 +229,17 @@ fn end_holder(holder: u32) {
     }
 }
 
-/// Where commands and agents come.
-fn listen(config: &Config, private: bool) -> anyhow::Result<(UnixListener, SeqPacketListener)> {
-    let control_socket = config.control_socket();
-    let agent_socket = config.socket_dir.join(AGENT_SOCKET_NAME);
-    let open_to_all = if private { 0o600 } else { 0o666 };
-    let control = control::bind(&control_socket, open_to_all)
-        .map_err(|error| cannot_listen(&control_socket, &error))?;
-    // The control socket is ours alone now, so this one is left over, if there.
-    let _ = fs::remove_file(&agent_socket);
-    let agents = SeqPacketListener::bind(&agent_socket)
-        .map_err(|error| cannot_listen(&agent_socket, &error))?;
-    fs::set_permissions(&agent_socket, fs::Permissions::from_mode(open_to_all))?;
-    Ok((control, agents))
-}
-
 /// Has a worker serve until one ends in good order. `before`: the numbers of descriptors
 /// that were taken over, and from which supervisor.
 fn serve(
     (config, config_file): (Config, Option<PathBuf>),
     private: bool,
-    (control, agents): (UnixListener, SeqPacketListener),
-    registry: &Arc<Registry>,
-    own: &Pidfd,
+    doors: Doors,
+    (registry, own): (&Arc<Registry>, &Pidfd),
     holder: &mut u32,
+    manager: &mut Manager,
     before: (HashSet<RawFd>, Option<u32>),
-) -> anyhow::Result<ExitCode> {
-    let (control_socket, agent_socket) =
-        (config.control_socket(), config.socket_dir.join(AGENT_SOCKET_NAME));
+) -> anyhow::Result<End> {
     let (of_before, taken_from) = before;
     let back = listen_for_the_returning(&config.socket_dir)
         .inspect_err(|error| {
@@ -218,9 +255,8 @@ fn serve(
         config_file,
         private,
         registry: Arc::clone(registry),
-        control,
-        agents,
-        agent_socket: agent_socket.clone(),
+        doors,
+        pulse: manager.notifier().is_heard().then(|| pulse::period(manager.notifier().watchdog())),
         back,
         own_fds: Vec::new(),
         supervisor_pid: std::process::id(),
@@ -229,13 +265,14 @@ fn serve(
     inheritance.own_fds = open_fds().context("cannot list open descriptors")?;
     inheritance.own_fds.retain(|fd| !of_before.contains(fd));
     log(Priority::Notice, beginning(&inheritance));
-    let code = watch(&mut inheritance, own, holder)?;
+    let end = watch(&mut inheritance, own, holder, manager)?;
     // Until here: it says that the directory is in use.
     drop(tier_mark);
-    for socket in [agent_socket, control_socket, pool_socket] {
-        let _ = fs::remove_file(socket);
+    if end != End::HandedOver {
+        let _ = fs::remove_file(pool_socket);
+        inheritance.doors.close(&inheritance.config);
     }
-    Ok(code)
+    Ok(end)
 }
 
 /// Which directory it is, whatever path leads there.
@@ -290,16 +327,12 @@ fn make_directory(directory: &Path, private: bool) -> anyhow::Result<()> {
     })
 }
 
-fn cannot_listen(socket: &Path, error: &io::Error) -> anyhow::Error {
-    let todo = match error.kind() {
-        io::ErrorKind::AddrInUse => "stop that one first, or name another socket_dir",
-        io::ErrorKind::PermissionDenied => "run stratad as root, or name another socket_dir",
-        _ => "name another socket_dir",
-    };
-    anyhow::anyhow!("cannot listen on {}: {error}; {todo}", socket.display())
-}
-
-fn watch(inheritance: &mut Inheritance, own: &Pidfd, holder: &mut u32) -> anyhow::Result<ExitCode> {
+fn watch(
+    inheritance: &mut Inheritance,
+    own: &Pidfd,
+    holder: &mut u32,
+    manager: &mut Manager,
+) -> anyhow::Result<End> {
     let mut short_lives = 0;
     loop {
         let born = Instant::now();
@@ -307,15 +340,26 @@ fn watch(inheritance: &mut Inheritance, own: &Pidfd, holder: &mut u32) -> anyhow
         let mut reread = None;
         let worker = spawn_sharing_files(|| worker::run(inheritance))
             .context("cannot make a worker process")?;
+        manager.worker_begins();
         let died = loop {
             match wait_for_signal() {
-                Signal::Terminate => kill_process(worker, 15),
+                Signal::Terminate => {
+                    manager.is_at("Gives all pages back, to end.");
+                    kill_process(worker, SIGTERM);
+                }
+                Signal::HandOver => kill_process(worker, SIGUSR1),
                 Signal::Hangup => {
+                    manager.reloads("Reads its configuration again.");
                     reread = read_again(inheritance).or(reread);
-                    if reread.is_some() {
-                        kill_process(worker, SIGHUP);
+                    match reread {
+                        Some(_) => kill_process(worker, SIGHUP),
+                        None => manager.goes_on("Goes on with the configuration that it had."),
                     }
                 }
+                Signal::Well(pid) if pid == worker => {
+                    manager.worker_answers(inheritance.registry.tenants().len(), reread.is_none());
+                }
+                Signal::Well(_) => {}
                 Signal::Child => match wait_worker(worker) {
                     WorkerExit::Running => {
                         if wait_worker(*holder) != WorkerExit::Running {
@@ -329,9 +373,19 @@ fn watch(inheritance: &mut Inheritance, own: &Pidfd, holder: &mut u32) -> anyhow
                 },
             }
         };
-        let upgrades = inheritance.registry.upgrades().swap(0, Ordering::AcqRel) != 0;
-        if upgrades && died != WorkerExit::Status(worker::DONE) {
-            upgrade::become_it();
+        let successor = inheritance.registry.upgrades().swap(0, Ordering::AcqRel);
+        if died == WorkerExit::Status(worker::DONE) {
+            log(Priority::Notice, "stops");
+            manager.stops("Has given all pages back.");
+            return Ok(End::Done);
+        }
+        if successor == upgrade::ANOTHER {
+            manager.stops("What it managed waits for the next stratad.");
+            return Ok(End::HandedOver);
+        }
+        if successor == upgrade::THIS {
+            manager.reloads("Becomes the stratad that is installed now.");
+            upgrade::become_it(&inheritance.doors, inheritance.private, manager.notifier());
         }
         let has_made_room = reread.is_some();
         if let Some(Reread { config, .. }) = reread {
@@ -341,15 +395,12 @@ fn watch(inheritance: &mut Inheritance, own: &Pidfd, holder: &mut u32) -> anyhow
             WorkerExit::Killed(_) if has_made_room => {
                 log(Priority::Notice, "a worker with the new configuration takes over");
             }
-            WorkerExit::Status(worker::DONE) => {
-                log(Priority::Notice, "stops");
-                return Ok(ExitCode::SUCCESS);
+            WorkerExit::Status(worker::CANNOT_START) => return Ok(End::CannotStart),
+            other => {
+                manager.is_at("Its worker died; another takes over.");
+                let line = format_args!("the worker died ({other:?}); another takes over");
+                log(Priority::Error, line);
             }
-            WorkerExit::Status(worker::CANNOT_START) => return Ok(ExitCode::FAILURE),
-            other => log(
-                Priority::Error,
-                format_args!("the worker died ({other:?}); another takes over"),
-            ),
         }
         short_lives = if born.elapsed() < SHORT_LIFE { short_lives + 1 } else { 0 };
         if short_lives > SHORT_LIVES {

@@ -61,6 +61,13 @@ pub(crate) struct Held {
     registry: RawFd,
 }
 
+impl Held {
+    /// The supervisor that died.
+    pub(crate) fn supervisor(&self) -> u32 {
+        self.supervisor
+    }
+}
+
 /// What was taken over.
 #[derive(Debug)]
 pub(crate) struct Taken {
@@ -138,12 +145,18 @@ impl Place {
         write_mark(&self.path, &mark)
     }
 
-    /// Copies what is held, under the numbers that it has there. `home`: whose it must be.
+    /// Copies what is held, under the numbers that it has there. `home`: whose it must be;
+    /// `own`: what this process has open itself, which gets other numbers.
     /// None: it ended before anything was copied, because nothing is left of it.
     ///
     /// # Errors
     /// With which the holder goes on as before.
-    pub(crate) fn take(&mut self, held: Held, home: u64) -> anyhow::Result<Option<Taken>> {
+    pub(crate) fn take(
+        &mut self,
+        held: Held,
+        home: u64,
+        own: &mut Vec<OwnedFd>,
+    ) -> anyhow::Result<Option<Taken>> {
         let Held { supervisor, holder, pidfd, registry } = held;
         let refused = |error: anyhow::Error| {
             error.context(format!(
@@ -169,6 +182,7 @@ impl Place {
         drop(pidfd);
         let pidfd = Pidfd::adopt(moved);
         self.lock = move_away(self.lock.try_clone()?).map_err(refused)?;
+        *own = own.drain(..).map(move_away).collect::<Result<_, _>>().map_err(refused)?;
         let looked_at = match copy_descriptor(&pidfd, registry) {
             Err(_) if pidfd.has_exited() => return Ok(None),
             copied => copied.context("its registry cannot be copied").map_err(refused)?,
@@ -177,7 +191,8 @@ impl Place {
             .context("its registry is not to be used: start the version of stratad that it was")
             .map_err(refused)?;
         let numbers = copy_named(&looked_at, &pidfd, &there, registry).map_err(refused)?;
-        // Once more, at a number that does not grow from daemon to daemon.
+        // Once more, at numbers that do not grow from daemon to daemon.
+        *own = own.drain(..).map(|socket| socket.try_clone()).collect::<Result<_, _>>()?;
         let registry = looked_at.descriptor().try_clone_to_owned()?;
         let registry = Registry::attach(registry, home).map_err(|error| refused(error.into()))?;
         Ok(Some(Taken { registry, numbers, from: supervisor, holder: pidfd }))
@@ -303,7 +318,7 @@ pub(crate) fn report(
         format_args!(
             "took over {came_back} of {} tenants of stratad (process {from}){}",
             tenants.len(),
-            if from == supervisor { "" } else { ", which died" }
+            if from == supervisor { "" } else { ", which has ended" }
         ),
     );
 }

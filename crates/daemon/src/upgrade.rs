@@ -2,6 +2,7 @@
 //! wait for a moment: the supervisor executes it, and it takes over from the holder as
 //! from a dead daemon's. Asked first is whether it can.
 
+use std::convert::Infallible;
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::process::CommandExt;
@@ -10,10 +11,17 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, bail};
 use strata_pager::Registry;
-use strata_sys::{Priority, log};
+use strata_sys::{HandedSockets, Notifier, Priority, log};
+
+use crate::doors::Doors;
 
 /// Its subcommand that answers [`what_is_here`].
 pub(crate) const QUESTION: &str = "can-take-over";
+/// What a worker leaves in the registry that makes room for the next stratad, which this
+/// process is to execute...
+pub(crate) const THIS: u32 = 1;
+/// ...or which somebody else starts.
+pub(crate) const ANOTHER: u32 = 2;
 /// What the kernel appends to the name of an executable that was replaced.
 const DELETED: &[u8] = b" (deleted)";
 
@@ -73,12 +81,22 @@ fn answer_of(program: &Path, words: &[&std::ffi::OsStr]) -> anyhow::Result<Strin
 }
 
 /// Becomes it, with the words that this one was started with. Comes back only if that
-/// cannot be.
-pub(crate) fn become_it() {
-    let words: Vec<OsString> = std::env::args_os().skip(1).collect();
-    let failed = match installed() {
-        Ok(program) => anyhow::Error::from(Command::new(program).args(words).exec()),
+/// cannot be. Its sockets go with it: who comes meanwhile waits there.
+pub(crate) fn become_it(doors: &Doors, private: bool, notifier: &Notifier) {
+    let failed = match execute(doors, private, notifier) {
+        Ok(never) => match never {},
         Err(error) => error,
     };
+    HandedSockets::take_back(&doors.descriptors());
     log(Priority::Error, format_args!("the new stratad cannot be executed: {failed:#}"));
+}
+
+fn execute(doors: &Doors, private: bool, notifier: &Notifier) -> anyhow::Result<Infallible> {
+    let mut command = Command::new(installed()?);
+    command.args(std::env::args_os().skip(1)).envs(notifier.environment());
+    if !private {
+        let (name, sockets) = HandedSockets::hand_over(&doors.descriptors(), doors.are_managers)?;
+        command.env(name, sockets);
+    }
+    Err(command.exec().into())
 }

@@ -16,12 +16,13 @@ use crate::commands::Commands;
 use crate::control::{ControlServer, Limits};
 use crate::guests::Guests;
 use crate::pools::Pools;
+use crate::pulse::Pulse;
 use crate::shares::Shares;
 use crate::snapshots::{Snapshots, ready, schedules};
 use crate::supervisor::Inheritance;
 use crate::tenants::Tenants;
 use crate::watcher::Watcher;
-use crate::{agents, logbook, metrics, statistics, surveyor, takeover};
+use crate::{agents, logbook, metrics, statistics, surveyor, takeover, upgrade};
 
 /// Exit status: nothing is left to do.
 pub(crate) const DONE: i32 = 0;
@@ -96,7 +97,7 @@ fn start(inheritance: &Inheritance, first: bool) -> anyhow::Result<()> {
         shares,
         inheritance,
     );
-    let listener = inheritance.control.try_clone()?;
+    let listener = inheritance.doors.control.try_clone()?;
     let quota = inheritance.config.quota;
     logbook::set_lines_per_minute(quota.log_lines);
     let mut limits = Limits::default();
@@ -123,11 +124,17 @@ fn start(inheritance: &Inheritance, first: bool) -> anyhow::Result<()> {
     std::thread::Builder::new()
         .name("tidy".into())
         .spawn(move || tidy(&tidied, &snapshots, private, watched.as_deref()))?;
+    let pulse = pulse(inheritance);
     let patience = inheritance.config.release_patience;
     let is_replaced = loop {
-        match wait_for_signal() {
+        let signal = match wait_for_signal() {
+            // With nobody to take over, all pages come back.
+            Signal::HandOver if !hands_over(inheritance) => Signal::Terminate,
+            signal => signal,
+        };
+        match signal {
             Signal::Terminate if terminate(&tenants, patience) => break false,
-            Signal::Hangup => break true,
+            Signal::Hangup | Signal::HandOver => break true,
             _ => {}
         }
     };
@@ -136,6 +143,12 @@ fn start(inheritance: &Inheritance, first: bool) -> anyhow::Result<()> {
             watcher.end();
         }
         tenants.finish();
+    }
+    // What it asks is answered until it ends, and nothing of it waits at the socket after.
+    match pulse {
+        Some(pulse) if is_replaced => pulse.makes_room(),
+        Some(pulse) => pulse.end(),
+        None => {}
     }
     let under_way = control.counter();
     if let Err(error) = control.stop() {
@@ -146,6 +159,33 @@ fn start(inheritance: &Inheritance, first: bool) -> anyhow::Result<()> {
         make_room(&busy, under_way);
     }
     Ok(())
+}
+
+/// Tells the supervisor that this worker answers, where anybody wants to know.
+fn pulse(inheritance: &Inheritance) -> Option<Pulse> {
+    let socket = inheritance.config.control_socket();
+    Pulse::start(inheritance.supervisor_pid, socket, inheritance.pulse?)
+        .inspect_err(|error| {
+            let line = format_args!("the service manager will not hear that it answers: {error}");
+            log(Priority::Error, line);
+        })
+        .ok()
+}
+
+/// Leaves everything to the stratad that is started next, if the one that is installed can
+/// take over.
+fn hands_over(inheritance: &Inheritance) -> bool {
+    match upgrade::check(inheritance.config_file.as_deref(), inheritance.private) {
+        Ok(_) => {
+            inheritance.registry.upgrades().store(upgrade::ANOTHER, Ordering::Release);
+            true
+        }
+        Err(why) => {
+            let what = "the stratad that is installed cannot take over, so all pages come back";
+            log(Priority::Warning, format_args!("{what}: {why:#}"));
+            false
+        }
+    }
 }
 
 /// Ends, so that a worker with another configuration, or another stratad, takes over: when

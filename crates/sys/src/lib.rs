@@ -37,6 +37,7 @@ mod read_queue;
 mod relay;
 mod sched;
 mod secrets;
+mod service;
 mod shared_memory;
 mod smaps;
 mod socket;
@@ -78,8 +79,8 @@ pub use placement::{MappedMemory, PlacementError, advise_memory, memory_tiers, p
 pub use poll::{PollSet, Polled, Poller, poll_all, poll_readable};
 pub use process::{
     Mapping, MappingFlags, Pidfd, Presence, ReadOutcome, SIGCONT, SIGHUP, SIGKILL, SIGSTOP,
-    SIGTERM, ThreadFaults, available_bytes, is_zombie, note_of, noted, parent_of, process_exists,
-    read_mapping_flags, read_maps, stat_field, stat_fields, total_bytes, trim_heap,
+    SIGTERM, SIGUSR1, SIGUSR2, ThreadFaults, available_bytes, is_zombie, note_of, noted, parent_of,
+    process_exists, read_mapping_flags, read_maps, stat_field, stat_fields, total_bytes, trim_heap,
 };
 pub use proof::Disproof;
 pub use read_queue::{READ_BYTES, ReadId, ReadQueue};
@@ -89,6 +90,7 @@ pub use sched::{
     thread_time, wake_in_time, yield_to_others,
 };
 pub use secrets::{forbid_core_dumps, give_core_filter};
+pub use service::{HandedSockets, Listening, Notifier, monotonic_us, take_from_service_manager};
 pub use shared_memory::{SharedMemory, punch_hole};
 pub use smaps::MappingUse;
 pub use socket::{SeqPacket, SeqPacketListener, connect_now, receive_with_fds, send_with_fds};

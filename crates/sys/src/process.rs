@@ -228,7 +228,7 @@ pub(crate) fn wait_for_page(pid: u32, address: u64) {
 }
 
 /// What [`Pidfd::signal`] is asked for here.
-pub use libc::{SIGCONT, SIGHUP, SIGKILL, SIGSTOP, SIGTERM};
+pub use libc::{SIGCONT, SIGHUP, SIGKILL, SIGSTOP, SIGTERM, SIGUSR1, SIGUSR2};
 
 /// A process that cannot be confused with a later one of the same number.
 #[derive(Debug)]

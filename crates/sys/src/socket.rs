@@ -81,6 +81,12 @@ impl SeqPacketListener {
         if bound { Ok(Self { fd }) } else { Err(io::Error::last_os_error()) }
     }
 
+    /// A socket at which somebody listens already.
+    #[must_use]
+    pub fn adopt(fd: OwnedFd) -> Self {
+        Self { fd }
+    }
+
     /// Another descriptor of the same socket.
     pub fn try_clone(&self) -> io::Result<Self> {
         Ok(Self { fd: self.fd.try_clone()? })

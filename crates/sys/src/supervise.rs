@@ -19,6 +19,10 @@ pub enum Signal {
     Terminate,
     /// Look at the configuration anew, by custom.
     Hangup,
+    /// End, and leave everything to the next one (`SIGUSR1`).
+    HandOver,
+    /// The process of this number says that it is well (`SIGUSR2`).
+    Well(u32),
 }
 
 /// How a worker ended.
@@ -45,7 +49,8 @@ fn signal_set(signals: &[i32]) -> libc::sigset_t {
     }
 }
 
-const SUPERVISED: [i32; 4] = [libc::SIGCHLD, libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
+const SUPERVISED: [i32; 6] =
+    [libc::SIGCHLD, libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGUSR1, libc::SIGUSR2];
 
 /// Blocks the supervisor's signals (and SIGPIPE), so that they wait for
 /// [`wait_for_signal`].
@@ -60,12 +65,17 @@ pub fn block_signals() {
 pub fn wait_for_signal() -> Signal {
     let set = signal_set(&SUPERVISED);
     loop {
-        // SAFETY: a live set; the signal's details are not wanted.
-        let signal = unsafe { libc::sigwaitinfo(&raw const set, std::ptr::null_mut()) };
+        // SAFETY: siginfo_t is plain data for which zeroes are valid.
+        let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
+        // SAFETY: a live set, and a live siginfo_t that the kernel fills in.
+        let signal = unsafe { libc::sigwaitinfo(&raw const set, &raw mut info) };
         match signal {
             libc::SIGCHLD => return Signal::Child,
             libc::SIGTERM | libc::SIGINT => return Signal::Terminate,
             libc::SIGHUP => return Signal::Hangup,
+            libc::SIGUSR1 => return Signal::HandOver,
+            // SAFETY: of a signal that a process sent the kernel has filled in the number.
+            libc::SIGUSR2 => return Signal::Well(unsafe { info.si_pid() }.cast_unsigned()),
             _ => {}
         }
     }

@@ -81,6 +81,15 @@ def survives(run, guest):
                      "the new worker knows the guest")
 
 
+def taken_over(run, guest):
+    """Worker and supervisor are killed under it: under the next stratad it goes on, right."""
+    run.daemon.kill_whole()
+    run.daemon.begin_again()
+    guest.rounds(3)
+    guest.wait_until(lambda: (guest.stats()["guest"] or {}).get("status") == "running",
+                     "the next daemon knows the guest")
+
+
 def frees(run, guest):
     """What the guest frees comes back: nothing of it is resident or stored any more."""
     def held():
@@ -118,7 +127,7 @@ def ends(run, guest):
 def vm_guest(run):
     guest = Guest(run, "web1", ["--memory", f"{MEMORY_MIB}MiB", "--dram", f"{BUDGET_MIB}MiB"],
                   ["-machine", "q35"])
-    checks = (started, pressed, listed, survives, frees, ends)
+    checks = (started, pressed, listed, survives, taken_over, frees, ends)
     try:
         guest.hear(r"^up\n")
         for check in checks:

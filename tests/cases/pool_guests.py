@@ -108,6 +108,17 @@ def check(run, first, second, own):
         return pool_stats(run, "shared")["hits_total"] > 0
     run.daemon.wait_until(found_again, "the new worker's pool is used")
     run.note("pool-worker-killed")
+    # Worker and supervisor are killed while both read.
+    for one in (first, second):
+        one.tell("read vda")
+    run.daemon.kill_whole()
+    run.daemon.begin_again()
+    for one in (first, second):
+        one.hear(rf"^read vda {pages} right\n")
+    asked(first, "write vdb 9", r"^wrote vdb\n")
+    asked(first, "read vdb", r"^read vdb \d+ right\n")
+    run.daemon.wait_until(found_again, "the pool of the next daemon is used")
+    run.note("pool-daemon-killed")
     for name, disks in (("first", 2), ("second", 1)):
         known = json.loads(run.daemon.strata("vm", "ls", "--json").stdout)
         if name not in [one["name"] for one in known]:
@@ -127,7 +138,7 @@ def check(run, first, second, own):
         count = OWN_MIB * MIB // 4096
         for page in range(count):
             written = page % STRIDE == 0 and page < count // PART
-            if file.read(4096) != content(page, 8 if written else 0):
+            if file.read(4096) != content(page, 9 if written else 0):
                 raise Failure(f"page {page} of the image is not what the guest wrote and flushed")
     run.note("pool-written-through")
-    run.tests = 3
+    run.tests = 4

@@ -4,7 +4,7 @@
 use std::io::{self, Read, Write};
 
 use strata_guest::nbd::{Agreed, Command, Handshake, Info, MAX_PAYLOAD_BYTES, Next, Request};
-use strata_guest::{Admission, Pool, serve};
+use strata_guest::{Admission, MOST_SWAP_BYTES, Pool, hear_reports, serve};
 
 /// An NBD client's bytes, behind one that says what is exported: the handshake, then
 /// requests.
@@ -75,7 +75,7 @@ impl Write for Sent<'_> {
     }
 }
 
-/// A disk's requests of its pool.
+/// A disk's requests of its pool; and, the same bytes, a swap disk's figures.
 pub fn pool(data: &[u8]) {
     let pool = Pool::new(0, Admission::Room).expect("a pool");
     let _ = serve(&mut Sent(data), &pool);
@@ -83,4 +83,10 @@ pub fn pool(data: &[u8]) {
     // Each page that was put was sent.
     assert!(figures.pages <= figures.puts && figures.puts <= data.len() as u64 / 4096);
     assert!(figures.hits <= figures.gets && figures.corrupt == 0);
+    let mut heard = 0;
+    let _ = hear_reports(&mut Sent(data), |figures| {
+        heard += 1;
+        assert!(figures.size_bytes <= MOST_SWAP_BYTES && figures.cost_bytes <= 2 * MOST_SWAP_BYTES);
+    });
+    assert!(heard <= data.len() / 80);
 }

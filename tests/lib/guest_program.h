@@ -1,4 +1,4 @@
-/* What the only process of a guest begins and ends with (guest_memory.c, guest_disk.c): it
+/* What the only process of a guest begins and ends with (guest_*.c): it
  * speaks over the serial line, and has the kernel's modules that it needs. */
 #include <fcntl.h>
 #include <stdio.h>

@@ -109,6 +109,21 @@ pub struct GuestStats {
     pub free_bytes: Option<u64>,
     /// What it could use without swapping, from the same.
     pub available_bytes: Option<u64>,
+    /// Its swap disk, as the process that serves it says; none: it has none, or it has said
+    /// nothing yet.
+    #[serde(default)]
+    pub swap: Option<SwapStats>,
+}
+
+/// What is in a guest's swap disk.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct SwapStats {
+    /// Its size.
+    pub size_bytes: u64,
+    /// Pages in it that are not zero, as the guest sees them.
+    pub page_bytes: u64,
+    /// What they cost.
+    pub cost_bytes: u64,
 }
 
 #[cfg(test)]

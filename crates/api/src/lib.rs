@@ -24,7 +24,7 @@ mod stats;
 pub use advice::{
     Advice, AdviceBrief, AdviceState, CurvePoint, MAX_CURVE_POINTS, NEEDED_FOR, Need,
 };
-pub use guest::{GuestDisk, GuestSpec, GuestStats, Launch};
+pub use guest::{GuestDisk, GuestSpec, GuestStats, Launch, SwapStats};
 pub use mark::{MARK_NAME, MOST_MARK_BYTES, Mark};
 pub use place::{MAX_PLACE_PAGES, MAX_PLACE_RANGES, PlaceOutcome, PlaceWish, tier_letters};
 pub use pool::{PoolAdmission, PoolStats};

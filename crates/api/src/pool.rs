@@ -22,6 +22,10 @@ pub struct PoolStats {
     pub name: String,
     /// Whose it is.
     pub uid: u32,
+    /// The guest whose swap disk it is, of which nothing is dropped; none: a cache of disks.
+    /// What a swap disk's process says of itself.
+    #[serde(default)]
+    pub guest: Option<String>,
     /// Which pages it takes.
     pub admission: PoolAdmission,
     /// The most that it may cost.
@@ -46,15 +50,17 @@ pub struct PoolStats {
     pub hits_total: u64,
     /// Pages that it took.
     pub puts_total: u64,
-    /// Pages for which there was no room.
+    /// Pages for which there was no room: of a swap disk, writes that failed.
     pub refused_total: u64,
     /// Pages that were missed and not wanted.
     pub passed_over_total: u64,
-    /// Pages that went because they were written, or their disk went.
+    /// Pages that went because they were written, or their disk went; of a swap disk, those
+    /// that the guest gave up.
     pub forgotten_total: u64,
     /// Pages that went for others.
     pub evicted_total: u64,
-    /// Pages whose checksum was wrong, which were read from the disk instead.
+    /// Pages whose checksum was wrong, which were read from the disk instead; of a swap
+    /// disk, reads that failed.
     pub corrupt_total: u64,
     /// How often all its memory was handed back.
     pub handed_back_total: u64,

@@ -233,6 +233,9 @@ pub struct Stats {
     /// What the advisor says, where somebody asked it in the last ten minutes.
     #[serde(default)]
     pub advice: Option<AdviceBrief>,
+    /// What its swap disk costs, if it is a guest that has one.
+    #[serde(default)]
+    pub swap_bytes: u64,
     /// What is known of it as a virtual machine, if it is one.
     #[serde(default)]
     pub guest: Option<GuestStats>,
@@ -248,6 +251,7 @@ impl Stats {
             self.resident_bytes,
             self.unmanaged_bytes,
             self.shared_bytes,
+            self.swap_bytes,
             self.compressed_bytes,
             self.metadata_bytes,
         ];

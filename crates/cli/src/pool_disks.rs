@@ -1,13 +1,15 @@
-//! Disks of a guest that are read through pools: each is served to QEMU by a program of
-//! its own, `strata-export`, as the caller and with the caller's rights, which ends when
-//! QEMU does.
+//! Disks of a guest that are read through pools, and its swap disk: each is served to QEMU
+//! by a program of its own, `strata-export`, as the caller and with the caller's rights,
+//! which ends when QEMU does.
 
+use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use strata_api::POOL_SOCKET_NAME;
-use strata_vm::{PoolDisk, socket_name};
+use strata_units::{ByteSize, PAGE_SIZE};
+use strata_vm::{PoolDisk, SWAP_SOCKET_NAME, socket_name};
 
 use crate::failure::{Failure, Result, printable};
 use crate::{place, run, vm};
@@ -37,9 +39,25 @@ fn looks_like_qcow2(path: &str) -> bool {
     matches!(read, Some(Ok(()))) && magic == QCOW2_MAGIC
 }
 
+/// Least and most of a swap disk, as `strata-export` has them.
+const LEAST_SWAP: ByteSize = ByteSize(1 << 20);
+const MOST_SWAP: ByteSize = ByteSize(256 << 30);
+
+/// Whether a swap disk can have that size.
+pub(crate) fn check_swap(size: ByteSize, what: &str) -> Result<()> {
+    if (LEAST_SWAP..=MOST_SWAP).contains(&size) && size.0.is_multiple_of(PAGE_SIZE as u64) {
+        return Ok(());
+    }
+    let why = format!("a swap disk of {size} cannot be made");
+    Err(Failure::new(what, why)
+        .todo(format!("give --swap {LEAST_SWAP} to {MOST_SWAP}, a multiple of 4 KiB")))
+}
+
 /// One disk's.
 struct Export {
     image: String,
+    /// What its socket is called, in the guest's directory.
+    socket: String,
     /// It serves as long as this is open anywhere.
     hold: ChildStdin,
     says: BufReader<ChildStdout>,
@@ -52,39 +70,64 @@ pub(crate) struct Exports(Vec<Export>);
 impl Exports {
     /// Has every image opened and locked; `control`: the daemon's control socket.
     pub(crate) fn start(disks: &[PoolDisk], control: &Path, what: &str) -> Result<Self> {
-        let mut exports = Vec::new();
-        for disk in disks {
+        let mut exports = Self(Vec::new());
+        for (index, disk) in disks.iter().enumerate() {
             make_overlay(disk, what)?;
-            let failed =
-                |why: String| Failure::new(what, format!("the disk {}: {why}", disk.image));
-            let program = place::installed(PROGRAM).ok_or_else(|| {
-                failed(format!("{PROGRAM} is not there"))
-                    .todo("install it beside strata or in /usr/lib/strata")
-            })?;
-            let socket = control.with_file_name(POOL_SOCKET_NAME);
-            let mut command = Command::new(&program);
-            command.arg("--image").arg(&disk.image);
+            let mut words: Vec<OsString> = vec!["--image".into(), disk.image.clone().into()];
             if disk.image_is_read_only() {
-                command.arg("--read-only");
+                words.push("--read-only".into());
             }
-            command.arg("--pool").arg(&disk.pool).arg("--pool-socket").arg(socket);
-            command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
-            let mut child = command.spawn().map_err(|error| failed(error.to_string()))?;
-            let (Some(hold), Some(says)) = (child.stdin.take(), child.stdout.take()) else {
-                return Err(failed("it has no pipes".into()));
-            };
-            let says = BufReader::new(says);
-            let mut export = Export { image: disk.image.clone(), hold, says, _child: child };
-            export.hear("ready ", what)?;
-            exports.push(export);
+            words.extend(["--pool".into(), disk.pool.clone().into()]);
+            exports.add(words, &disk.image, socket_name(index), control, what)?;
         }
-        Ok(Self(exports))
+        Ok(exports)
+    }
+
+    /// Has a swap disk made for a guest.
+    pub(crate) fn add_swap(
+        &mut self,
+        size: ByteSize,
+        guest: &str,
+        control: &Path,
+        what: &str,
+    ) -> Result<()> {
+        let (bytes, guest) = (size.0.to_string(), guest.to_owned());
+        let words = ["--swap".to_owned(), bytes, "--guest".to_owned(), guest];
+        let words = words.map(OsString::from).to_vec();
+        self.add(words, "for swap", SWAP_SOCKET_NAME.to_owned(), control, what)
+    }
+
+    fn add(
+        &mut self,
+        words: Vec<OsString>,
+        image: &str,
+        socket: String,
+        control: &Path,
+        what: &str,
+    ) -> Result<()> {
+        let failed = |why: String| Failure::new(what, format!("the disk {image}: {why}"));
+        let program = place::installed(PROGRAM).ok_or_else(|| {
+            failed(format!("{PROGRAM} is not there"))
+                .todo("install it beside strata or in /usr/lib/strata")
+        })?;
+        let mut command = Command::new(&program);
+        command.args(words).arg("--pool-socket").arg(control.with_file_name(POOL_SOCKET_NAME));
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
+        let mut child = command.spawn().map_err(|error| failed(error.to_string()))?;
+        let (Some(hold), Some(says)) = (child.stdin.take(), child.stdout.take()) else {
+            return Err(failed("it has no pipes".into()));
+        };
+        let (image, says) = (image.to_owned(), BufReader::new(says));
+        let mut export = Export { image, socket, hold, says, _child: child };
+        export.hear("ready ", what)?;
+        self.0.push(export);
+        Ok(())
     }
 
     /// Has every disk be served at its socket in the guest's directory.
     pub(crate) fn serve_in(&mut self, directory: &Path, what: &str) -> Result<()> {
-        for (index, export) in self.0.iter_mut().enumerate() {
-            let socket: PathBuf = directory.join(socket_name(index));
+        for export in &mut self.0 {
+            let socket: PathBuf = directory.join(&export.socket);
             let written = writeln!(export.hold, "{}", socket.display());
             written.map_err(|error| {
                 Failure::new(what, format!("the disk {}: {error}", export.image))

@@ -172,12 +172,13 @@ fn hit_rate(pool: &PoolStats) -> String {
 }
 
 fn listing(pools: &[PoolStats]) -> String {
-    let head = ["NAME", "USER", "LIMIT", "COST", "HOLDS", "GETS", "HITS"];
+    let head = ["NAME", "USER", "KIND", "LIMIT", "COST", "HOLDS", "GETS", "HITS"];
     let mut rows = vec![head.map(str::to_owned).to_vec()];
     for pool in pools {
         rows.push(vec![
             printable(&pool.name),
             pool.uid.to_string(),
+            if pool.guest.is_some() { "swap" } else { "cache" }.to_owned(),
             bytes(pool.limit_bytes),
             bytes(pool.cost_bytes),
             bytes(pool.page_bytes),
@@ -185,10 +186,37 @@ fn listing(pools: &[PoolStats]) -> String {
             hit_rate(pool),
         ]);
     }
+    show::columns(&rows, 3)
+}
+
+/// What a guest has swapped out.
+fn swap_figures(pool: &PoolStats, guest: &str) -> String {
+    let mut rows = vec![
+        ["pool".to_owned(), printable(&pool.name)],
+        ["user".to_owned(), pool.uid.to_string()],
+        ["kind".to_owned(), format!("the swap disk of the guest {}", printable(guest))],
+        ["size".to_owned(), bytes(pool.limit_bytes)],
+        ["costs".to_owned(), bytes(pool.cost_bytes)],
+        ["holds".to_owned(), bytes(pool.page_bytes)],
+        ["of that, there twice".to_owned(), bytes(pool.deduplicated_bytes)],
+        ["of that, one value".to_owned(), bytes(pool.fill_bytes)],
+    ];
+    let pages = [
+        ("pages read", pool.gets_total),
+        ("pages written", pool.puts_total),
+        ("pages refused for want of room", pool.refused_total),
+        ("pages given up", pool.forgotten_total),
+        ("pages corrupt", pool.corrupt_total),
+    ];
+    rows.extend(pages.map(|(name, count)| [name.to_owned(), count.to_string()]));
+    let rows: Vec<Vec<String>> = rows.into_iter().map(Vec::from).collect();
     show::columns(&rows, 1)
 }
 
 fn figures(pool: &PoolStats) -> String {
+    if let Some(guest) = &pool.guest {
+        return swap_figures(pool, guest);
+    }
     let admission = match pool.admission {
         PoolAdmission::Room => "all as long as there is room, then what was missed before",
         PoolAdmission::First => "all",
@@ -246,6 +274,10 @@ mod tests {
         assert!(line.contains("base") && line.contains("75.0 %"), "{line}");
         let text = figures(&pool);
         assert!(text.contains("hit rate") && text.contains("64.0 MiB"), "{text}");
+        let swap = PoolStats { guest: Some("web".into()), refused_total: 77, ..pool.clone() };
+        assert!(listing(std::slice::from_ref(&swap)).contains("  swap "));
+        let text = figures(&swap);
+        assert!(text.contains("of the guest web") && text.contains("room  77"), "{text}");
         assert!(means("base", &pool) && means(&format!("{}:base", place::uid()), &pool));
         assert!(!means("other", &pool) && !means(&format!("{}:base", place::uid() + 1), &pool));
         assert_eq!(hit_rate(&PoolStats::default()), "-");

@@ -62,6 +62,7 @@ pub(crate) fn stats(name: &str) -> strata_api::Stats {
         unattended_processes: 0,
         unattended: vec![],
         shared_bytes: 0,
+        swap_bytes: 0,
         stored_bytes: 900 << 20,
         kept_bytes: 0,
         compressed_bytes: 300 << 20,

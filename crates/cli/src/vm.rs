@@ -43,6 +43,8 @@ pub(crate) fn run(arguments: &VmRunArguments) -> Result<ExitCode> {
     let wish = (arguments.name.as_deref(), arguments.memory);
     let mut plan = planned(&command[0], &command[1..], wish, version, &here, &what)?;
     plan.disks = pool_disks::read(&arguments.disk, &what)?;
+    plan.swap =
+        arguments.swap.map(|size| pool_disks::check_swap(size, &what)).transpose()?.is_some();
     if let Some(problem) = name_problem(&plan.name) {
         let why = format!("it is called {}, and {problem}", plan.name);
         return Err(Failure::new(what, why).todo("give -name another one"));
@@ -71,6 +73,9 @@ fn start(
     // Before there is a tenant: what cannot be served starts no guest, and who serves a
     // disk is nobody's tenant.
     let mut exports = Exports::start(&plan.disks, &likely_socket(), what)?;
+    if let Some(size) = arguments.swap {
+        exports.add_swap(size, &plan.name, &likely_socket(), what)?;
+    }
     let tenant = run::make_tenant(&Request::Run {
         name: Some(plan.name.clone()),
         dram_bytes: arguments.dram.map(|size| size.0),
@@ -82,7 +87,7 @@ fn start(
         machine: plan.machine.clone(),
         balloon: plan.balloon.clone(),
         // A clone could have none of those disks.
-        launch: launch(&arguments.command, version).filter(|_| plan.disks.is_empty()),
+        launch: launch(&arguments.command, version).filter(|_| plan.disks.is_empty() && !plan.swap),
         disks: Vec::new(),
     };
     let request = Request::Guest { name: tenant.name.clone(), guest };
@@ -262,7 +267,7 @@ pub(crate) fn list(json: bool) -> Result<String> {
 fn listing(guests: &[Stats]) -> String {
     let head = [
         "NAME", "STATE", "GUEST", "ACCEL", "MEMORY", "BUDGET", "RESIDENT", "STORED", "FREED",
-        "STALL", "BALLOON",
+        "STALL", "BALLOON", "SWAPPED",
     ];
     let mut rows = vec![head.map(str::to_owned).to_vec()];
     for (stats, guest) in guests.iter().filter_map(|stats| Some((stats, stats.guest.as_ref()?))) {
@@ -280,6 +285,7 @@ fn listing(guests: &[Stats]) -> String {
             bytes(freed_bytes(stats)),
             show::short_percent(stats.stall.some.avg10),
             guest.balloon_bytes.map_or_else(|| "-".to_owned(), bytes),
+            guest.swap.map_or_else(|| "-".to_owned(), |swap| bytes(swap.page_bytes)),
         ]);
     }
     show::columns(&rows, 4)
@@ -338,6 +344,11 @@ fn figures(stats: &Stats, guest: &GuestStats) -> String {
         let why = format!("{}, and not asked", printable(&guest.monitor));
         rows.push(["monitor".to_owned(), why]);
     }
+    if let Some(swap) = &guest.swap {
+        rows.push(["swap disk".to_owned(), bytes(swap.size_bytes)]);
+        rows.push(["swapped out".to_owned(), bytes(swap.page_bytes)]);
+        rows.push(["swapped out, costs".to_owned(), bytes(swap.cost_bytes)]);
+    }
     if stats.merged_bytes > 0 {
         rows.push(["merged (KSM)".to_owned(), bytes(stats.merged_bytes)]);
         rows.push(["merged, saves it".to_owned(), bytes(stats.merged_saved_bytes)]);
@@ -353,6 +364,7 @@ fn figures(stats: &Stats, guest: &GuestStats) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use strata_api::SwapStats;
 
     fn guest() -> Stats {
         let guest = GuestStats {
@@ -365,6 +377,7 @@ mod tests {
             balloon_bytes: Some(3 << 30),
             free_bytes: None,
             available_bytes: Some(1 << 30),
+            swap: Some(SwapStats { size_bytes: 2 << 30, page_bytes: 5 << 20, cost_bytes: 1 << 20 }),
         };
         let stats = crate::testing::stats("web1");
         Stats { guest: Some(guest), discarded_pages_total: 512, ..stats }
@@ -377,7 +390,10 @@ mod tests {
         assert!(lines[0].starts_with("NAME  STATE    GUEST    ACCEL"), "{text}");
         let words: Vec<&str> = lines[1].split_whitespace().collect();
         assert_eq!(words[..4], ["web1", "managed", "running", "tcg"], "{text}");
-        assert!(lines[1].contains("  4.0 GiB  ") && lines[1].ends_with("3.0 GiB"), "{text}");
+        assert!(
+            lines[1].contains("  4.0 GiB  ") && lines[1].ends_with("3.0 GiB  5.0 MiB"),
+            "{text}"
+        );
         assert!(lines[1].contains("  2.0 MiB  "), "{text}");
         let mut libvirts = guest();
         libvirts.guest.as_mut().expect("a guest").monitor = "libvirt's".into();
@@ -401,6 +417,7 @@ mod tests {
             "memory promised     4.0 GiB",
             "free, it says       not told",
             "freed so far        2.0 MiB",
+            "swapped out         5.0 MiB",
             "merged (KSM)        6.0 MiB",
             "merged, saves it    3.0 MiB",
             "monitor             hung?up",

@@ -85,6 +85,7 @@ impl Handler for Commands {
         let mut reply = self.answer(peer, known, request, tell);
         if let Reply::Stats { stats } = &mut reply {
             self.guests.add(stats);
+            self.pools.add(stats);
         }
         if let Some((priority, line)) = logbook::line(peer.uid, &asked, &reply) {
             logbook::tell_of(peer.uid, "request", priority, line);
@@ -404,6 +405,7 @@ impl Commands {
             let mut stats = statistics::by_then(tenant, by);
             // By all of the command line.
             self.guests.add(&mut stats);
+            self.pools.add(&mut stats);
             cut(&mut stats.command);
             bytes += serde_json::to_vec(&stats).map_or(0, |line| line.len());
             if bytes > LISTED_BYTES && !tenants.is_empty() {

@@ -86,6 +86,7 @@ impl Guest {
             balloon_bytes: said.balloon_bytes,
             free_bytes: said.free_bytes,
             available_bytes: said.available_bytes,
+            swap: None,
         }
     }
 

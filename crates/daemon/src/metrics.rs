@@ -24,7 +24,7 @@ macro_rules! metrics {
 
 /// Every number in [`Stats`] but the user id, which is a label, and the
 /// latencies, which have a quantile. Names that end in `_total` are counters.
-const METRICS: [Metric; 34] = metrics! {
+const METRICS: [Metric; 35] = metrics! {
     budget_bytes: "DRAM budget of the tenant.",
     resident_bytes: "Managed pages in DRAM, staged ones included.",
     staged_bytes: "Part of resident_bytes that is out of the address space, kept raw.",
@@ -32,6 +32,7 @@ const METRICS: [Metric; 34] = metrics! {
     unmanaged_bytes: "Anonymous memory in DRAM that Strata may not or does not yet manage.",
     unattended_processes: "Processes that no agent is in.",
     shared_bytes: "Shared memory and memory files in DRAM that its processes made.",
+    swap_bytes: "What a guest's swap disk costs.",
     stored_bytes: "Original size of the stored pages.",
     kept_bytes: "Original size of resident pages whose stored copies are kept.",
     compressed_bytes: "DRAM that the stored pages cost.",
@@ -308,6 +309,7 @@ mod tests {
             unattended_processes: 0,
             unattended: vec![],
             shared_bytes: 0,
+            swap_bytes: 81,
             stored_bytes: 15,
             kept_bytes: 41,
             compressed_bytes: 16,

@@ -4,8 +4,13 @@
 //! A pool's memory is this worker's, and gone with it: there is nothing in it that is not on
 //! a disk. That there is a pool, and what it may cost, lies in a file beside the daemon's
 //! sockets, for the next worker. Pages go to and come from the owner's processes alone.
+//!
+//! Guests' swap disks are listed with the pools, and are elsewhere ([`swaps`]).
 
 mod door;
+mod swaps;
+
+use self::swaps::Swaps;
 
 use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder};
@@ -17,7 +22,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use strata_api::{PoolAdmission, PoolStats, Reply};
+use strata_api::{PoolAdmission, PoolStats, Reply, Stats};
 use strata_guest::{Admission, Pool};
 use strata_sys::peer::user_id;
 use strata_sys::{Priority, available_bytes, log, total_bytes};
@@ -27,6 +32,7 @@ use crate::commands::error;
 use crate::lock::lock;
 use crate::quota::Quota;
 use crate::supervisor::Inheritance;
+use crate::tenants::Tenants;
 
 /// The pools' records, in the directory of the sockets.
 const DIRECTORY: &str = "pools";
@@ -64,6 +70,7 @@ pub(crate) struct Pools {
     known: Mutex<BTreeMap<(u32, String), Known>>,
     /// The machine has little memory left.
     closed: AtomicBool,
+    swaps: Arc<Swaps>,
 }
 
 fn admission(said: PoolAdmission) -> Admission {
@@ -76,9 +83,18 @@ fn admission(said: PoolAdmission) -> Admission {
 
 impl Pools {
     /// Those that an earlier worker had, empty; and threads that tend and serve them.
-    pub(crate) fn start(inheritance: &Inheritance) -> io::Result<Arc<Self>> {
+    pub(crate) fn start(
+        inheritance: &Inheritance,
+        tenants: &Arc<Tenants>,
+    ) -> io::Result<Arc<Self>> {
         let directory = inheritance.config.socket_dir.join(DIRECTORY);
-        let pools = Self::of_directory(directory, inheritance.config.quota, total_bytes()?);
+        let charged = Arc::clone(tenants);
+        let swaps = Swaps::new(Box::new(move |uid, guest, bytes| {
+            let tenant = charged.get(uid, guest);
+            tenant.inspect(|tenant| tenant.set_swap_bytes(bytes)).is_some()
+        }));
+        let quota = inheritance.config.quota;
+        let pools = Self::of_directory(directory, quota, total_bytes()?, swaps);
         let pools = Arc::new(pools);
         let tending = Arc::clone(&pools);
         std::thread::Builder::new().name("pools".into()).spawn(move || {
@@ -92,9 +108,9 @@ impl Pools {
     }
 
     /// With those whose records are in a directory.
-    fn of_directory(directory: PathBuf, quota: Quota, total_bytes: u64) -> Self {
+    fn of_directory(directory: PathBuf, quota: Quota, total_bytes: u64, swaps: Arc<Swaps>) -> Self {
         let (known, closed) = (Mutex::default(), AtomicBool::new(false));
-        let pools = Self { directory, quota, total_bytes, known, closed };
+        let pools = Self { directory, quota, total_bytes, known, closed, swaps };
         pools.recover();
         pools
     }
@@ -204,12 +220,21 @@ impl Pools {
         fs::rename(next, self.record_path(key))
     }
 
-    /// The pools of user `uid`, of root all.
+    /// The pools of user `uid`, of root all; swap disks of their guests behind them.
     pub(crate) fn list(&self, uid: u32) -> Reply {
+        Reply::Pools { pools: self.all(uid) }
+    }
+
+    fn all(&self, uid: u32) -> Vec<PoolStats> {
         let known = lock(&self.known);
         let own = known.iter().filter(|((owner, _), _)| uid == 0 || *owner == uid);
-        let pools = own.map(|(key, known)| self.stats(key, known)).collect();
-        Reply::Pools { pools }
+        let caches = own.map(|(key, known)| self.stats(key, known));
+        caches.chain(self.swaps.list(uid)).collect()
+    }
+
+    /// Adds what is known of a guest's swap disk to what is known of the guest.
+    pub(crate) fn add(&self, stats: &mut Stats) {
+        self.swaps.add(stats);
     }
 
     fn stats(&self, (uid, name): &(u32, String), known: &Known) -> PoolStats {
@@ -218,6 +243,7 @@ impl Pools {
         PoolStats {
             name: name.clone(),
             uid: *uid,
+            guest: None,
             admission: known.record.admission,
             limit_bytes: figures.limit_bytes,
             cost_bytes: figures.cost_bytes,
@@ -256,8 +282,18 @@ impl Pools {
             }
         };
         let known = lock(&self.known);
-        key.filter(|key| known.contains_key(key))
-            .ok_or_else(|| error(format!("there is no pool {name}"), SEE_THEM))
+        if let Some(key) = key.as_ref().filter(|key| known.contains_key(key)) {
+            return Ok(key.clone());
+        }
+        Err(match key.and_then(|key| self.swaps.guest_of(&key)) {
+            Some(guest) => error(
+                format!(
+                    "{name} is what the guest {guest} has swapped out: none of it can be dropped"
+                ),
+                "it ends with the guest; to have less of it, switch swap off in the guest (swapoff)",
+            ),
+            None => error(format!("there is no pool {name}"), SEE_THEM),
+        })
     }
 
     /// Has a pool hand its memory back.
@@ -360,7 +396,8 @@ mod tests {
         let directory = std::env::temp_dir().join(format!("strata-pools-{}", std::process::id()));
         let _ = fs::remove_dir_all(&directory);
         let quota = Quota { pools: 2, ..Quota::default() };
-        let pools = Pools::of_directory(directory.clone(), quota, 1024 * MIB);
+        let swaps = || Swaps::new(Box::new(|_, _, _| true));
+        let pools = Pools::of_directory(directory.clone(), quota, 1024 * MIB, swaps());
         let make = |uid, name: &str, mib: u64| {
             pools.create(uid, name, Some(mib * MIB), PoolAdmission::Room)
         };
@@ -388,9 +425,17 @@ mod tests {
             assert!(refusal(pools.remove(uid, name)).contains("there is no pool"));
         }
         assert!(matches!(pools.empty(7, "a"), Reply::Done { .. }));
+        let swap = pools.swaps.meet(7, "web");
+        assert_eq!(names(&pools, 7), ["a", "b", "web.swap"]);
+        for (uid, name) in [(7, "web.swap"), (0, "7:web.swap")] {
+            assert!(refusal(pools.remove(uid, name)).contains("the guest web has swapped out"));
+            assert!(refusal(pools.empty(uid, name)).contains("none of it can be dropped"));
+        }
+        assert!(refusal(pools.remove(8, "web.swap")).contains("there is no pool"));
+        drop(swap);
         assert_eq!(pools.remove(0, "7:b"), done);
         drop(pools);
-        let pools = Pools::of_directory(directory.clone(), quota, 1024 * MIB);
+        let pools = Pools::of_directory(directory.clone(), quota, 1024 * MIB, swaps());
         assert_eq!((names(&pools, 7), names(&pools, 8)), (vec!["a".into()], vec!["a".to_owned()]));
         fs::remove_dir_all(directory).expect("removed");
     }

@@ -52,6 +52,7 @@ pub(crate) fn by_then(tenant: &Tenant, by: Instant) -> Stats {
         unattended_processes: survey.unattended_processes as u64,
         unattended: survey.unattended.into_iter().map(unattended).collect(),
         shared_bytes: usage.shared_bytes,
+        swap_bytes: usage.swap_bytes,
         stored_bytes: store.stored_bytes.saturating_sub(tenant.kept_pages() * PAGE_SIZE as u64),
         kept_bytes: tenant.kept_pages() * PAGE_SIZE as u64,
         compressed_bytes: store.dram_bytes.saturating_sub(store.staged_bytes),
@@ -191,7 +192,7 @@ fn state(tenant: &Tenant) -> TenantState {
         TenantState::Ended
     } else if tenant.is_released() {
         TenantState::Released
-    } else if tenant.is_exhausted() || tenant.usage().shared_bytes > tenant.budget_bytes() {
+    } else if tenant.is_exhausted() || tenant.usage().fixed_bytes() > tenant.budget_bytes() {
         TenantState::Exhausted
     } else if tenant.is_managed() {
         TenantState::Managed

@@ -83,7 +83,7 @@ fn start(inheritance: &Inheritance, first: bool) -> anyhow::Result<()> {
     }
     agents::serve(inheritance, &tenants)?;
     let guests = Guests::start(&inheritance.config.socket_dir, &tenants)?;
-    let pools = Pools::start(inheritance)?;
+    let pools = Pools::start(inheritance, &tenants)?;
     let snapshots = Arc::new(Snapshots::new(&inheritance.config, &tenants, &guests));
     ready::start(&snapshots)?;
     schedules::start(&snapshots, inheritance.config.snapshot.clone())?;
@@ -93,7 +93,7 @@ fn start(inheritance: &Inheritance, first: bool) -> anyhow::Result<()> {
         Arc::clone(&tenants),
         Arc::clone(&snapshots),
         Arc::clone(&guests),
-        pools,
+        Arc::clone(&pools),
         shares,
         inheritance,
     );
@@ -107,7 +107,10 @@ fn start(inheritance: &Inheritance, first: bool) -> anyhow::Result<()> {
         let observed = Arc::clone(&tenants);
         let observe = move || {
             let mut all = statistics::all(&observed);
-            all.iter_mut().for_each(|stats| guests.add(stats));
+            for stats in &mut all {
+                guests.add(stats);
+                pools.add(stats);
+            }
             all
         };
         if let Err(error) = metrics::serve(address, observe) {

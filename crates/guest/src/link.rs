@@ -19,6 +19,7 @@ use strata_units::PageBuffer;
 
 use crate::disk::{Cache, Found, Stamp};
 use crate::pool::{FileId, lock};
+use crate::serve::hear_answer;
 use crate::talk::{self, Ask};
 
 /// For a pool to answer. A worker that was killed does not; the image does then.
@@ -82,13 +83,8 @@ impl Links {
         stream.set_read_timeout(Some(PATIENCE))?;
         stream.set_write_timeout(Some(PATIENCE))?;
         stream.write_all(&self.greeting)?;
-        let (refused, length) = (read_number(&mut stream)?, read_number(&mut stream)?);
-        let mut text = vec![0; (length as usize).min(talk::MAX_TEXT_BYTES)];
-        stream.read_exact(&mut text)?;
-        match refused {
-            0 => Ok(stream),
-            _ => Err(io::Error::other(String::from_utf8_lossy(&text).into_owned())),
-        }
+        hear_answer(&mut stream)?;
+        Ok(stream)
     }
 
     fn id(&self, stamp: Stamp) -> FileId {

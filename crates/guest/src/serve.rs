@@ -2,36 +2,38 @@
 //! caller's business; what is sent here is untrusted.
 
 use std::io::{self, Read, Write};
-use std::sync::Arc;
 
 use strata_units::PAGE_SIZE;
 
 use crate::pool::{FileId, Pool};
 use crate::talk::{self, Ask};
 
-/// What a greeting came to.
-#[derive(Debug)]
-pub enum Greeting {
-    /// This pool is meant; the client knows that it may ask.
-    Pool(Arc<Pool>),
-    /// Refused, and told why.
-    Refused(String),
+/// Who greets.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Caller {
+    /// A disk, which names the pool that it is read through.
+    Disk,
+    /// A swap disk, which names its guest.
+    Swap,
 }
 
-/// Reads a greeting, and answers it by what `find` says of the pool's name.
+/// Reads a greeting, and answers it by what `find` says of the name in it; that is
+/// returned. Who is refused is told why.
 ///
 /// # Errors
 /// The connection's; or it is no greeting.
-pub fn greet(
+pub fn greet<T>(
     stream: &mut (impl Read + Write),
-    find: impl FnOnce(&str) -> Result<Arc<Pool>, String>,
-) -> io::Result<Greeting> {
+    find: impl FnOnce(Caller, &str) -> Result<T, String>,
+) -> io::Result<Result<T, String>> {
     let mut magic = talk::MAGIC;
     stream.read_exact(&mut magic)?;
     let nonsense = || io::Error::new(io::ErrorKind::InvalidData, "this is no greeting");
-    if magic != talk::MAGIC {
-        return Err(nonsense());
-    }
+    let caller = match magic {
+        talk::MAGIC => Caller::Disk,
+        talk::SWAP_MAGIC => Caller::Swap,
+        _ => return Err(nonsense()),
+    };
     let mut length = [0; 4];
     stream.read_exact(&mut length)?;
     let length = u32::from_le_bytes(length) as usize;
@@ -41,17 +43,33 @@ pub fn greet(
     let mut name = vec![0; length];
     stream.read_exact(&mut name)?;
     let name = String::from_utf8(name).map_err(|_| nonsense())?;
-    let (refused, mut text) = match find(&name) {
-        Ok(pool) => (Greeting::Pool(pool), String::new()),
-        Err(why) => (Greeting::Refused(why.clone()), why),
-    };
+    let found = find(caller, &name);
+    let mut text = found.as_ref().err().cloned().unwrap_or_default();
     let end = (0..=talk::MAX_TEXT_BYTES).rev().find(|&end| text.is_char_boundary(end));
     text.truncate(end.unwrap_or_default());
-    let mut answer = u32::from(matches!(refused, Greeting::Refused(_))).to_le_bytes().to_vec();
+    let mut answer = u32::from(found.is_err()).to_le_bytes().to_vec();
     answer.extend((text.len() as u32).to_le_bytes());
     answer.extend(text.as_bytes());
     stream.write_all(&answer)?;
-    Ok(refused)
+    Ok(found)
+}
+
+/// The caller's end: hears what came of a greeting.
+///
+/// # Errors
+/// The connection's; or it was refused, and why.
+pub(crate) fn hear_answer(stream: &mut impl Read) -> io::Result<()> {
+    let mut number = || {
+        let mut bytes = [0; 4];
+        stream.read_exact(&mut bytes).map(|()| u32::from_le_bytes(bytes))
+    };
+    let (refused, length) = (number()?, number()?);
+    let mut text = vec![0; (length as usize).min(talk::MAX_TEXT_BYTES)];
+    stream.read_exact(&mut text)?;
+    match refused {
+        0 => Ok(()),
+        _ => Err(io::Error::other(String::from_utf8_lossy(&text).into_owned())),
+    }
 }
 
 /// The file that a connection has open.

@@ -1,4 +1,5 @@
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
 use strata_units::PageBuffer;
@@ -22,9 +23,9 @@ fn sent(pool: &Arc<Pool>, bytes: &[u8]) -> io::Result<()> {
     std::thread::scope(|scope| {
         let served = scope.spawn(move || {
             let mut there = there;
-            match greet(&mut there, |_| Ok(Arc::clone(pool)))? {
-                Greeting::Pool(pool) => serve(&mut there, &pool),
-                Greeting::Refused(why) => panic!("{why}"),
+            match greet(&mut there, |_, _| Ok(Arc::clone(pool)))? {
+                Ok(pool) => serve(&mut there, &pool),
+                Err(why) => panic!("{why}"),
             }
         });
         // It may hang up before it has heard all.
@@ -89,7 +90,7 @@ fn daemon(
 }
 
 fn served(pool: &Arc<Pool>, mut stream: UnixStream) {
-    if let Ok(Greeting::Pool(pool)) = greet(&mut stream, |_| Ok(Arc::clone(pool))) {
+    if let Ok(Ok(pool)) = greet(&mut stream, |_, _| Ok(Arc::clone(pool))) {
         let _ = serve(&mut stream, &pool);
     }
 }
@@ -133,7 +134,7 @@ fn nothing_is_got_that_could_not_be_forgotten_or_whose_fate_is_not_known() {
     // The first connection takes one request after the file was opened, and hangs up.
     let (path, _) = daemon("fate", move |number, mut stream| match number {
         0 => {
-            let Ok(Greeting::Pool(pool)) = greet(&mut stream, |_| Ok(Arc::clone(&own))) else {
+            let Ok(Ok(pool)) = greet(&mut stream, |_, _| Ok(Arc::clone(&own))) else {
                 return;
             };
             let mut some = vec![0; talk::HEADER_BYTES + talk::FILE_ID_BYTES];
@@ -175,4 +176,21 @@ fn nothing_is_got_that_could_not_be_forgotten_or_whose_fate_is_not_known() {
     let mut link = links.link();
     assert_eq!(until(&mut link), talk::WANTED, "it could not be forgotten");
     std::fs::remove_file(path).expect("removed");
+}
+
+#[test]
+fn who_greets_is_known_and_who_is_refused_is_told_why() {
+    let mut whole = talk::swap_greeting("web").expect("a name");
+    let (mut here, mut there) = UnixStream::pair().expect("a pair");
+    here.write_all(&whole).expect("sent");
+    let met = greet(&mut there, |caller, name| {
+        assert_eq!((caller, name), (Caller::Swap, "web"));
+        Err::<(), _>("ä".repeat(talk::MAX_TEXT_BYTES))
+    });
+    assert!(met.expect("a greeting").is_err());
+    let told = hear_answer(&mut here).expect_err("refused").to_string();
+    assert_eq!(told, "ä".repeat(talk::MAX_TEXT_BYTES / 2));
+    whole[7] = b'9';
+    here.write_all(&whole).expect("sent");
+    assert!(greet(&mut there, |_, _| Ok(())).is_err());
 }

@@ -6,7 +6,9 @@ use strata_units::PAGE_SIZE;
 
 /// What a greeting begins with: the version of all this.
 pub const MAGIC: [u8; 8] = *b"STRPOOL1";
-/// Longest name of a pool.
+/// The same of one that names a guest, whose swap disk's figures follow.
+pub const SWAP_MAGIC: [u8; 8] = *b"STRSWAP1";
+/// Longest name of a pool or a guest.
 pub const MAX_NAME_BYTES: usize = 64;
 /// Longest text of a refusal.
 pub const MAX_TEXT_BYTES: usize = 512;
@@ -117,10 +119,20 @@ impl Ask {
 /// A greeting. None: no pool has such a name.
 #[must_use]
 pub fn greeting(name: &str) -> Option<Vec<u8>> {
+    greeting_of(MAGIC, name)
+}
+
+/// A greeting of a guest's swap disk. None: no guest has such a name.
+#[must_use]
+pub fn swap_greeting(guest: &str) -> Option<Vec<u8>> {
+    greeting_of(SWAP_MAGIC, guest)
+}
+
+fn greeting_of(magic: [u8; 8], name: &str) -> Option<Vec<u8>> {
     if name.is_empty() || name.len() > MAX_NAME_BYTES {
         return None;
     }
-    let mut bytes = MAGIC.to_vec();
+    let mut bytes = magic.to_vec();
     bytes.extend((name.len() as u32).to_le_bytes());
     bytes.extend(name.as_bytes());
     Some(bytes)

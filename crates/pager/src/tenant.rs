@@ -160,6 +160,8 @@ pub struct Tenant {
     pub(crate) merged: Mutex<Merged>,
     /// What processes without an agent cost.
     pub(crate) unattended_bytes: AtomicU64,
+    /// What its swap disk costs, in a process that is not the tenant's.
+    pub(crate) swap_bytes: AtomicU64,
     pub(crate) survey: Surveyed,
     pub(crate) waiting: Waiting,
     pub(crate) advisor: Advisor,
@@ -258,6 +260,7 @@ impl Tenant {
             shared: Mutex::default(),
             merged: Mutex::default(),
             unattended_bytes: AtomicU64::new(0),
+            swap_bytes: AtomicU64::new(0),
             survey: Surveyed::default(),
             waiting: Waiting::default(),
             advisor: Advisor::default(),
@@ -294,6 +297,15 @@ impl Tenant {
     #[must_use]
     pub fn budget_bytes(&self) -> u64 {
         self.registry.budget(self.id).load(Ordering::Relaxed)
+    }
+
+    /// Its swap disk costs so much; its keeper looks at it if that has changed much.
+    pub fn set_swap_bytes(&self, bytes: u64) {
+        const MUCH: u64 = 1 << 20;
+        let before = self.swap_bytes.swap(bytes, Ordering::Relaxed);
+        if bytes.abs_diff(before) >= MUCH {
+            self.wake_keeper();
+        }
     }
 
     /// Changes the budget; the keeper follows at once.

@@ -101,8 +101,8 @@ pub use spawn::{
 pub use supervise::{
     Signal, WorkerExit, adopt_fd, adopt_orphans, block_signals, close_fd, close_inherited_fds,
     collect_child, ended_children, forget_collected, is_living_userfaultfd, kill_process,
-    lock_memory, open_fds, raise_descriptor_limit, spawn_sharing_files, status_of_collected,
-    wait_for_signal, wait_worker,
+    lock_memory, open_fds, raise_descriptor_limit, spawn_sharing_files, spawn_with_own_files,
+    status_of_collected, wait_for_signal, wait_worker,
 };
 pub use tcp_diag::abort_connection;
 pub use uffd::{

@@ -150,6 +150,28 @@ impl SharedMemory {
         size_and_allocated(self.as_fd()).map(|(_, allocated)| allocated)
     }
 
+    /// The first range at or behind `offset` that somebody has written to, whole pages;
+    /// none: there is none.
+    ///
+    /// # Errors
+    /// What `lseek` says.
+    pub fn written(&self, offset: u64) -> io::Result<Option<std::ops::Range<u64>>> {
+        if offset >= self.len_bytes {
+            return Ok(None);
+        }
+        let seek = |offset: u64, whence: i32| {
+            // SAFETY: a system call on our descriptor without pointers; nobody uses its
+            // position.
+            let at = unsafe { libc::lseek(self.descriptor.as_raw_fd(), offset as i64, whence) };
+            u64::try_from(at).map_err(|_| io::Error::last_os_error())
+        };
+        let start = match seek(offset, libc::SEEK_DATA) {
+            Err(error) if error.raw_os_error() == Some(libc::ENXIO) => return Ok(None),
+            other => other?,
+        };
+        Ok(Some(start..seek(start, libc::SEEK_HOLE)?))
+    }
+
     /// Copies bytes out. Reading a hole may allocate its pages.
     ///
     /// # Panics
@@ -411,6 +433,21 @@ mod tests {
                 assert_eq!(part, pattern[..len]);
             }
         }
+    }
+
+    #[test]
+    fn what_was_written_is_found() {
+        let memory = memory();
+        assert_eq!(memory.written(0).expect("lseek"), None);
+        memory.write(100 << 20, &[1; 8192]);
+        memory.write(200 << 20, &[1]);
+        let first = memory.written(5000).expect("lseek").expect("a range");
+        // Huge pages make it longer.
+        assert!(first.contains(&(100 << 20)) && first.end >= (100 << 20) + 8192, "{first:?}");
+        let second = memory.written(first.end).expect("lseek").expect("a range");
+        assert!(second.contains(&(200 << 20)), "{second:?}");
+        assert_eq!(memory.written(second.end).expect("lseek"), None);
+        assert_eq!(memory.written(1 << 30).expect("lseek"), None);
     }
 
     #[test]

@@ -96,15 +96,27 @@ pub fn lock_memory() -> io::Result<()> {
 /// The caller must be single-threaded (asserted): the child starts with a copy
 /// of this thread's view of every lock.
 pub fn spawn_sharing_files(work: impl FnOnce() -> i32) -> io::Result<u32> {
+    spawn(libc::CLONE_FILES, work)
+}
+
+/// Makes a child that runs `work` and has descriptors of its own: what it opens is closed
+/// when it dies. Returns the child's pid.
+///
+/// The caller must be single-threaded (asserted), as for [`spawn_sharing_files`].
+pub fn spawn_with_own_files(work: impl FnOnce() -> i32) -> io::Result<u32> {
+    spawn(0, work)
+}
+
+fn spawn(shared: libc::c_int, work: impl FnOnce() -> i32) -> io::Result<u32> {
     let threads = std::fs::read_dir("/proc/self/task")?.count();
     assert_eq!(threads, 1, "a worker is made only from a single-threaded supervisor");
-    // SAFETY: as fork(2), but with the descriptor table shared: without
+    // SAFETY: as fork(2), but perhaps with the descriptor table shared: without
     // CLONE_VM the child has its own copy of all memory, with a null stack it
     // goes on on its copy of this one, and no other thread holds a lock.
     let pid = unsafe {
         libc::syscall(
             libc::SYS_clone,
-            (libc::CLONE_FILES | libc::SIGCHLD) as libc::c_ulong,
+            (shared | libc::SIGCHLD) as libc::c_ulong,
             std::ptr::null::<u8>(),
             std::ptr::null::<i32>(),
             std::ptr::null::<i32>(),

@@ -29,7 +29,7 @@ pub use described::{Described, described};
 pub use diff::unified;
 pub use domain::{Domain, DomainWish, amend};
 pub use line::{MONITOR_SOCKET_NAME, Plan, Wish, plan};
-pub use pool_disks::{Format, PoolDisk, socket_name};
+pub use pool_disks::{Format, PoolDisk, SWAP_SOCKET_NAME, socket_name};
 pub use qmp::{Monitor, QmpError};
 pub use refusals::Refusal;
 pub use version::{OLDEST, Version};

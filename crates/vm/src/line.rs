@@ -100,6 +100,8 @@ pub struct Plan {
     pub notes: Vec<String>,
     /// Disks that are read through pools, beside those of the command line.
     pub disks: Vec<PoolDisk>,
+    /// It has a swap disk of Strata's.
+    pub swap: bool,
     items: Vec<Item>,
     /// Those of its RAM, of `items`.
     ram: Vec<usize>,
@@ -142,6 +144,7 @@ pub fn plan(words: &[OsString], wish: &Wish<'_>) -> Result<Plan, Refusal> {
         balloon: None,
         notes: Vec::new(),
         disks: Vec::new(),
+        swap: false,
         items: line.items,
         ram,
         completed: None,
@@ -214,6 +217,9 @@ impl Plan {
         added.push(["-mon".to_owned(), format!("chardev={MONITOR_ID},mode=control")]);
         added.extend(self.added.iter().cloned());
         added.extend(pool_disks::words(&self.disks, &self.machine, directory)?);
+        if self.swap {
+            added.extend(pool_disks::swap_words(&self.machine, directory)?);
+        }
         Ok(added)
     }
 

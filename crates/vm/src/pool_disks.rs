@@ -1,5 +1,6 @@
-//! Disks that are read through a pool: what `--disk` says, and QEMU's words for it. QEMU
-//! talks to each over NBD, at a socket in the guest's directory.
+//! Disks that are read through a pool: what `--disk` says, and QEMU's words for it; and the
+//! swap disk that `--swap` asks for. QEMU talks to each over NBD, at a socket in the guest's
+//! directory.
 
 use std::path::Path;
 
@@ -122,20 +123,10 @@ impl PoolDisk {
         directory: &Path,
     ) -> Result<Vec<[String; 2]>, Refusal> {
         let node = format!("strata-disk{index}");
-        let socket = path_in(directory, &socket_name(index))?;
-        if socket.len() > MAX_SOCKET_PATH_BYTES {
-            let why = format!("the disk's socket {socket} would have too long a path");
-            return Err(Refusal::new(why, "give the guest a shorter name"));
-        }
-        let (socket, read_only) = (escaped(&socket), self.image_is_read_only());
-        let rights = if read_only { "read-only=on" } else { "discard=unmap" };
-        let mut words = vec![[
-            "-blockdev".to_owned(),
-            format!(
-                "driver=nbd,node-name={node}-image,server.type=unix,server.path={socket},reconnect-delay={RECONNECT_SECONDS},{rights}"
-            ),
-        ]];
-        let mut top = format!("{node}-image");
+        let rights = if self.image_is_read_only() { "read-only=on" } else { "discard=unmap" };
+        let image = format!("{node}-image");
+        let mut words = vec![client(&image, &socket_name(index), directory, rights)?];
+        let mut top = image;
         if self.format == Format::Qcow2 {
             let base = format!("driver=qcow2,node-name={node}-base,file={top},read-only=on");
             words.push(["-blockdev".to_owned(), base]);
@@ -149,10 +140,55 @@ impl PoolDisk {
             words.push(["-blockdev".to_owned(), above]);
             top = node.clone();
         }
-        let driver = if machine == "microvm" { "virtio-blk-device" } else { "virtio-blk-pci" };
-        words.push(["-device".to_owned(), format!("{driver},id={node}-device,drive={top}")]);
+        words.push(device(machine, &node, &top, ""));
         Ok(words)
     }
+}
+
+/// QEMU as the client of whoever serves a disk.
+fn client(
+    node: &str,
+    socket: &str,
+    directory: &Path,
+    rights: &str,
+) -> Result<[String; 2], Refusal> {
+    let socket = path_in(directory, socket)?;
+    if socket.len() > MAX_SOCKET_PATH_BYTES {
+        let why = format!("the disk's socket {socket} would have too long a path");
+        return Err(Refusal::new(why, "give the guest a shorter name"));
+    }
+    let socket = escaped(&socket);
+    let value = format!(
+        "driver=nbd,node-name={node},server.type=unix,server.path={socket},reconnect-delay={RECONNECT_SECONDS},{rights}"
+    );
+    Ok(["-blockdev".to_owned(), value])
+}
+
+fn device(machine: &str, node: &str, top: &str, more: &str) -> [String; 2] {
+    let driver = if machine == "microvm" { "virtio-blk-device" } else { "virtio-blk-pci" };
+    ["-device".to_owned(), format!("{driver},id={node}-device,drive={top}{more}")]
+}
+
+/// What the socket of a guest's swap disk is called, in the guest's directory.
+pub const SWAP_SOCKET_NAME: &str = "swap.sock";
+/// What the guest knows its swap disk by: /dev/disk/by-id/virtio-strata-swap.
+const SWAP_NAME: &str = "strata-swap";
+
+/// QEMU's words for a swap disk.
+pub(crate) fn swap_words(machine: &str, directory: &Path) -> Result<Vec<[String; 2]>, Refusal> {
+    if without_virtio(machine) {
+        let why = format!("a machine of the kind {machine} has no virtio disks");
+        return Err(Refusal::new(why, "use another machine, or none of --swap"));
+    }
+    let more = format!(",serial={SWAP_NAME},logical_block_size=4096,physical_block_size=4096");
+    Ok(vec![
+        client(SWAP_NAME, SWAP_SOCKET_NAME, directory, "discard=unmap")?,
+        device(machine, SWAP_NAME, SWAP_NAME, &more),
+    ])
+}
+
+fn without_virtio(machine: &str) -> bool {
+    ["isapc", "none"].contains(&machine)
 }
 
 /// What the socket of the disk of that number is called, in the guest's directory.
@@ -171,7 +207,7 @@ pub(crate) fn words(
         let why = format!("a guest has at most {MAX_DISKS} disks that are read through pools");
         return Err(Refusal::new(why, "give it some with -drive"));
     }
-    if !disks.is_empty() && ["isapc", "none"].contains(&machine) {
+    if !disks.is_empty() && without_virtio(machine) {
         let why = format!("a machine of the kind {machine} has no virtio disks");
         return Err(Refusal::new(why, "use another machine, or -drive"));
     }
@@ -214,6 +250,13 @@ mod tests {
                 .contains("drive=strata-disk0-base")
         );
         assert_eq!(parse("a,,b,cache=p").expect("a disk").image, "a,b");
+        let swap = swap_words("q35", Path::new("/run/s/guests/0.g")).expect("words");
+        assert_eq!(
+            swap.concat().join(" "),
+            "-blockdev driver=nbd,node-name=strata-swap,server.type=unix,server.path=/run/s/guests/0.g/swap.sock,reconnect-delay=60,discard=unmap -device virtio-blk-pci,id=strata-swap-device,drive=strata-swap,serial=strata-swap,logical_block_size=4096,physical_block_size=4096"
+        );
+        assert!(swap_words("none", Path::new("/d")).is_err());
+        assert!(swap_words("q35", Path::new(&"/d".repeat(60))).is_err());
     }
 
     #[test]

@@ -112,6 +112,9 @@ pub(crate) struct VmRunArguments {
     /// A disk that is read through a pool: IMAGE,cache=POOL[,format=…][,overlay=FILE]
     #[arg(long, value_name = "DISK")]
     pub(crate) disk: Vec<String>,
+    /// A swap disk of that size, in memory: compressed, and equal pages once
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
+    pub(crate) swap: Option<ByteSize>,
     /// Print the command line that would be executed, and start nothing
     #[arg(long)]
     pub(crate) print: bool,

@@ -142,6 +142,7 @@ pub(crate) fn stats(name: &str) -> Stats {
         unattended_processes: 0,
         unattended: vec![],
         shared_bytes: 0,
+        swap_bytes: 0,
         stored_bytes: 0,
         kept_bytes: 0,
         compressed_bytes: 0,

@@ -1,5 +1,6 @@
-//! The pools' socket: who comes in, and how many. Each connection is a disk's, stays as
-//! long as the disk does, and has a thread; what is said there is in `strata-guest`.
+//! The pools' socket: who comes in, and how many. Each connection is a disk's or a swap
+//! disk's, stays as long as that does, and has a thread; what is said there is in
+//! `strata-guest`.
 
 use std::io;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -9,11 +10,12 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use strata_api::POOL_SOCKET_NAME;
-use strata_guest::{Greeting, greet, serve};
+use strata_guest::{Caller, Pool, greet, hear_reports, serve};
 use strata_sys::peer::peer_of;
 use strata_sys::{Priority, log};
 
 use super::Pools;
+use super::swaps::Here;
 use crate::admission::{Gate, Place, Room};
 use crate::control;
 use crate::logbook;
@@ -92,31 +94,37 @@ impl Drop for Counted {
     }
 }
 
+/// Whom a greeting has led to.
+enum Met {
+    Pool(Arc<Pool>, Counted),
+    Swap(Here),
+}
+
 fn converse(place: Place, mut stream: UnixStream, pools: &Pools, uid: u32) -> io::Result<()> {
     let _place = place;
     stream.set_read_timeout(Some(PATIENCE))?;
     stream.set_write_timeout(Some(PATIENCE))?;
-    let mut counted = None;
-    let greeting = greet(&mut stream, |name| {
-        let (pool, connections) = pools.of(uid, name)?;
-        connections.fetch_add(1, Relaxed);
-        counted = Some(Counted(connections));
-        Ok(pool)
-    });
-    match greeting {
-        Ok(Greeting::Pool(pool)) => {
-            // A guest may read nothing for days.
-            stream.set_read_timeout(None)?;
-            match serve(&mut stream, &pool) {
-                // A disk that ended or was ended.
-                Err(error) if is_gone(&error) => Ok(()),
-                other => other,
-            }
+    let met = greet(&mut stream, |caller, name| match caller {
+        Caller::Disk => {
+            let (pool, connections) = pools.of(uid, name)?;
+            connections.fetch_add(1, Relaxed);
+            Ok(Met::Pool(pool, Counted(connections)))
         }
-        Ok(Greeting::Refused(_)) => Ok(()),
-        // Looking whether anyone listens is no offence.
+        Caller::Swap => pools.swaps.meet(uid, name).map(Met::Swap),
+    });
+    let ended = met.and_then(|met| {
+        // A guest may read nothing for days.
+        stream.set_read_timeout(None)?;
+        match met {
+            Ok(Met::Pool(pool, _counted)) => serve(&mut stream, &pool),
+            Ok(Met::Swap(swap)) => hear_reports(&mut stream, |figures| swap.hear(figures)),
+            Err(_) => Ok(()),
+        }
+    });
+    match ended {
+        // A disk that ended or was ended. Looking whether anyone listens is no offence.
         Err(error) if is_gone(&error) => Ok(()),
-        Err(error) => Err(error),
+        other => other,
     }
 }
 

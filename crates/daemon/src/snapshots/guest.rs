@@ -97,7 +97,7 @@ impl Snapshots {
         tell: Tell<'_>,
     ) -> Result<(Freeze, Numbers), String> {
         let launch = spec.launch.as_ref().ok_or(
-            "how it was started is not known as text, or a disk of it is read through a pool",
+            "how it was started is not known as text, a disk of it is read through a pool, or it has a swap disk (--swap)",
         )?;
         let words: Vec<_> = launch.command.iter().skip(1).map(Into::into).collect();
         let _alone = self.guests.alone(tenant)?;

@@ -2,12 +2,18 @@
 //! daemon's, with the rights of whoever starts it. `strata vm run --disk` does.
 //!
 //!     strata-export --image PATH [--read-only] [--pool NAME --pool-socket PATH]
+//!     strata-export --swap BYTES --guest NAME --pool-socket PATH
+//!
+//! The second is a guest's swap disk, which is in its own memory ([`swap`]).
 //!
 //! It opens and locks the image, says `ready BYTES` on standard output, perhaps after a
 //! `note` or two, or else why it cannot, and reads from standard input, on one line, the path of the socket that it is to make; then it says
 //! `serving`. It ends when standard input does: whoever holds the other end, QEMU in the
 //! end, has ended then. Signals of the terminal do not reach it.
 #![forbid(unsafe_code)]
+
+#[path = "export/swap.rs"]
+mod swap;
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{BufRead, Read, Write};
@@ -19,9 +25,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use strata_guest::{Disk, Export, Links};
+use strata_guest::{Disk, Export, LEAST_SWAP_BYTES, Links, MOST_SWAP_BYTES};
 use strata_sys::peer::peer_of;
 use strata_sys::{ImageFile, own_session_now};
+use strata_units::PAGE_SIZE;
 
 /// Lines that it says at most about what went wrong.
 const MAX_LINES: u32 = 200;
@@ -29,33 +36,51 @@ const MAX_LINES: u32 = 200;
 const MAX_PATH_BYTES: u64 = 4096;
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
-struct Wish {
-    image: PathBuf,
-    read_only: bool,
-    pool: Option<(String, PathBuf)>,
+enum Wish {
+    Image { path: PathBuf, read_only: bool, pool: Option<(String, PathBuf)> },
+    Swap(swap::Wish),
 }
 
 fn wish() -> Result<Wish, String> {
     let mut words = std::env::args_os().skip(1);
     let (mut image, mut read_only, mut pool, mut socket) = (None, false, None, None);
+    let (mut size, mut guest) = (None, None);
     while let Some(word) = words.next() {
         let mut value = || words.next().ok_or_else(|| format!("{} has no value", word.display()));
+        let text = |value: std::ffi::OsString| {
+            value.into_string().map_err(|value| format!("{} is no text", value.display()))
+        };
         match word.to_str() {
             Some("--image") => image = Some(value()?.into()),
             Some("--read-only") => read_only = true,
-            Some("--pool") => {
-                let name = value()?.into_string();
-                pool = Some(name.map_err(|_| "the pool's name is no text")?);
-            }
+            Some("--pool") => pool = Some(text(value()?)?),
             Some("--pool-socket") => socket = Some(value()?.into()),
+            Some("--swap") => size = Some(text(value()?)?),
+            Some("--guest") => guest = Some(text(value()?)?),
             _ => return Err(format!("{} is not known; see docs/pools.md", word.display())),
         }
     }
-    let image = image.ok_or("--image is missing; strata vm run --disk starts this program")?;
-    match (pool, socket) {
-        (Some(pool), Some(socket)) => Ok(Wish { image, read_only, pool: Some((pool, socket)) }),
-        (None, None) => Ok(Wish { image, read_only, pool: None }),
-        _ => Err("--pool and --pool-socket belong together".to_owned()),
+    match (image, size) {
+        (Some(path), None) => {
+            let pool = match (pool, socket) {
+                (Some(pool), Some(socket)) => Some((pool, socket)),
+                (None, None) => None,
+                _ => return Err("--pool and --pool-socket belong together".to_owned()),
+            };
+            Ok(Wish::Image { path, read_only, pool })
+        }
+        (None, Some(size)) => {
+            let (Some(guest), Some(pool_socket), None) = (guest, socket, pool) else {
+                return Err("--swap goes with --guest and --pool-socket".to_owned());
+            };
+            let whole = |size: &u64| size.is_multiple_of(PAGE_SIZE as u64);
+            let size_bytes = size.parse().ok().filter(whole);
+            let size_bytes = size_bytes
+                .filter(|size| (LEAST_SWAP_BYTES..=MOST_SWAP_BYTES).contains(size))
+                .ok_or_else(|| format!("a swap disk cannot have {size} bytes"))?;
+            Ok(Wish::Swap(swap::Wish { size_bytes, guest, pool_socket }))
+        }
+        _ => Err("give --image or --swap; strata vm run starts this program".to_owned()),
     }
 }
 
@@ -72,10 +97,37 @@ fn main() -> ExitCode {
 
 fn run() -> Result<(), String> {
     own_session_now();
-    let Wish { image: path, read_only, pool } = wish()?;
-    let image = ImageFile::open(&path, !read_only)
-        .map_err(|error| format!("{} cannot be opened: {error}", path.display()))?;
     let log = Arc::new(Log::default());
+    match wish()? {
+        Wish::Image { path, read_only, pool } => {
+            let (export, size) = opened(&path, read_only, pool, &log)?;
+            say(&format!("ready {size}"))?;
+            let Some(listener) = listener(&log)? else { return Ok(()) };
+            serve(&export, listener, &log);
+            say("serving")?;
+            // Whoever holds the other end says nothing more.
+            let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
+            Ok(())
+        }
+        Wish::Swap(wish) => {
+            let files = swap::create(&wish)?;
+            say(&format!("ready {}", wish.size_bytes))?;
+            let Some(listener) = listener(&log)? else { return Ok(()) };
+            say("serving")?;
+            swap::keep(&wish, &files, &listener, &log)
+        }
+    }
+}
+
+/// An image, opened and locked, and its size.
+fn opened(
+    path: &Path,
+    read_only: bool,
+    pool: Option<(String, PathBuf)>,
+    log: &Arc<Log>,
+) -> Result<(Arc<Export>, u64), String> {
+    let image = ImageFile::open(path, !read_only)
+        .map_err(|error| format!("{} cannot be opened: {error}", path.display()))?;
     if !image.is_direct() {
         log.say(&format!(
             "{} is on a file system without O_DIRECT: the machine's page cache holds a second copy",
@@ -95,14 +147,18 @@ fn run() -> Result<(), String> {
         }
     };
     let size = image.size_bytes();
-    let complain = Arc::clone(&log);
+    let complain = Arc::clone(log);
     let disk = Disk::new(Box::new(image), read_only);
-    let export = Arc::new(Export::new(disk, links, Box::new(move |text| complain.say(text))));
-    say(&format!("ready {size}"))?;
+    let export = Export::new(disk, links, Box::new(move |text| complain.say(text)));
+    Ok((Arc::new(export), size))
+}
+
+/// The socket that standard input names; none: it has ended.
+fn listener(log: &Log) -> Result<Option<UnixListener>, String> {
     let mut line = String::new();
     let read = std::io::stdin().lock().take(MAX_PATH_BYTES).read_line(&mut line);
     let socket = match read {
-        Ok(0) => return Ok(()),
+        Ok(0) => return Ok(None),
         Ok(_) if line.ends_with('\n') => PathBuf::from(line.trim_end_matches('\n')),
         _ => return Err("no path of a socket".to_owned()),
     };
@@ -110,11 +166,7 @@ fn run() -> Result<(), String> {
     let listener = UnixListener::bind(&socket)
         .map_err(|error| format!("{} cannot be made: {error}", socket.display()))?;
     log.to(&socket.with_extension("log"));
-    serve(&export, listener, &log);
-    say("serving")?;
-    // Whoever holds the other end says nothing more.
-    let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
-    Ok(())
+    Ok(Some(listener))
 }
 
 fn say(text: &str) -> Result<(), String> {

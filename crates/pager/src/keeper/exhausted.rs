@@ -39,12 +39,19 @@ impl Excess {
         let merged_bytes = usage.merged_cost_bytes();
         let largest =
             usage.shared_bytes.max(self.unmanaged_bytes).max(self.stored_bytes).max(merged_bytes);
+        let largest = largest.max(usage.swap_bytes);
         let is_cause = |bytes: u64| bytes >= part && bytes == largest;
         let (why, todo) = if is_cause(usage.shared_bytes) {
             let shared = ByteSize(usage.shared_bytes);
             (
                 format!("{shared} of it are shared memory, which is not managed"),
                 format!("raise the budget to {enough}, or have the program use less shared memory"),
+            )
+        } else if is_cause(usage.swap_bytes) {
+            let swap = ByteSize(usage.swap_bytes);
+            (
+                format!("{swap} of it are what the guest has swapped out"),
+                format!("raise the budget to {enough}, or give the guest more memory"),
             )
         } else if is_cause(self.unmanaged_bytes) {
             let unmanaged = ByteSize(self.unmanaged_bytes);
@@ -96,7 +103,7 @@ impl Keeper<'_> {
         let store: StoreStats = tenant.store_stats();
         let (resident_pages, _) = tenant.pages();
         // Shared memory that takes nearly all: the rest is kept within what is left.
-        let by_shared = usage.shared_bytes > usage.counted_shared_bytes;
+        let by_shared = usage.fixed_bytes() > usage.counted_shared_bytes;
         let text = (exhausted || by_shared).then(|| {
             let over = usage.real_bytes().saturating_sub(budget_bytes);
             let excess = Excess {
@@ -150,6 +157,10 @@ mod tests {
             text.contains("raise the budget to 700.0 MiB, or") && !text.contains("file tier"),
             "{text}"
         );
+        let mut swapped = excess();
+        swapped.usage.swap_bytes = 400 * MIB;
+        let text = swapped.text();
+        assert!(text.contains("400.0 MiB of it are what the guest has swapped out"), "{text}");
         // Less of it is shared than cannot be managed.
         let mut both = Excess { unmanaged_bytes: 280 * MIB, ..excess() };
         both.usage.shared_bytes = 100 * MIB;

@@ -230,7 +230,7 @@ impl Keeper<'_> {
         }
         // These can grow where nobody reads of it while it rests.
         let elsewhere = tenant.unattended_bytes.load(Ordering::Relaxed) > 0
-            || lock(&tenant.usage).shared_bytes > 0;
+            || lock(&tenant.usage).fixed_bytes() > 0;
         match elsewhere || tenant.under_pressure.load(Ordering::Relaxed) {
             true => LONGEST,
             false => LONGEST * (1 << self.rests.min(DOUBLED)),

@@ -28,7 +28,9 @@ pub struct Usage {
     pub merged_saved_bytes: u64,
     /// Shared memory and memory files that its processes made: never managed.
     pub shared_bytes: u64,
-    /// Part of it that the budget is compared with. What cannot leave DRAM must not
+    /// What its swap disk costs, which is not in its processes.
+    pub swap_bytes: u64,
+    /// Part of both that the budget is compared with. What cannot leave DRAM must not
     /// drive out everything else: that keeps an eighth.
     pub counted_shared_bytes: u64,
     /// What stored pages cost in DRAM (staged ones included).
@@ -64,10 +66,16 @@ impl Usage {
         self.merged_bytes.saturating_sub(self.merged_saved_bytes)
     }
 
-    /// All of it, shared memory in full.
+    /// What is never managed: shared memory, and a swap disk.
+    #[must_use]
+    pub const fn fixed_bytes(&self) -> u64 {
+        self.shared_bytes + self.swap_bytes
+    }
+
+    /// All of it, what is never managed in full.
     #[must_use]
     pub const fn real_bytes(&self) -> u64 {
-        self.total_bytes() + self.shared_bytes - self.counted_shared_bytes
+        self.total_bytes() + self.fixed_bytes() - self.counted_shared_bytes
     }
 }
 
@@ -88,12 +96,12 @@ fn cgroup_memory(directory: &str) -> Option<(u64, u64)> {
     Some((anonymous, shared))
 }
 
-/// What part of a budget shared memory may take from the rest: all but this.
+/// What part of a budget that which is never managed may take from the rest: all but this.
 const PRIVATE_PART: u64 = 8;
 
 /// See [`Usage::counted_shared_bytes`].
-fn counted(shared_bytes: u64, budget_bytes: u64) -> u64 {
-    shared_bytes.min(budget_bytes - budget_bytes / PRIVATE_PART)
+fn counted(fixed_bytes: u64, budget_bytes: u64) -> u64 {
+    fixed_bytes.min(budget_bytes - budget_bytes / PRIVATE_PART)
 }
 
 /// Shared memory as it was when somebody looked last.
@@ -176,6 +184,7 @@ pub(crate) fn measure(tenant: &Tenant, policy_bytes: u64) -> Usage {
         }
     };
     let shared_bytes = if spaces.is_empty() { 0 } else { shared_memory(tenant) };
+    let swap_bytes = if spaces.is_empty() { 0 } else { tenant.swap_bytes.load(Ordering::Relaxed) };
     let node_bytes = (tenant.node_pages() * PAGE_SIZE as u64).min(anonymous_bytes);
     let store = tenant.store_stats();
     let copied_bytes: u64 = spaces.iter().map(|space| space.copied_bytes()).sum();
@@ -185,7 +194,8 @@ pub(crate) fn measure(tenant: &Tenant, policy_bytes: u64) -> Usage {
         merged_bytes: merged.bytes,
         merged_saved_bytes: merged.saved_bytes,
         shared_bytes,
-        counted_shared_bytes: counted(shared_bytes, tenant.budget_bytes()),
+        swap_bytes,
+        counted_shared_bytes: counted(shared_bytes + swap_bytes, tenant.budget_bytes()),
         stored_bytes: store.dram_bytes + copied_bytes,
         staged_bytes: store.staged_bytes + copied_bytes,
         metadata_bytes: tenant.leaf_count() * crate::map::page_map::LEAF_BYTES
@@ -204,7 +214,8 @@ mod tests {
         assert_eq!(counted(900, 800), 700);
         let usage = Usage {
             anonymous_bytes: 50,
-            shared_bytes: 900,
+            shared_bytes: 600,
+            swap_bytes: 300,
             counted_shared_bytes: counted(900, 800),
             ..Usage::default()
         };

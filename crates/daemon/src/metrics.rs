@@ -1,11 +1,14 @@
 //! Metrics for Prometheus: the text of the statistics. What gives it to whoever asks is in
 //! [`server`].
 
+mod pools;
 mod server;
 
 use std::fmt::Write as _;
 
-use strata_api::{AdviceState, GuestStats, NEEDED_FOR, Pressure, Stats, TierStats, UnmanagedBy};
+use strata_api::{
+    AdviceState, GuestStats, NEEDED_FOR, PoolStats, Pressure, Stats, TierStats, UnmanagedBy,
+};
 
 pub(crate) use server::serve;
 
@@ -72,10 +75,19 @@ fn who(stats: &Stats) -> String {
     format!("tenant=\"{}\",user=\"{}\"", label(&stats.name), stats.uid)
 }
 
-/// The text format of `tenants`, version 0.0.4.
-pub(crate) fn render(tenants: &[Stats]) -> String {
+/// What there is to tell.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub(crate) struct Seen {
+    pub(crate) tenants: Vec<Stats>,
+    pub(crate) pools: Vec<PoolStats>,
+}
+
+/// Its text format, version 0.0.4.
+pub(crate) fn render(seen: &Seen) -> String {
     let mut out = String::new();
-    write_metrics(&mut out, tenants).expect("writing to a string does not fail");
+    write_metrics(&mut out, &seen.tenants)
+        .and_then(|()| pools::write_pools(&mut out, &seen.pools))
+        .expect("writing to a string does not fail");
     out
 }
 
@@ -365,10 +377,14 @@ mod tests {
         }
     }
 
+    fn of_tenants<const N: usize>(tenants: [Stats; N]) -> Seen {
+        Seen { tenants: tenants.to_vec(), pools: vec![] }
+    }
+
     #[test]
     fn every_number_of_stats_is_a_metric_with_its_value() {
         let stats = stats("db");
-        let text = render(std::slice::from_ref(&stats));
+        let text = render(&of_tenants([stats.clone()]));
         let json = serde_json::to_value(&stats).expect("serialise");
         let mut numbers = 0;
         for (key, value) in json.as_object().expect("an object") {
@@ -423,7 +439,8 @@ mod tests {
 
     #[test]
     fn each_metric_has_one_head_before_its_samples() {
-        let text = render(&[stats("a"), stats("b")]);
+        let pools = vec![PoolStats::default(), PoolStats::default()];
+        let text = render(&Seen { pools, ..of_tenants([stats("a"), stats("b")]) });
         let mut declared = Vec::new();
         for line in text.lines() {
             if let Some(rest) = line.strip_prefix("# TYPE ") {

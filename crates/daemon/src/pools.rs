@@ -232,6 +232,11 @@ impl Pools {
         caches.chain(self.swaps.list(uid)).collect()
     }
 
+    /// All users'.
+    pub(crate) fn of_all(&self) -> Vec<PoolStats> {
+        self.all(0)
+    }
+
     /// Adds what is known of a guest's swap disk to what is known of the guest.
     pub(crate) fn add(&self, stats: &mut Stats) {
         self.swaps.add(stats);

@@ -106,12 +106,12 @@ fn start(inheritance: &Inheritance, first: bool) -> anyhow::Result<()> {
     if let Some(address) = inheritance.config.metrics {
         let observed = Arc::clone(&tenants);
         let observe = move || {
-            let mut all = statistics::all(&observed);
-            for stats in &mut all {
+            let mut tenants = statistics::all(&observed);
+            for stats in &mut tenants {
                 guests.add(stats);
                 pools.add(stats);
             }
-            all
+            metrics::Seen { tenants, pools: pools.of_all() }
         };
         if let Err(error) = metrics::serve(address, observe) {
             log(Priority::Warning, format_args!("no metrics at {address}: {error}"));

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use strata_api::AGENT_SOCKET_NAME;
 use strata_vm::{OLDEST, Version, kvm_problem};
 
-use super::machine::{in_path, program_finding};
+use super::machine::{first_line, in_path, program_finding};
 use super::{Files, Finding, Presence};
 use crate::config::{Config, DEFAULT_SOCKET_DIR};
 
@@ -20,6 +20,9 @@ const ABSTRACTION: &str = "/etc/apparmor.d/abstractions/libvirt-qemu";
 const LOCAL: &str = "/etc/apparmor.d/local/abstractions/libvirt-qemu";
 const LIBRARY: &str = "libstrata.so";
 const LIBRARY_DIRECTORY: &str = "/usr/lib/strata";
+/// The program that serves guests' disks.
+const EXPORT: &str = "strata-export";
+const LOST_DISKS: &str = "guests' disks through pools, and their swap disks";
 const LOST: &str = "libvirt's guests as tenants: they run unmanaged";
 
 /// What a guest has to reach.
@@ -49,16 +52,21 @@ impl Needs {
 
 /// The library as it is installed, or would be.
 fn installed() -> PathBuf {
+    beside_us(LIBRARY).unwrap_or_else(|| Path::new(LIBRARY_DIRECTORY).join(LIBRARY))
+}
+
+/// A file that is installed beside this program, or where its library is.
+fn beside_us(name: &str) -> Option<PathBuf> {
     let beside = std::env::current_exe().ok().and_then(|own| Some(own.parent()?.to_owned()));
     let places = beside.iter().flat_map(|place| [place.clone(), place.join("../lib/strata")]);
-    let found = places.map(|place| place.join(LIBRARY)).find(|file| file.is_file());
-    found
-        .and_then(|file| file.canonicalize().ok())
-        .unwrap_or_else(|| Path::new(LIBRARY_DIRECTORY).join(LIBRARY))
+    let found = places.map(|place| place.join(name)).find(|file| file.is_file());
+    found.and_then(|file| file.canonicalize().ok())
 }
 
 pub(super) fn findings(files: &Files, needs: &Needs, path: &OsStr) -> Vec<Finding> {
-    let mut findings = vec![qemu(path), kvm(files), libvirt(files, path)];
+    let mut findings = vec![qemu(path)];
+    findings.extend(nbd(path));
+    findings.extend([export(beside_us(EXPORT)), kvm(files), libvirt(files, path)]);
     findings.extend(app_armor(files, needs));
     findings.extend(selinux(files));
     findings
@@ -74,6 +82,40 @@ fn qemu(path: &OsStr) -> Finding {
         finding.detail += &format!(": too old, {OLDEST} works");
     }
     finding.without("virtual machines as tenants")
+}
+
+/// What QEMU reads those disks by; none: there is no QEMU.
+fn nbd(path: &OsStr) -> Option<Finding> {
+    let program = in_path(&format!("qemu-system-{}", std::env::consts::ARCH), path)?;
+    let words = ["-machine", "none", "-nodefaults", "-drive", "format=help"];
+    Some(nbd_among(first_line(&program, &words)))
+}
+
+/// `formats`: what QEMU lists.
+fn nbd_among(formats: Result<String, String>) -> Finding {
+    const NAME: &str = "NBD in QEMU";
+    match formats {
+        Ok(line) if line.split_ascii_whitespace().any(|format| format == "nbd") => {
+            Finding::new(NAME, Presence::Yes, "it knows the driver")
+        }
+        Ok(_) => Finding::new(NAME, Presence::No, "it is built without the driver"),
+        Err(why) => Finding::new(NAME, Presence::No, why),
+    }
+    .without(LOST_DISKS)
+}
+
+fn export(found: Option<PathBuf>) -> Finding {
+    let found = found.or_else(|| {
+        Some(Path::new(LIBRARY_DIRECTORY).join(EXPORT)).filter(|installed| installed.is_file())
+    });
+    match found {
+        Some(program) => Finding::new(EXPORT, Presence::Yes, program.display().to_string()),
+        None => {
+            let detail = format!("neither beside stratad nor in {LIBRARY_DIRECTORY}");
+            Finding::new(EXPORT, Presence::No, detail)
+        }
+    }
+    .without(LOST_DISKS)
 }
 
 fn kvm(files: &Files) -> Finding {
@@ -156,6 +198,21 @@ mod tests {
         assert_eq!(needs.lines().map(|line| allows(text, &line)), [true, true, false]);
         assert!(!allows("/dev/userfaultfd r,", "/dev/userfaultfd rw,"));
         assert!(!allows("/dev/userfaultfd rw", "/dev/userfaultfd rw,"));
+    }
+
+    #[test]
+    fn what_disks_need_is_found_or_missed() {
+        assert_eq!(nbd(OsStr::new("/nowhere")), None);
+        for (listed, presence) in [
+            (Ok("Supported formats: file nbd raw"), Presence::Yes),
+            (Ok("Supported formats: file nbd-like raw"), Presence::No),
+            (Err("it does not run"), Presence::No),
+        ] {
+            let finding = nbd_among(listed.map(str::to_owned).map_err(str::to_owned));
+            let is_lost = finding.lost == LOST_DISKS;
+            assert_eq!((finding.presence, is_lost), (presence, presence == Presence::No));
+        }
+        assert_eq!(export(Some("/x/strata-export".into())).detail, "/x/strata-export");
     }
 
     #[test]

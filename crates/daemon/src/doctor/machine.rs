@@ -95,7 +95,7 @@ pub(super) fn program_finding(name: &'static str, file: &str, path: &OsStr) -> F
 }
 
 fn version_finding(name: &'static str, program: &Path) -> Finding {
-    match first_line(program) {
+    match first_line(program, &["--version"]) {
         Ok(line) => Finding::new(name, Presence::Yes, line),
         Err(why) => Finding::new(name, Presence::No, format!("{}: {why}", program.display())),
     }
@@ -105,10 +105,10 @@ pub(super) fn in_path(file: &str, path: &OsStr) -> Option<PathBuf> {
     std::env::split_paths(path).map(|place| place.join(file)).find(|candidate| candidate.is_file())
 }
 
-/// First line of what `program --version` prints.
-fn first_line(program: &Path) -> Result<String, String> {
+/// First line of what a program prints that ends at once, as with `--version`.
+pub(super) fn first_line(program: &Path, words: &[&str]) -> Result<String, String> {
     let mut child = Command::new(program)
-        .arg("--version")
+        .args(words)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
@@ -155,6 +155,6 @@ mod tests {
         assert_eq!(finding.presence, Presence::No);
         // `false --version` of coreutils prints; a file that is no program
         // does not even start.
-        first_line(Path::new("/etc/passwd")).expect_err("not executable");
+        first_line(Path::new("/etc/passwd"), &["--version"]).expect_err("not executable");
     }
 }

@@ -6,10 +6,9 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
-use strata_api::Stats;
 use strata_sys::Priority;
 
-use super::render;
+use super::{Seen, render};
 use crate::admission::{Deadline, Room};
 use crate::lobby::{self, House, Rules};
 use crate::logbook;
@@ -29,7 +28,7 @@ const RULES: Rules = Rules {
 /// As if all clients were this user's, who is nobody.
 const WHOEVER: u32 = u32::MAX - 1;
 
-/// Listens on `address` and serves what `tenants` returns, on threads of its
+/// Listens on `address` and serves what `seen` returns, on threads of its
 /// own, until the process ends. Returns the address, with the port that the
 /// kernel chose if it was 0.
 ///
@@ -37,20 +36,20 @@ const WHOEVER: u32 = u32::MAX - 1;
 /// The address cannot be had, or the thread not be made.
 pub(crate) fn serve(
     address: SocketAddr,
-    tenants: impl Fn() -> Vec<Stats> + Send + Sync + 'static,
+    seen: impl Fn() -> Seen + Send + Sync + 'static,
 ) -> io::Result<SocketAddr> {
     let listener = TcpListener::bind(address)?;
     let bound = listener.local_addr()?;
-    lobby::keep("metrics", Server { listener, tenants }, RULES)?;
+    lobby::keep("metrics", Server { listener, seen }, RULES)?;
     Ok(bound)
 }
 
 struct Server<F> {
     listener: TcpListener,
-    tenants: F,
+    seen: F,
 }
 
-impl<F: Fn() -> Vec<Stats> + Send + Sync + 'static> House for Server<F> {
+impl<F: Fn() -> Seen + Send + Sync + 'static> House for Server<F> {
     type Guest = TcpStream;
 
     fn doors(&self) -> Vec<BorrowedFd<'_>> {
@@ -63,7 +62,7 @@ impl<F: Fn() -> Vec<Stats> + Send + Sync + 'static> House for Server<F> {
 
     fn serve(&self, client: TcpStream, _: usize, deadline: Deadline) {
         // Whoever hangs up early harms only themselves.
-        let _ = answer(client, deadline, &self.tenants);
+        let _ = answer(client, deadline, &self.seen);
     }
 
     fn thrown_out(&self, uid: u32, why: &str) {
@@ -72,13 +71,9 @@ impl<F: Fn() -> Vec<Stats> + Send + Sync + 'static> House for Server<F> {
     }
 }
 
-fn answer(
-    mut client: TcpStream,
-    deadline: Deadline,
-    tenants: &dyn Fn() -> Vec<Stats>,
-) -> io::Result<()> {
+fn answer(mut client: TcpStream, deadline: Deadline, seen: &dyn Fn() -> Seen) -> io::Result<()> {
     let head = read_head(&mut client, deadline)?;
-    let (status, kind, body) = respond(&head, tenants);
+    let (status, kind, body) = respond(&head, seen);
     let allow = if status.starts_with("405") { "Allow: GET\r\n" } else { "" };
     let head = format!(
         "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {}\r\n{allow}\
@@ -116,7 +111,7 @@ fn read_head(client: &mut TcpStream, deadline: Deadline) -> io::Result<Vec<u8>> 
 }
 
 /// Status, content type and body.
-fn respond(head: &[u8], tenants: &dyn Fn() -> Vec<Stats>) -> (&'static str, &'static str, String) {
+fn respond(head: &[u8], seen: &dyn Fn() -> Seen) -> (&'static str, &'static str, String) {
     const TEXT: &str = "text/plain; charset=utf-8";
     if head.len() > MAX_REQUEST_BYTES {
         return ("431 Request Header Fields Too Large", TEXT, "request too long\n".into());
@@ -131,7 +126,7 @@ fn respond(head: &[u8], tenants: &dyn Fn() -> Vec<Stats>) -> (&'static str, &'st
     let path = target.unwrap_or_default().split(|byte| *byte == b'?').next().unwrap_or_default();
     match (method.unwrap_or_default(), path) {
         (b"GET", b"/metrics") => {
-            ("200 OK", "text/plain; version=0.0.4; charset=utf-8", render(&tenants()))
+            ("200 OK", "text/plain; version=0.0.4; charset=utf-8", render(&seen()))
         }
         (b"GET", _) => ("404 Not Found", TEXT, "metrics are at /metrics\n".into()),
         _ => ("405 Method Not Allowed", TEXT, "only GET is served\n".into()),
@@ -142,6 +137,10 @@ fn respond(head: &[u8], tenants: &dyn Fn() -> Vec<Stats>) -> (&'static str, &'st
 mod tests {
     use super::*;
     use crate::metrics::tests::stats;
+
+    fn seen() -> Seen {
+        Seen { tenants: vec![stats("db")], pools: vec![] }
+    }
 
     fn request(address: SocketAddr, bytes: &[u8]) -> String {
         let mut client = TcpStream::connect(address).expect("connect");
@@ -157,12 +156,12 @@ mod tests {
     #[test]
     fn the_server_gives_metrics_and_nothing_else() {
         let any: SocketAddr = "127.0.0.1:0".parse().expect("address");
-        let address = serve(any, || vec![stats("db")]).expect("serve");
+        let address = serve(any, seen).expect("serve");
         let answer = request(address, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n");
         let (head, body) = answer.split_once("\r\n\r\n").expect("a head");
         assert!(head.starts_with("HTTP/1.1 200 OK\r\n"), "{head}");
         assert!(head.contains(&format!("Content-Length: {}", body.len())), "{head}");
-        assert_eq!(body, render(&[stats("db")]));
+        assert_eq!(body, render(&seen()));
         // Clients that say nothing hold nobody up.
         let silent: Vec<TcpStream> =
             (0..100).map(|_| TcpStream::connect(address).expect("connect")).collect();
@@ -185,7 +184,7 @@ mod tests {
 
     #[test]
     fn a_request_that_is_too_long_is_refused() {
-        let (status, _, _) = respond(&vec![b'x'; MAX_REQUEST_BYTES + 1], &Vec::new);
+        let (status, _, _) = respond(&vec![b'x'; MAX_REQUEST_BYTES + 1], &Seen::default);
         assert!(status.starts_with("431"));
     }
 }

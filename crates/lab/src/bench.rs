@@ -12,6 +12,7 @@ mod matrix;
 mod merging;
 mod parts;
 mod plot;
+mod pool;
 mod price;
 mod programs;
 mod report;
@@ -69,6 +70,8 @@ pub(crate) enum Part {
     Tiers,
     /// Pages that the kernel merges, with Strata and without
     Ksm,
+    /// Guests' disks in memory beside qemu-nbd
+    Pool,
 }
 
 /// Which parts, how often, how large.
@@ -166,6 +169,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             Part::Snapshots => snapshots::snapshots(&bench, &options.sizes, &mut found),
             Part::Tiers => tiers::tiers(&bench, &mut found),
             Part::Ksm => merging::merging(&bench, &mut found),
+            Part::Pool => pool::pool(&bench, &mut found),
         };
         eprintln!("{}", bench.budget.said());
         results.add(*part, found, outcome);
@@ -229,6 +233,7 @@ impl Part {
             Self::Tiers => {
                 "The file tier: faults beside reads of the device, sweeps beside kernel swap"
             }
+            Self::Pool => "Guests' disks in memory, beside qemu-nbd on a file in a tmpfs",
             Self::Ksm => "KSM: two equal programs at 70 % of their memory, and alone",
             Self::Advise => "The advisor: what it foretells",
             Self::AdvisePrograms => "The advisor: what it foretells of MariaDB and a graph walk",

@@ -146,6 +146,11 @@ impl Strata {
         }
     }
 
+    /// Where disks ask for pages of pools.
+    pub(crate) fn pool_socket(&self) -> PathBuf {
+        self.socket().with_file_name(strata_api::POOL_SOCKET_NAME)
+    }
+
     /// Supervisor, worker and whatever else belongs to the daemon.
     pub(crate) fn pids(&self) -> Vec<u32> {
         process::family(self.daemon.id())

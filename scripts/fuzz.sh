@@ -17,7 +17,7 @@ shift || true
 targets=("$@")
 [ ${#targets[@]} -gt 0 ] ||
     targets=(control agent handshake block archive claims store tier pages registry monitor nbd
-        pool)
+        pool reading)
 
 host=$(rustc -vV | sed -n 's/^host: //p')
 build=$(realpath -m "${CARGO_TARGET_DIR:-target}")/fuzz

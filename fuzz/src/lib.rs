@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 mod agents;
+mod balloons;
 mod guests;
 mod monitor;
 mod recovery;
@@ -22,6 +23,7 @@ use strata_units::wire::{self, AsBytes};
 use strata_units::{HintKind, Hints};
 
 pub use agents::{block, handshake};
+pub use balloons::reading;
 pub use guests::{nbd, pool};
 pub use monitor::monitor;
 pub use recovery::{pages, store, tier};
@@ -31,7 +33,7 @@ pub use snapshots::{archive, claims};
 pub type Target = fn(&[u8]);
 
 /// All of them, by the names of their directories in `corpus/`.
-pub const TARGETS: [(&str, Target); 13] = [
+pub const TARGETS: [(&str, Target); 14] = [
     ("control", control),
     ("agent", agent),
     ("handshake", handshake),
@@ -45,6 +47,7 @@ pub const TARGETS: [(&str, Target); 13] = [
     ("monitor", monitor),
     ("nbd", nbd),
     ("pool", pool),
+    ("reading", reading),
 ];
 
 /// A line on the control socket; what a daemon answers, as the command line reads it.

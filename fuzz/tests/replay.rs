@@ -100,5 +100,5 @@ macro_rules! replayed {
 
 replayed!(
     control, agent, handshake, block, archive, claims, store, tier, pages, registry, monitor, nbd,
-    pool
+    pool, reading
 );

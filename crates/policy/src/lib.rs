@@ -8,6 +8,7 @@
 
 pub mod advice;
 mod allowance;
+pub mod balloon;
 pub mod budget;
 mod clock;
 pub mod curve;

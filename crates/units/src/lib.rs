@@ -10,6 +10,7 @@ mod hints;
 mod ids;
 mod label;
 mod page;
+pub mod reading;
 mod size;
 pub mod wire;
 

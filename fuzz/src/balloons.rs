@@ -1,0 +1,54 @@
+//! What an agent in a guest says of the guest's memory, and what becomes of that.
+
+use strata_policy::balloon::{Past, Seen, Settings, decide};
+use strata_units::reading::{Lines, MAX_READING_BYTES, Reading, asked};
+
+const MIB: u64 = 1 << 20;
+const MEMORY: u64 = 512 * MIB;
+
+/// Lines of an agent's, in pieces of as many bytes as the first one says, a second each. Also
+/// taken for questions, as an agent reads them.
+pub fn reading(data: &[u8]) {
+    let Some((&size, said)) = data.split_first() else { return };
+    let settings = Settings {
+        floor_bytes: 64 * MIB,
+        headroom_bytes: 16 * MIB,
+        headroom_percent: 10,
+        committed_percent: 100,
+        hysteresis_bytes: 4 * MIB,
+        up_bytes: 256 * MIB,
+        down_bytes: 8 * MIB,
+        some_percent: 10,
+        full_percent: 2,
+        swap_in_bytes: MIB,
+        refault_bytes: MIB,
+        low_percent: 50,
+        calm_s: 2,
+        remember_s: 10,
+        stale_s: 5,
+    };
+    let (mut lines, mut past, mut balloon_bytes) = (Lines::default(), Past::default(), MEMORY);
+    for piece in said.chunks(usize::from(size) + 1) {
+        lines.take(piece, &mut |line| {
+            assert!(line.len() <= MAX_READING_BYTES && !line.contains(&b'\n'));
+            let _ = asked(line);
+            let reading = Reading::parse(line);
+            if let Some(reading) = &reading {
+                let again = Reading::parse(reading.to_string().as_bytes());
+                assert_eq!(again.as_ref(), Some(reading), "what was read can be written");
+            }
+            let seen = Seen {
+                memory_bytes: MEMORY,
+                balloon_bytes,
+                had_bytes: balloon_bytes,
+                seconds: 1.0,
+                reading: reading.map(|reading| (reading, 1.0)),
+            };
+            let target = decide(&settings, &mut past, &seen).bytes;
+            assert!((64 * MIB..=MEMORY).contains(&target));
+            assert!(target + 8 * MIB >= balloon_bytes, "faster down than is set");
+            assert!(reading.is_some() || target == MEMORY, "nothing fresh was said");
+            balloon_bytes = target;
+        });
+    }
+}

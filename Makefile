@@ -8,7 +8,7 @@ BENCH_FLAGS ?=
 SOAK_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test lint bench soak steady mutants fuzz guest guest-demo
+.PHONY: help build demo test lint bench soak steady mutants fuzz guest guest-agent guest-demo
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -57,9 +57,13 @@ mutants: ## Break ten lines, one after the other: do the tests notice?
 	@scripts/setup.sh test
 	@tests/mutants.py
 
-fuzz: ## What strangers send, under a coverage-guided fuzzer (SECONDS=60 for each of ten targets)
+fuzz: ## What strangers send, under a coverage-guided fuzzer (SECONDS=60 for each target)
 	@scripts/setup.sh build
 	scripts/fuzz.sh $(or $(SECONDS),60)
+
+guest-agent: ## The agent for the inside of a guest, linked statically
+	@scripts/setup.sh build
+	@scripts/guest-agent.sh
 
 guest: ## Of the tests, only what other kernels show in emulated guests
 	@scripts/setup.sh guest

@@ -259,7 +259,7 @@ fn by_reading(
     };
     let Some(rates) = rates else {
         past.calm_s = 0.0;
-        return Target { bytes: held, why: Why::First };
+        return Target { bytes: seen.memory_bytes, why: Why::First };
     };
     let had = seen.had_bytes.max(has);
     let kept = had.saturating_sub(reading.available_bytes);
@@ -278,6 +278,10 @@ fn by_reading(
         return Target { bytes: seen.memory_bytes, why };
     }
     past.calm_s += seconds;
+    let is_calm = past.calm_s >= f64::from(settings.calm_s);
+    // What was given back may still be on its way.
+    let given = past.target.filter(|_| !is_calm).map_or(0, |target| target.bytes);
+    let held = held.max(given).min(seen.memory_bytes);
     let is_remembered = past.since_pressed_s < f64::from(settings.remember_s);
     let pressed = if is_remembered { past.pressed_bytes.saturating_add(headroom) } else { 0 };
     let floor = settings.floor_of(seen.memory_bytes);
@@ -286,15 +290,15 @@ fn by_reading(
     let most = has.saturating_add(up).clamp(floor, seen.memory_bytes);
     if rates.refault_bytes > 0.0 && rates.refault_bytes >= settings.refault_bytes as f64 {
         past.calm_s = 0.0;
-        return Target { bytes: most, why: Why::Refaults };
+        return Target { bytes: most.max(held), why: Why::Refaults };
     }
     if goal > has && (goal - has >= settings.hysteresis_bytes || has < floor.max(need)) {
-        return Target { bytes: goal.min(most), why: Why::Grows };
+        return Target { bytes: goal.min(most).max(held), why: Why::Grows };
     }
     if has.saturating_sub(goal) < settings.hysteresis_bytes.max(1) {
         return Target { bytes: held, why: Why::Fits };
     }
-    if past.calm_s < f64::from(settings.calm_s) {
+    if !is_calm {
         return Target { bytes: held, why: Why::Waits };
     }
     let down = (settings.down_bytes as f64 * seconds.min(LONGEST_STEP_S)) as u64;

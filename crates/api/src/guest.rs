@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::name_problem;
+use crate::{BalloonStats, SelfBalloon, name_problem};
 
 /// Longest name of a machine, an accelerator or a device.
 const MAX_WORD_BYTES: usize = 256;
@@ -24,6 +24,9 @@ pub struct GuestSpec {
     /// snapshot. Said by the daemon; of whoever starts a guest it takes none.
     #[serde(default)]
     pub disks: Vec<GuestDisk>,
+    /// How its balloon follows what it says of its memory; none: it does not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub self_balloon: Option<SelfBalloon>,
 }
 
 /// A disk that a guest writes to, which came from a snapshot.
@@ -73,6 +76,11 @@ impl GuestSpec {
             Some("a device's id consists of letters, digits, '.', '_' and '-'")
         } else if self.launch.as_ref().is_some_and(|launch| launch.bytes() > MAX_LAUNCH_BYTES) {
             Some("its command line is longer than 64 KiB")
+        } else if let Some(settings) = &self.self_balloon {
+            match self.balloon {
+                None => Some("without a balloon there is none to follow it"),
+                Some(_) => settings.problem(self.memory_bytes),
+            }
         } else {
             None
         }
@@ -113,6 +121,9 @@ pub struct GuestStats {
     /// nothing yet.
     #[serde(default)]
     pub swap: Option<SwapStats>,
+    /// Its balloon, where that follows what it says; none: it does not.
+    #[serde(default)]
+    pub self_balloon: Option<BalloonStats>,
 }
 
 /// What is in a guest's swap disk.
@@ -138,6 +149,7 @@ mod tests {
             balloon: None,
             launch: None,
             disks: Vec::new(),
+            self_balloon: None,
         };
         assert_eq!(spec.problem(), None);
         let named = |id: &str| GuestSpec { balloon: Some(id.into()), ..spec.clone() };
@@ -151,6 +163,15 @@ mod tests {
         let started = |word: &str| GuestSpec { launch: Some(launch(word)), ..spec.clone() };
         assert_eq!(started("-S").problem(), None);
         assert!(started(&"x".repeat(MAX_LAUNCH_BYTES)).problem().is_some());
+        let follows = |memory, balloon| GuestSpec {
+            balloon,
+            self_balloon: Some(SelfBalloon::for_memory(memory)),
+            memory_bytes: 1 << 30,
+            ..spec.clone()
+        };
+        assert_eq!(follows(1 << 30, Some("b".into())).problem(), None);
+        assert!(follows(1 << 30, None).problem().is_some());
+        assert!(follows(1 << 40, Some("b".into())).problem().is_some());
         assert!(GuestSpec { memory_bytes: 0, ..spec.clone() }.problem().is_some());
         for machine in ["q35\n", &"x".repeat(MAX_WORD_BYTES + 1)] {
             assert!(GuestSpec { machine: machine.into(), ..spec.clone() }.problem().is_some());

@@ -17,6 +17,7 @@ mod guest;
 mod mark;
 mod place;
 mod pool;
+mod self_balloon;
 mod shares;
 mod snapshot;
 mod stats;
@@ -28,6 +29,7 @@ pub use guest::{GuestDisk, GuestSpec, GuestStats, Launch, SwapStats};
 pub use mark::{MARK_NAME, MOST_MARK_BYTES, Mark};
 pub use place::{MAX_PLACE_PAGES, MAX_PLACE_RANGES, PlaceOutcome, PlaceWish, tier_letters};
 pub use pool::{PoolAdmission, PoolStats};
+pub use self_balloon::{BalloonStats, SelfBalloon};
 pub use shares::{DramClaim, TenantShare};
 pub use snapshot::{
     Claim, MAX_CLONES, MAX_COPY_DIRS, MAX_FORWARDS, MAX_LABEL_BYTES, MAX_PATH_BYTES,

@@ -249,7 +249,10 @@ fn line(
     }
     let first = OsString::from(&launch.command[0]);
     let wish = (Some(name), Some(ByteSize(guest.memory_bytes)));
-    let plan = vm::planned(&first, &second.words, wish, version, here, what)?;
+    let mut plan = vm::planned(&first, &second.words, wish, version, here, what)?;
+    if guest.self_balloon.is_some() {
+        plan.balloon_by_itself().map_err(|why| vm::refusal_of(what, why))?;
+    }
     let mut words = vm::words(&plan, directory, what)?;
     words.extend(["-incoming".into(), "defer".into()]);
     Ok((words, second.consoles))

@@ -18,6 +18,7 @@ mod pools;
 mod program;
 mod progress;
 mod run;
+mod self_balloon;
 mod shares;
 mod show;
 mod snapshots;

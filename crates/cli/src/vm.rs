@@ -20,7 +20,7 @@ use crate::client::{self, ask};
 use crate::failure::{Failure, Result, printable};
 use crate::pool_disks::{self, Exports};
 use crate::program::{self, Caller, Program};
-use crate::{place, run, show};
+use crate::{place, run, self_balloon, show};
 
 /// For QEMU to print its version: it does so in a few hundredths of a second.
 const VERSION_PATIENCE: Duration = Duration::from_secs(20);
@@ -45,6 +45,9 @@ pub(crate) fn run(arguments: &VmRunArguments) -> Result<ExitCode> {
     plan.disks = pool_disks::read(&arguments.disk, &what)?;
     plan.swap =
         arguments.swap.map(|size| pool_disks::check_swap(size, &what)).transpose()?.is_some();
+    if arguments.balloon.settings(plan.memory, &what)?.is_some() {
+        plan.balloon_by_itself().map_err(|refusal| refusal_of(&what, refusal))?;
+    }
     if let Some(problem) = name_problem(&plan.name) {
         let why = format!("it is called {}, and {problem}", plan.name);
         return Err(Failure::new(what, why).todo("give -name another one"));
@@ -89,6 +92,7 @@ fn start(
         // A clone could have none of those disks.
         launch: launch(&arguments.command, version).filter(|_| plan.disks.is_empty() && !plan.swap),
         disks: Vec::new(),
+        self_balloon: arguments.balloon.settings(plan.memory, what)?,
     };
     let request = Request::Guest { name: tenant.name.clone(), guest };
     let reply = ask(&tenant.socket, &request).map_err(|none| none.failure(what, &tenant.socket))?;
@@ -267,7 +271,7 @@ pub(crate) fn list(json: bool) -> Result<String> {
 fn listing(guests: &[Stats]) -> String {
     let head = [
         "NAME", "STATE", "GUEST", "ACCEL", "MEMORY", "BUDGET", "RESIDENT", "STORED", "FREED",
-        "STALL", "BALLOON", "SWAPPED",
+        "STALL", "BALLOON", "SWAPPED", "TARGET",
     ];
     let mut rows = vec![head.map(str::to_owned).to_vec()];
     for (stats, guest) in guests.iter().filter_map(|stats| Some((stats, stats.guest.as_ref()?))) {
@@ -286,6 +290,7 @@ fn listing(guests: &[Stats]) -> String {
             show::short_percent(stats.stall.some.avg10),
             guest.balloon_bytes.map_or_else(|| "-".to_owned(), bytes),
             guest.swap.map_or_else(|| "-".to_owned(), |swap| bytes(swap.page_bytes)),
+            self_balloon::target(guest),
         ]);
     }
     show::columns(&rows, 4)
@@ -340,6 +345,7 @@ fn figures(stats: &Stats, guest: &GuestStats) -> String {
         ["not managed".to_owned(), bytes(show::unmanaged_bytes(stats))],
         ["waited".to_owned(), show::short_percent(stats.stall.some.avg10)],
     ];
+    rows.extend(self_balloon::rows(guest));
     if !guest.monitor.is_empty() {
         let why = format!("{}, and not asked", printable(&guest.monitor));
         rows.push(["monitor".to_owned(), why]);
@@ -378,6 +384,7 @@ mod tests {
             free_bytes: None,
             available_bytes: Some(1 << 30),
             swap: Some(SwapStats { size_bytes: 2 << 30, page_bytes: 5 << 20, cost_bytes: 1 << 20 }),
+            self_balloon: None,
         };
         let stats = crate::testing::stats("web1");
         Stats { guest: Some(guest), discarded_pages_total: 512, ..stats }
@@ -391,7 +398,7 @@ mod tests {
         let words: Vec<&str> = lines[1].split_whitespace().collect();
         assert_eq!(words[..4], ["web1", "managed", "running", "tcg"], "{text}");
         assert!(
-            lines[1].contains("  4.0 GiB  ") && lines[1].ends_with("3.0 GiB  5.0 MiB"),
+            lines[1].contains("  4.0 GiB  ") && lines[1].ends_with("3.0 GiB  5.0 MiB  -"),
             "{text}"
         );
         assert!(lines[1].contains("  2.0 MiB  "), "{text}");

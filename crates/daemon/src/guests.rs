@@ -6,6 +6,7 @@
 //! asked for little, seldom, and not for long. What the daemon knows of a guest lies beside
 //! the directory, for the next worker.
 
+mod balloons;
 mod disks;
 mod monitor;
 mod steps;
@@ -24,7 +25,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use strata_api::{GuestSpec, GuestStats, Reply, Stats};
+use strata_api::{BalloonStats, GuestSpec, GuestStats, Reply, Stats};
 use strata_pager::Tenant;
 use strata_sys::peer::Peer;
 use strata_sys::{Priority, log};
@@ -40,6 +41,8 @@ const DIRECTORY: &str = "guests";
 const RECORD_PREFIX: char = '.';
 /// What begins the name of what says that a guest stands still for a snapshot.
 const STILL_PREFIX: char = '=';
+/// What begins the name of what says that an agent in a guest has spoken ([`balloons`]).
+const HEARD_PREFIX: char = '+';
 /// What ends the name of the directory of a QEMU that is about to take a guest's place: no
 /// tenant's name does.
 const NEXT_SUFFIX: char = '~';
@@ -58,6 +61,9 @@ const LOOK_EVERY: Duration = Duration::from_millis(500);
 
 struct Guest {
     spec: GuestSpec,
+    /// When it came to be known: a second one of its name is another one.
+    made: Instant,
+    self_balloon: Option<BalloonStats>,
     said: Option<GuestState>,
     trouble: String,
     due: Instant,
@@ -66,7 +72,10 @@ struct Guest {
 
 impl Guest {
     fn new(spec: GuestSpec) -> Self {
-        Self { spec, said: None, trouble: String::new(), due: Instant::now(), pause: EVERY }
+        let (made, self_balloon) =
+            (Instant::now(), spec.self_balloon.map(|_| BalloonStats::default()));
+        let trouble = String::new();
+        Self { spec, made, self_balloon, said: None, trouble, due: made, pause: EVERY }
     }
 
     fn stats(&self) -> GuestStats {
@@ -87,6 +96,7 @@ impl Guest {
             free_bytes: said.free_bytes,
             available_bytes: said.available_bytes,
             swap: None,
+            self_balloon: self.self_balloon.clone(),
         }
     }
 
@@ -157,6 +167,7 @@ impl Guests {
                 std::thread::sleep(LOOK_EVERY);
             }
         })?;
+        guests.follow()?;
         Ok(guests)
     }
 
@@ -216,6 +227,7 @@ impl Guests {
         let _ = fs::remove_file(self.mark(tenant));
         let _ = self.put_aside(&self.next_directory(tenant));
         lock(&self.coming).remove(&folder);
+        let _ = fs::remove_file(self.heard_mark(&folder));
         match self.make_directory(peer, &folder, &spec) {
             Ok(directory) => {
                 known.insert(folder, Guest::new(spec));
@@ -277,7 +289,8 @@ impl Guests {
         for entry in entries() {
             let file = entry.file_name();
             let Some(name) = file.to_str() else { continue };
-            let folder = name.strip_prefix([RECORD_PREFIX, STILL_PREFIX]).unwrap_or(name);
+            let folder =
+                name.strip_prefix([RECORD_PREFIX, STILL_PREFIX, HEARD_PREFIX]).unwrap_or(name);
             let folder = folder.strip_suffix(NEXT_SUFFIX).unwrap_or(folder);
             if !folder.starts_with(ASIDE_PREFIX) && self.tenant(folder).is_none() {
                 // The next round tries again.
@@ -299,9 +312,8 @@ impl Guests {
         let due = |(folder, guest): (&String, &Guest)| (guest.due <= now).then(|| folder.clone());
         let folders: Vec<String> = lock(&self.known).iter().filter_map(due).collect();
         for folder in folders {
-            if lock(&self.talking).contains(&folder) {
-                continue;
-            }
+            // Its monitor hears one at a time.
+            let Some(_alone) = self.alone_now(&folder) else { continue };
             let Some(tenant) = self.tenant(&folder) else { continue };
             let balloon = match lock(&self.known).get(&folder) {
                 Some(guest) => guest.spec.balloon.clone(),
@@ -372,6 +384,7 @@ mod tests {
             balloon,
             launch: None,
             disks: Vec::new(),
+            self_balloon: None,
         }
     }
 

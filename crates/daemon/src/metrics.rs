@@ -247,9 +247,14 @@ fn write_guests(
     head: impl Fn(&mut String, &str, &str, &str) -> std::fmt::Result,
 ) -> std::fmt::Result {
     type Figure = fn(&GuestStats) -> Option<u64>;
-    let figures: [(&str, &str, Figure); 4] = [
+    let figures: [(&str, &str, Figure); 5] = [
         ("memory", "Memory that the guest is promised.", |guest| Some(guest.memory_bytes)),
         ("balloon", "Memory that its balloon leaves the guest.", |guest| guest.balloon_bytes),
+        (
+            "balloon_target",
+            "Memory that a balloon that follows its guest is to leave it.",
+            |guest| guest.self_balloon.as_ref()?.target_bytes,
+        ),
         ("free", "Memory that the guest has free, as it says.", |guest| guest.free_bytes),
         ("available", "Memory that it could use without swapping, as it says.", |guest| {
             guest.available_bytes
@@ -302,7 +307,7 @@ fn write_advice(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use strata_api::{AdviceBrief, Latency, TenantState};
+    use strata_api::{AdviceBrief, BalloonStats, Latency, TenantState};
 
     /// Every number is another one, so that a mixed-up field shows.
     pub(super) fn stats(name: &str) -> Stats {
@@ -371,6 +376,10 @@ mod tests {
                 memory_bytes: 71,
                 balloon_bytes: Some(72),
                 free_bytes: Some(73),
+                self_balloon: Some(BalloonStats {
+                    target_bytes: Some(74),
+                    ..BalloonStats::default()
+                }),
                 ..GuestStats::default()
             }),
             notes: vec![],
@@ -418,6 +427,7 @@ mod tests {
             "strata_guest_memory_bytes{tenant=\"db\",user=\"1001\"} 71\n",
             "strata_guest_balloon_bytes{tenant=\"db\",user=\"1001\"} 72\n",
             "strata_guest_free_bytes{tenant=\"db\",user=\"1001\"} 73\n",
+            "strata_guest_balloon_target_bytes{tenant=\"db\",user=\"1001\"} 74\n",
         ] {
             assert!(text.contains(line), "{line}");
         }

@@ -19,6 +19,7 @@ mod options;
 mod pool_disks;
 mod qmp;
 mod refusals;
+pub mod self_balloon;
 pub mod state;
 mod version;
 

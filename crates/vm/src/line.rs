@@ -15,6 +15,7 @@ use crate::balloon::BALLOON_ID;
 use crate::options::{Options, escaped, size};
 use crate::pool_disks::{self, PoolDisk};
 use crate::refusals::{self, Refusal};
+use crate::self_balloon;
 use crate::version::{OLDEST, Version};
 
 /// The monitor's socket, in the guest's directory.
@@ -102,6 +103,8 @@ pub struct Plan {
     pub disks: Vec<PoolDisk>,
     /// It has a swap disk of Strata's.
     pub swap: bool,
+    /// Whether its balloon follows what an agent in it says ([`Self::balloon_by_itself`]).
+    is_self_ballooned: bool,
     items: Vec<Item>,
     /// Those of its RAM, of `items`.
     ram: Vec<usize>,
@@ -145,6 +148,7 @@ pub fn plan(words: &[OsString], wish: &Wish<'_>) -> Result<Plan, Refusal> {
         notes: Vec::new(),
         disks: Vec::new(),
         swap: false,
+        is_self_ballooned: false,
         items: line.items,
         ram,
         completed: None,
@@ -216,6 +220,9 @@ impl Plan {
         added.push(["-chardev".to_owned(), chardev]);
         added.push(["-mon".to_owned(), format!("chardev={MONITOR_ID},mode=control")]);
         added.extend(self.added.iter().cloned());
+        if self.is_self_ballooned {
+            added.extend(self_balloon::words(&self.machine, directory)?);
+        }
         added.extend(pool_disks::words(&self.disks, &self.machine, directory)?);
         if self.swap {
             added.extend(pool_disks::swap_words(&self.machine, directory)?);
@@ -247,6 +254,47 @@ impl Plan {
         options.set("share", "on");
         options.set("mem-path", &path_in(directory, &id)?);
         Ok(options.to_string())
+    }
+
+    /// Has its balloon follow what an agent in it says.
+    ///
+    /// # Errors
+    /// It has no balloon, or one that does not let go when the guest needs memory at once.
+    pub fn balloon_by_itself(&mut self) -> Result<(), Refusal> {
+        let refuse = |why: &str, todo| {
+            Err(Refusal::new(
+                format!("its balloon cannot follow what it says of its memory: {why}"),
+                todo,
+            ))
+        };
+        if self.balloon.is_none() {
+            return refuse("it has none", "leave --self-balloon out, or take another machine");
+        }
+        self.is_self_ballooned = true;
+        for (index, item) in self.items.iter_mut().enumerate() {
+            let Item::Option { name, value, .. } = item else { continue };
+            if name != "device" {
+                continue;
+            }
+            let mut options = Options::parse(text(value, "device")?, "driver")?;
+            if !options.get("driver").unwrap_or_default().starts_with("virtio-balloon") {
+                continue;
+            }
+            match options.get("deflate-on-oom") {
+                None => {
+                    options.set("deflate-on-oom", "on");
+                    self.completed = Some(index);
+                    *value = options.to_string().into();
+                }
+                Some(_) if options.is_on("deflate-on-oom") => {}
+                Some(_) => {
+                    let todo = "leave deflate-on-oom=off out";
+                    return refuse("it does not let go when the guest has no memory left", todo);
+                }
+            }
+            break;
+        }
+        Ok(())
     }
 
     fn add(&mut self, option: &str, value: String) {

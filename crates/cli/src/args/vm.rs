@@ -109,6 +109,8 @@ pub(crate) struct VmRunArguments {
     /// What it claims of a host's DRAM.
     #[command(flatten)]
     pub(crate) claim: ClaimArguments,
+    #[command(flatten)]
+    pub(crate) balloon: crate::self_balloon::SelfBalloonArguments,
     /// A disk that is read through a pool: IMAGE,cache=POOL[,format=…][,overlay=FILE]
     #[arg(long, value_name = "DISK")]
     pub(crate) disk: Vec<String>,

@@ -64,6 +64,7 @@ fn a_guest_is_a_tenant_with_a_directory() {
             version: "7.2".into(),
         }),
         disks: Vec::new(),
+        self_balloon: None,
     };
     assert_eq!(*guest, Request::Guest { name: "web1".into(), guest: spec });
 }

@@ -83,7 +83,7 @@ impl Guests {
         }
     }
 
-    fn alone_now(&self, folder: &str) -> Option<Alone<'_>> {
+    pub(super) fn alone_now(&self, folder: &str) -> Option<Alone<'_>> {
         let is_free = lock(&self.talking).insert(folder.to_owned());
         is_free.then(|| Alone(self, folder.to_owned()))
     }
@@ -101,19 +101,11 @@ impl Guests {
         directory: &Path,
         time: Duration,
     ) -> Result<Talk, String> {
-        let record = tenant.record();
-        let socket = directory.join(MONITOR_SOCKET_NAME);
-        let stream = UnixStream::connect(socket)
+        let stream = UnixStream::connect(directory.join(MONITOR_SOCKET_NAME))
             .map_err(|error| format!("its monitor cannot be reached: {error}"))?;
-        let peer =
-            peer_of(&stream).map_err(|error| format!("its monitor is not known: {error}"))?;
-        // The socket's name is the user's to give: another program of the machine's could
-        // stand behind it.
-        if peer.uid != record.uid || !tenant.pids().contains(&peer.pid) {
-            return Err("who answers at its monitor is no process of the tenant's".to_owned());
-        }
+        let pid = who_answers(tenant, &stream, "its monitor")?;
         let monitor = Monitor::begin(stream, time).map_err(|error| error.to_string())?;
-        Ok(Talk { monitor, pid: peer.pid })
+        Ok(Talk { monitor, pid })
     }
 
     pub(super) fn mark(&self, tenant: &Tenant) -> PathBuf {
@@ -176,6 +168,22 @@ impl Guests {
             false => "stood still for a snapshot that came to nothing, and runs on",
         })
     }
+}
+
+/// The process that answers at a socket of a guest's directory: it must be the tenant's.
+/// `whose`: what is there.
+pub(super) fn who_answers(
+    tenant: &Tenant,
+    stream: &UnixStream,
+    whose: &str,
+) -> Result<u32, String> {
+    let peer = peer_of(stream).map_err(|error| format!("{whose} is not known: {error}"))?;
+    // The socket's name is the user's to give: another program of the machine's could
+    // stand behind it.
+    if peer.uid != tenant.record().uid || !tenant.pids().contains(&peer.pid) {
+        return Err(format!("who answers at {whose} is no process of the tenant's"));
+    }
+    Ok(peer.pid)
 }
 
 fn name_of(tenant: &Tenant) -> String {

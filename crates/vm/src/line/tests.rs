@@ -162,6 +162,30 @@ fn a_balloon_that_is_there_is_completed() {
 }
 
 #[test]
+fn a_balloon_that_is_to_follow_the_guest_has_a_port_and_lets_go() {
+    let followed = |line: &str| {
+        let mut plan = planned(line, &wish());
+        plan.balloon_by_itself()?;
+        let words = plan.words(Path::new("/run/g")).expect("words");
+        Ok(words.iter().map(|word| word.to_str().expect("text")).collect::<Vec<_>>().join(" "))
+    };
+    let line: Result<String, Refusal> = followed("-machine q35");
+    let line = line.expect("it can");
+    assert!(line.contains(BALLOON) && line.contains("name=org.strata.memory.0"), "{line}");
+    assert!(line.contains("path=/run/g/strata-memory,server=on,wait=off"), "{line}");
+    let line = followed("-device virtio-balloon,id=b").expect("it can");
+    let completed = "-device driver=virtio-balloon,id=b,free-page-reporting=on,deflate-on-oom=on";
+    assert!(line.starts_with(completed), "{line}");
+    assert!(followed("-device virtio-balloon,deflate-on-oom=on").is_ok());
+    for (given, why) in [
+        ("-machine isapc", "it has none"),
+        ("-device virtio-balloon,deflate-on-oom=off", "does not let go"),
+    ] {
+        assert!(followed(given).expect_err(given).why.contains(why), "{given}");
+    }
+}
+
+#[test]
 fn objects_of_the_guests_ram_become_files_of_ours() {
     let given =
         "-machine q35,memory-backend=m0 -object memory-backend-ram,id=m0,size=1G,prealloc=on";

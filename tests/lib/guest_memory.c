@@ -5,6 +5,8 @@
  *   fill MIB   begin with so much memory    free MIB   give the last of it back
  *   disk       write to its disks as well   end        switch the guest off
  *   forks      how often its kernel has made its random numbers anew for being a clone
+ *   agent      start the agent for its balloon    silence    end that
+ *   killed     how often memory was so short that the kernel ended something
  *
  * What is on the disks is known in memory, so a disk of another moment than the memory is
  * seen at once.
@@ -13,12 +15,14 @@
 #include "guest_program.h"
 
 #include <poll.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 
 enum { PAGE = 4096, WORDS = PAGE / 8, RANDOM_WORDS = WORDS / 16, PARTS = 16 };
 /* Blocks of a disk behind its first, and how many are written in a round. */
@@ -147,6 +151,51 @@ static void give_back(size_t mib) {
     puts("freed");
 }
 
+static pid_t agent;
+
+static void mount_all(void) {
+    static const char *const KINDS[][2] = {
+        {"proc", "/proc"}, {"sysfs", "/sys"}, {"devtmpfs", "/dev"}};
+    for (size_t i = 0; i < sizeof KINDS / sizeof *KINDS; i++) {
+        mkdir(KINDS[i][1], 0755);
+        /* Once is enough: what is there already is not mounted again. */
+        char there[32];
+        snprintf(there, sizeof there, "%s/%s", KINDS[i][1], i == 0 ? "stat" : i == 1 ? "class" : "kmsg");
+        if (access(there, F_OK) != 0)
+            mount(KINDS[i][0], KINDS[i][1], KINDS[i][0], 0, NULL);
+    }
+}
+
+static void start_agent(void) {
+    mount_all();
+    agent = fork();
+    if (agent == 0) {
+        execl("/strata-guest-agent", "strata-guest-agent", "--interval", "300", (char *)NULL);
+        puts("WRONG no agent");
+        _exit(1);
+    }
+    puts("agent");
+}
+
+static void end_agent(void) {
+    if (agent > 0 && (kill(agent, SIGKILL) != 0 || waitpid(agent, NULL, 0) != agent))
+        puts("WRONG agent not ended");
+    agent = 0;
+    puts("silence");
+}
+
+static void say_killed(void) {
+    mount_all();
+    char line[128];
+    long killed = -1;
+    FILE *file = fopen("/proc/vmstat", "r");
+    while (file && fgets(line, sizeof line, file))
+        sscanf(line, "oom_kill %ld", &killed);
+    if (file)
+        fclose(file);
+    printf("killed %ld\n", killed);
+}
+
 int main(void) {
     begin();
     puts("\nup");
@@ -165,6 +214,12 @@ int main(void) {
                 puts(open_disks() ? "disks" : "WRONG no disk");
             else if (strncmp(said, "forks", 5) == 0)
                 count_forks();
+            else if (strncmp(said, "agent", 5) == 0)
+                start_agent();
+            else if (strncmp(said, "silence", 7) == 0)
+                end_agent();
+            else if (strncmp(said, "killed", 6) == 0)
+                say_killed();
             else if (strncmp(said, "end", 3) == 0)
                 break;
         }

@@ -35,8 +35,8 @@ def kernel():
     raise Skip("no guest kernel with a balloon's module; scripts/setup.sh guest fetches Debian's")
 
 
-def initramfs(run, of, name="guest_memory"):
-    """With the one program, and the kernel's modules."""
+def initramfs(run, of, name="guest_memory", more=()):
+    """With the one program, and the kernel's modules; `more`: files, and where they are."""
     path = os.path.join(run.directory, "initramfs")
     if os.path.exists(path):
         return path  # another guest of this case may be reading it
@@ -49,6 +49,8 @@ def initramfs(run, of, name="guest_memory"):
         raise Failure(f"cc: {built.stderr.strip()}")
     archive = guest.Archive(path)
     archive.add(program, "/init")
+    for source, place in more:
+        archive.add(source, place)
     guest.add_modules(archive, of)
     archive.end()
     return path

@@ -89,6 +89,8 @@ enum Command {
     Simulate(simulate::SimulateArgs),
     /// DRAM shared out among unlike tenants once a second: production, rivals, the optimum
     Shares(simulate::SharesArgs),
+    /// Guests' balloons set by production, by what others do, and not at all
+    Balloons(simulate::BalloonsArgs),
     /// Record which pages a program touches, for `simulate --trace`
     Trace(simulate::TraceArgs),
     /// Count how often the kernel says that it did not move a page which it moved
@@ -128,6 +130,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
         }
         Command::Simulate(options) => simulate::run(options),
         Command::Shares(options) => simulate::shares(options),
+        Command::Balloons(options) => simulate::balloons(options),
         Command::Trace(options) => simulate::record(options),
         Command::Alloc(options) => alloc::churn(options),
         Command::Touch(options) => alloc::touch(options),

@@ -13,6 +13,7 @@ use clap::{Args, ValueEnum as _};
 use serde_json::Value;
 use strata_policy::replay::{Shape, Tenant, Touch};
 
+mod balloons;
 mod foretell;
 mod model;
 mod record;
@@ -21,6 +22,7 @@ mod rivals;
 mod shares;
 mod trace;
 
+pub(crate) use balloons::{BalloonsArgs, run as balloons};
 use foretell::Foretold;
 use model::{KeyStream, Model, Workload};
 pub(crate) use record::{TraceArgs, run as record};

@@ -360,6 +360,9 @@ impl Commands {
             return error("only root has the configuration read again", "run as root");
         }
         match Reread::of(self.config_file.as_deref(), self.private, &self.config) {
+            // A package was upgraded: the new stratad reads it. Not where it says that the
+            // new one is to find elsewhere what this one has.
+            Ok(reread) if upgrade::is_another() && reread.kept.is_empty() => self.upgrade(peer),
             Ok(reread) => {
                 kill_process(self.supervisor_pid, SIGHUP);
                 Reply::Done { note: reread.note() }

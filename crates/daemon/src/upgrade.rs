@@ -4,7 +4,9 @@
 
 use std::convert::Infallible;
 use std::ffi::OsString;
+use std::fs;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -40,6 +42,16 @@ fn installed() -> anyhow::Result<PathBuf> {
     let bytes = own.as_os_str().as_bytes();
     let name = bytes.strip_suffix(DELETED).unwrap_or(bytes);
     Ok(OsString::from_vec(name.to_vec()).into())
+}
+
+/// Whether the stratad that is installed is another file than this process executes.
+pub(crate) fn is_another() -> bool {
+    let file = |path: &Path| fs::metadata(path).map(|found| (found.dev(), found.ino()));
+    let Ok(installed) = installed() else { return false };
+    match (file(&installed), file(Path::new("/proc/self/exe"))) {
+        (Ok(installed), Ok(own)) => installed != own,
+        _ => false,
+    }
 }
 
 /// The version of the stratad that is installed, if it starts, can read the configuration,

@@ -10,24 +10,26 @@ from manager import managed
 from suite import case
 from takeover_kinds import kill_whole
 
-TENANTS, SIZE_MIB, BUDGET = 20, 256, "64MiB"
-MANY, SMALL_MIB, SMALL_BUDGET = 200, 16, "8MiB"
+# How many, of what, under which budget, and how long each rests between two looks: what 200
+# ask of two processors must be less than those have.
+FEW = 20, 256, "64MiB", 2
+MANY = 200, 16, "8MiB", 100
 LOOKS = 20
 
 
 class Clients:
     """So many programs that each look at their memory all the time (programs/pauses.c)."""
 
-    def __init__(self, run, count, megabytes, budget):
+    def __init__(self, run, count, megabytes, budget, rest_ms):
         self.run, self.programs, self.boards = run, [], []
         for number in range(count):
             path = os.path.join(run.directory, f"board-{len(run.programs)}")
             with open(path, "w+b") as file:
                 file.truncate(4096)
                 self.boards.append(memoryview(mmap.mmap(file.fileno(), 4096)).cast("Q"))
-            self.programs.append(run.start("pauses", path, megabytes, budget=budget))
-        for program in self.programs:
-            program.gate("running")
+            self.programs.append(run.start("pauses", path, megabytes, rest_ms, budget=budget))
+            # One after the other: a user may ask for so many at once and no more.
+            self.programs[-1].gate("running")
 
     def go_on(self):
         before = [board[0] for board in self.boards]
@@ -62,7 +64,7 @@ def times(run):
     with managed(run) as manager:
         manager.start()
         manager.hear("READY=1")
-        clients = Clients(run, TENANTS, SIZE_MIB, BUDGET)
+        clients = Clients(run, *FEW)
         nothing = [clients.pause(lambda: time.sleep(0.5)) for _ in range(run.times(1))]
         note(run, "nothing", nothing)
 
@@ -79,7 +81,7 @@ def times(run):
         for _ in range(run.times(5) // 2):
             whole = clients.pause(die)
             beyond.append(max(whole - restart, 0))
-        note(run, f"both killed, {TENANTS} tenants of {SIZE_MIB} MiB, beyond the restart", beyond)
+        note(run, f"both killed, {FEW[0]} tenants of {FEW[1]} MiB, beyond the restart", beyond)
 
         def upgrade():
             manager.forget()
@@ -90,13 +92,13 @@ def times(run):
             program.assert_pressed()
         run.notes = [one for one in run.notes if not one.startswith("evictions")]
         clients.end()
-        many = Clients(run, MANY, SMALL_MIB, SMALL_BUDGET)
+        many = Clients(run, *MANY)
         nothing = [many.pause(lambda: time.sleep(0.5)) for _ in range(run.times(1))]
-        note(run, f"nothing, {MANY} tenants", nothing)
+        note(run, f"nothing, {MANY[0]} tenants", nothing)
 
         def reload():
             manager.forget()
             run.daemon.strata("reload")
             manager.hear("READY=1")
-        note(run, f"reload, {MANY} tenants", [many.pause(reload) for _ in range(run.times(1))])
+        note(run, f"reload, {MANY[0]} tenants", [many.pause(reload) for _ in range(run.times(1))])
         many.end()

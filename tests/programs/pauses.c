@@ -1,7 +1,7 @@
-/* A program as a client sees it: it looks at a page every other millisecond, any page of
- * its memory, and notes the longest time between two looks. Every byte is checked.
+/* A program as a client sees it: it looks at a page every so many milliseconds, any page of
+ * its memory, and notes the longest time between two looks beyond those. Every byte is checked.
  *
- *   pauses BOARD SIZE_MIB
+ *   pauses BOARD SIZE_MIB REST_MS
  *
  * BOARD is a file that runner and program map shared. At gate "running" the answer ends it. */
 #include "../lib/t.h"
@@ -15,17 +15,16 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { REST_NS = 2000000 };
-
 /* The layout is known to tests/cases/takeover_times.py. */
 struct board {
     atomic_ulong looks;      /* so many there were */
-    atomic_ulong longest_ns; /* between two of them, since the runner set it to 0 */
+    atomic_ulong longest_ns; /* between two of them, less the rest, since the runner set it to 0 */
 };
 
 static struct board *board;
 static char *memory;
 static size_t pages;
+static uint64_t rest_ns;
 static atomic_bool stop;
 
 static uint64_t now_ns(void)
@@ -42,11 +41,11 @@ static void *look(void *unused)
         size_t i = t_next(&random) % pages;
         t_check_page(memory + i * PAGE, 1, i);
         uint64_t now = now_ns();
-        if (now - last > atomic_load(&board->longest_ns))
-            atomic_store(&board->longest_ns, now - last);
+        if (now - last > atomic_load(&board->longest_ns) + rest_ns)
+            atomic_store(&board->longest_ns, now - last - rest_ns);
         last = now;
         atomic_fetch_add(&board->looks, 1);
-        nanosleep(&(struct timespec){.tv_nsec = REST_NS}, NULL);
+        nanosleep(&(struct timespec){.tv_nsec = (long)rest_ns}, NULL);
     }
     return unused;
 }
@@ -54,7 +53,8 @@ static void *look(void *unused)
 int main(int argc, char **argv)
 {
     t_start();
-    T_ASSERT(argc == 3, "which board, and how many MiB?");
+    T_ASSERT(argc == 4, "which board, how many MiB, and how long between two looks?");
+    rest_ns = strtoul(argv[3], NULL, 10) * 1000000;
     int fd = T_SYS(open(argv[1], O_RDWR | O_CLOEXEC));
     board = T_SYS(mmap(NULL, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0));
     close(fd);

@@ -3,11 +3,13 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
 use strata_units::{PAGE_SIZE, PageBuffer};
+
+use crate::images::next_data;
 
 /// The bytes that QEMU locks in an image: from here on one each for what it does...
 const LOCK_DOES: i64 = 100;
@@ -214,21 +216,16 @@ impl ImageFile {
     /// no hole.
     #[must_use]
     pub fn allocation(&self, offset: u64) -> Allocation {
-        let seek = |whence| {
-            // SAFETY: numbers only; the descriptor is open.
-            let at = unsafe { libc::lseek(self.plain.as_raw_fd(), offset as i64, whence) };
-            if at >= 0 { Ok(at as u64) } else { Err(io::Error::last_os_error().raw_os_error()) }
-        };
-        match seek(libc::SEEK_DATA) {
-            Ok(data) if data > offset => Allocation { hole: true, end: data.min(self.size_bytes) },
-            Ok(_) => {
-                let end = seek(libc::SEEK_HOLE).unwrap_or(self.size_bytes);
-                let end = if end > offset { end.min(self.size_bytes) } else { self.size_bytes };
-                Allocation { hole: false, end }
+        match next_data(self.plain.as_fd(), offset) {
+            Ok(Some(data)) if data.start > offset => {
+                Allocation { hole: true, end: data.start.min(self.size_bytes) }
+            }
+            Ok(Some(data)) if data.end > offset => {
+                Allocation { hole: false, end: data.end.min(self.size_bytes) }
             }
             // There is no data behind it.
-            Err(Some(libc::ENXIO)) => Allocation { hole: true, end: self.size_bytes },
-            Err(_) => Allocation { hole: false, end: self.size_bytes },
+            Ok(None) => Allocation { hole: true, end: self.size_bytes },
+            Ok(Some(_)) | Err(_) => Allocation { hole: false, end: self.size_bytes },
         }
     }
 }

@@ -4,7 +4,8 @@
 use std::ffi::CString;
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
+use std::ops::Range;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -38,9 +39,9 @@ pub fn copy_sparse(from: &File, to: &File) -> io::Result<()> {
     to.set_len(end)?;
     let mut buffer = vec![0_u8; STEP_BYTES];
     let mut at = 0;
-    while let Some(data) = seek(from, at, libc::SEEK_DATA)? {
-        let hole = seek(from, data, libc::SEEK_HOLE)?.unwrap_or(end).min(end);
-        at = data;
+    while let Some(data) = next_data(from.as_fd(), at)? {
+        let hole = data.end.min(end);
+        at = data.start;
         while at < hole {
             let step = buffer.len().min((hole - at) as usize);
             from.read_exact_at(&mut buffer[..step], at)?;
@@ -54,17 +55,22 @@ pub fn copy_sparse(from: &File, to: &File) -> io::Result<()> {
     Ok(())
 }
 
-/// Where the next data or hole begins; none: there is none.
-fn seek(file: &File, at: u64, whence: i32) -> io::Result<Option<u64>> {
-    let at = libc::off_t::try_from(at).map_err(io::Error::other)?;
-    // SAFETY: a live descriptor; its position is of use to nobody.
-    let found = unsafe { libc::lseek(file.as_raw_fd(), at, whence) };
-    if found >= 0 {
-        return Ok(Some(found as u64));
-    }
-    match io::Error::last_os_error() {
-        error if error.raw_os_error() == Some(libc::ENXIO) => Ok(None),
-        error => Err(error),
+/// The first range at or behind `at` that is no hole; none: there is none. Moves the file's
+/// position.
+///
+/// # Errors
+/// The kernel's: the file system may not tell.
+pub(crate) fn next_data(file: BorrowedFd<'_>, at: u64) -> io::Result<Option<Range<u64>>> {
+    let seek = |at: u64, whence| {
+        let at = libc::off_t::try_from(at).map_err(io::Error::other)?;
+        // SAFETY: numbers only; the descriptor lives.
+        let found = unsafe { libc::lseek(file.as_raw_fd(), at, whence) };
+        u64::try_from(found).map_err(|_| io::Error::last_os_error())
+    };
+    match seek(at, libc::SEEK_DATA) {
+        Ok(start) => Ok(Some(start..seek(start, libc::SEEK_HOLE)?)),
+        Err(error) if error.raw_os_error() == Some(libc::ENXIO) => Ok(None),
+        Err(error) => Err(error),
     }
 }
 

@@ -13,6 +13,8 @@ use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 use strata_units::PAGE;
 
+use crate::images::next_data;
+
 const WORD: usize = size_of::<u64>();
 
 /// A memory file of fixed length whose pages cost nothing until they are
@@ -159,17 +161,7 @@ impl SharedMemory {
         if offset >= self.len_bytes {
             return Ok(None);
         }
-        let seek = |offset: u64, whence: i32| {
-            // SAFETY: a system call on our descriptor without pointers; nobody uses its
-            // position.
-            let at = unsafe { libc::lseek(self.descriptor.as_raw_fd(), offset as i64, whence) };
-            u64::try_from(at).map_err(|_| io::Error::last_os_error())
-        };
-        let start = match seek(offset, libc::SEEK_DATA) {
-            Err(error) if error.raw_os_error() == Some(libc::ENXIO) => return Ok(None),
-            other => other?,
-        };
-        Ok(Some(start..seek(start, libc::SEEK_HOLE)?))
+        next_data(self.as_fd(), offset)
     }
 
     /// Copies bytes out. Reading a hole may allocate its pages.

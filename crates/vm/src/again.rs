@@ -9,9 +9,7 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use crate::drives::Drives;
-use crate::line::{
-    GENERATION, Item, MAX_SOCKET_PATH_BYTES, MONITOR_SOCKET_NAME, items, path_in, text,
-};
+use crate::line::{GENERATION, Item, MONITOR_SOCKET_NAME, items, path_in, socket_at, text};
 use crate::options::Options;
 use crate::refusals::Refusal;
 
@@ -276,10 +274,7 @@ impl Second<'_> {
             return Err(one_only("a console that connects to a socket"));
         }
         let path = self.file(&options.get("path").unwrap_or_default())?;
-        if path.len() > MAX_SOCKET_PATH_BYTES {
-            let why = format!("the socket {path} would have too long a path");
-            return Err(Refusal::new(why, "give the guest a shorter name"));
-        }
+        let path = socket_at(path, "the socket")?;
         options.set("path", &path);
         options.set("wait", "off");
         self.consoles.push(path.into());

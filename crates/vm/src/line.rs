@@ -27,7 +27,7 @@ const MONITOR_ID: &str = "strata-monitor";
 /// makes its random numbers anew then.
 pub(crate) const GENERATION: &str = "vmgenid";
 /// Bytes of a unix socket's path that the kernel takes.
-pub(crate) const MAX_SOCKET_PATH_BYTES: usize = 107;
+const MAX_SOCKET_PATH_BYTES: usize = 107;
 pub(crate) const MIB: u64 = 1 << 20;
 
 /// Options that have no value. Of what is not listed here or below, the next word is taken
@@ -202,11 +202,7 @@ impl Plan {
     /// # Errors
     /// As for [`Self::words`].
     pub fn added(&self, directory: &Path) -> Result<Vec<[String; 2]>, Refusal> {
-        let socket = path_in(directory, MONITOR_SOCKET_NAME)?;
-        if socket.len() > MAX_SOCKET_PATH_BYTES {
-            let why = format!("the monitor's socket {socket} would have too long a path");
-            return Err(Refusal::new(why, "give the guest a shorter name"));
-        }
+        let socket = socket_at(path_in(directory, MONITOR_SOCKET_NAME)?, "the monitor's socket")?;
         let mut added = Vec::new();
         if self.ram.is_empty() {
             let path = escaped(&path_in(directory, RAM_ID)?);
@@ -379,6 +375,15 @@ pub(crate) fn path_in(directory: &Path, name: &str) -> Result<String, Refusal> {
         let why = format!("the path {} is no text", path.display());
         Refusal::new(why, "have stratad's sockets in another directory")
     })
+}
+
+/// The path of a socket, if it can be one's. `what`: that socket, as a refusal names it.
+pub(crate) fn socket_at(path: String, what: &str) -> Result<String, Refusal> {
+    if path.len() > MAX_SOCKET_PATH_BYTES {
+        let why = format!("{what} {path} would have too long a path");
+        return Err(Refusal::new(why, "give the guest a shorter name"));
+    }
+    Ok(path)
 }
 
 pub(crate) fn text<'a>(value: &'a OsStr, option: &str) -> Result<&'a str, Refusal> {

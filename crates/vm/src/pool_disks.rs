@@ -4,7 +4,7 @@
 
 use std::path::Path;
 
-use crate::line::{MAX_SOCKET_PATH_BYTES, path_in};
+use crate::line::{path_in, socket_at};
 use crate::options::escaped;
 use crate::refusals::Refusal;
 
@@ -152,12 +152,7 @@ fn client(
     directory: &Path,
     rights: &str,
 ) -> Result<[String; 2], Refusal> {
-    let socket = path_in(directory, socket)?;
-    if socket.len() > MAX_SOCKET_PATH_BYTES {
-        let why = format!("the disk's socket {socket} would have too long a path");
-        return Err(Refusal::new(why, "give the guest a shorter name"));
-    }
-    let socket = escaped(&socket);
+    let socket = escaped(&socket_at(path_in(directory, socket)?, "the disk's socket")?);
     let value = format!(
         "driver=nbd,node-name={node},server.type=unix,server.path={socket},reconnect-delay={RECONNECT_SECONDS},{rights}"
     );

@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::{Value, json};
 use strata_units::reading::{AGENT_PORT_NAME, Reading};
 
-use crate::line::{MAX_SOCKET_PATH_BYTES, path_in};
+use crate::line::{path_in, socket_at};
 use crate::options::escaped;
 use crate::qmp::{Monitor, QmpError};
 use crate::refusals::Refusal;
@@ -18,11 +18,7 @@ const BUS_ID: &str = "strata-serial";
 
 /// The words that are added for a machine of that kind.
 pub(crate) fn words(machine: &str, directory: &Path) -> Result<Vec<[String; 2]>, Refusal> {
-    let socket = path_in(directory, PORT_SOCKET_NAME)?;
-    if socket.len() > MAX_SOCKET_PATH_BYTES {
-        let why = format!("the socket {socket} would have too long a path");
-        return Err(Refusal::new(why, "give the guest a shorter name"));
-    }
+    let socket = socket_at(path_in(directory, PORT_SOCKET_NAME)?, "the socket")?;
     let bus = if machine == "microvm" { "virtio-serial-device" } else { "virtio-serial-pci" };
     let socket = escaped(&socket);
     Ok([

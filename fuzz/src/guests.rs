@@ -4,7 +4,8 @@
 use std::io::{self, Read, Write};
 
 use strata_guest::nbd::{Agreed, Command, Handshake, Info, MAX_PAYLOAD_BYTES, Next, Request};
-use strata_guest::{Admission, MOST_SWAP_BYTES, Pool, hear_reports, serve};
+use strata_guest::{Admission, Pool, hear_reports, serve};
+use strata_units::MOST_SWAP_BYTES;
 
 /// An NBD client's bytes, behind one that says what is exported: the handshake, then
 /// requests.

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use strata_api::POOL_SOCKET_NAME;
-use strata_units::{ByteSize, PAGE_SIZE};
+use strata_units::{ByteSize, LEAST_SWAP_BYTES, MOST_SWAP_BYTES, is_swap_size};
 use strata_vm::{PoolDisk, SWAP_SOCKET_NAME, socket_name};
 
 use crate::failure::{Failure, Result, printable};
@@ -39,18 +39,14 @@ fn looks_like_qcow2(path: &str) -> bool {
     matches!(read, Some(Ok(()))) && magic == QCOW2_MAGIC
 }
 
-/// Least and most of a swap disk, as `strata-export` has them.
-const LEAST_SWAP: ByteSize = ByteSize(1 << 20);
-const MOST_SWAP: ByteSize = ByteSize(256 << 30);
-
 /// Whether a swap disk can have that size.
 pub(crate) fn check_swap(size: ByteSize, what: &str) -> Result<()> {
-    if (LEAST_SWAP..=MOST_SWAP).contains(&size) && size.0.is_multiple_of(PAGE_SIZE as u64) {
+    if is_swap_size(size.0) {
         return Ok(());
     }
+    let (least, most) = (ByteSize(LEAST_SWAP_BYTES), ByteSize(MOST_SWAP_BYTES));
     let why = format!("a swap disk of {size} cannot be made");
-    Err(Failure::new(what, why)
-        .todo(format!("give --swap {LEAST_SWAP} to {MOST_SWAP}, a multiple of 4 KiB")))
+    Err(Failure::new(what, why).todo(format!("give --swap {least} to {most}, a multiple of 4 KiB")))
 }
 
 /// One disk's.

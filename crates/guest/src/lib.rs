@@ -29,7 +29,7 @@ pub mod talk;
 pub use disk::{Cache, Disk, Failure, Found, Image, NoCache, Stamp};
 pub use export::Export;
 pub use link::{Link, Links};
-pub use persistent::{LEAST_SWAP_BYTES, MOST_SWAP_BYTES, Persistent, SwapFigures, SwapFiles};
+pub use persistent::{Persistent, SwapFigures, SwapFiles};
 pub use pool::{Admission, Pool, PoolFigures};
 pub use report::{hear_reports, report};
 pub use serve::{Caller, greet, serve};

@@ -23,11 +23,6 @@ use strata_units::{Handle, PAGE_SIZE, PageBuffer};
 
 use crate::disk::Image;
 
-/// Least and most that one may hold.
-pub const LEAST_SWAP_BYTES: u64 = 1 << 20;
-/// See above.
-pub const MOST_SWAP_BYTES: u64 = 256 << 30;
-
 const PAGE: u64 = PAGE_SIZE as u64;
 /// What the map says of a page of zeroes...
 const NOTHING: u64 = 0;

@@ -8,8 +8,9 @@ use std::path::Path;
 use std::time::Duration;
 
 use strata_sys::connect_now;
+use strata_units::MOST_SWAP_BYTES;
 
-use crate::persistent::{MOST_SWAP_BYTES, SwapFigures};
+use crate::persistent::SwapFigures;
 use crate::serve::hear_answer;
 use crate::talk;
 
@@ -22,8 +23,8 @@ const PATIENCE: Duration = Duration::from_millis(500);
 /// How often it is looked whether there is anything new to tell.
 const EVERY: Duration = Duration::from_secs(1);
 
-/// Figures as they are sent.
-fn encode(figures: &SwapFigures) -> [u8; REPORT_BYTES] {
+/// All of them, in the order in which they are sent.
+fn numbers(figures: &mut SwapFigures) -> [&mut u64; FIGURES] {
     let SwapFigures {
         size_bytes,
         cost_bytes,
@@ -35,8 +36,8 @@ fn encode(figures: &SwapFigures) -> [u8; REPORT_BYTES] {
         refused,
         discarded,
         corrupt,
-    } = *figures;
-    let numbers: [u64; FIGURES] = [
+    } = figures;
+    [
         size_bytes,
         cost_bytes,
         pages,
@@ -47,9 +48,13 @@ fn encode(figures: &SwapFigures) -> [u8; REPORT_BYTES] {
         refused,
         discarded,
         corrupt,
-    ];
+    ]
+}
+
+/// Figures as they are sent.
+fn encode(mut figures: SwapFigures) -> [u8; REPORT_BYTES] {
     let mut bytes = [0; REPORT_BYTES];
-    for (to, number) in bytes.as_chunks_mut().0.iter_mut().zip(numbers) {
+    for (to, number) in bytes.as_chunks_mut().0.iter_mut().zip(numbers(&mut figures)) {
         *to = number.to_le_bytes();
     }
     bytes
@@ -57,20 +62,10 @@ fn encode(figures: &SwapFigures) -> [u8; REPORT_BYTES] {
 
 /// Figures as they were sent. None: no swap disk has such.
 fn decode(bytes: &[u8; REPORT_BYTES]) -> Option<SwapFigures> {
-    let mut numbers = bytes.as_chunks().0.iter().map(|&bytes| u64::from_le_bytes(bytes));
-    let mut next = || numbers.next().unwrap_or_default();
-    let figures = SwapFigures {
-        size_bytes: next(),
-        cost_bytes: next(),
-        pages: next(),
-        deduplicated_pages: next(),
-        fill_pages: next(),
-        gets: next(),
-        puts: next(),
-        refused: next(),
-        discarded: next(),
-        corrupt: next(),
-    };
+    let mut figures = SwapFigures::default();
+    for (number, &from) in numbers(&mut figures).into_iter().zip(bytes.as_chunks().0) {
+        *number = u64::from_le_bytes(from);
+    }
     // Counted one after the other, while pages come and go.
     let most_pages = figures.size_bytes / strata_units::PAGE_SIZE as u64 + UNDER_WAY;
     let is_one = figures.size_bytes <= MOST_SWAP_BYTES
@@ -120,7 +115,7 @@ pub fn report(socket: &Path, guest: &str, mut tick: impl FnMut() -> SwapFigures)
         if let Some(stream) = &mut daemon
             && told != Some(figures)
         {
-            match stream.write_all(&encode(&figures)) {
+            match stream.write_all(&encode(figures)) {
                 Ok(()) => told = Some(figures),
                 Err(_) => daemon = None,
             }
@@ -163,7 +158,7 @@ mod tests {
 
     #[test]
     fn figures_are_heard_as_they_were_told_and_nonsense_is_not() {
-        let sent = [encode(&figures()), encode(&SwapFigures::default())].concat();
+        let sent = [encode(figures()), encode(SwapFigures::default())].concat();
         let mut heard = Vec::new();
         let ended = hear_reports(&mut &sent[..], |figures| heard.push(figures));
         assert_eq!(ended.expect_err("the end").kind(), io::ErrorKind::UnexpectedEof);
@@ -174,7 +169,7 @@ mod tests {
             SwapFigures { pages: 1 << 19, ..figures() },
             SwapFigures { fill_pages: u64::MAX, ..figures() },
         ] {
-            let ended = hear_reports(&mut &encode(&wrong)[..], |_| panic!("{wrong:?}"));
+            let ended = hear_reports(&mut &encode(wrong)[..], |_| panic!("{wrong:?}"));
             assert_eq!(ended.expect_err("nonsense").kind(), io::ErrorKind::InvalidData);
         }
     }

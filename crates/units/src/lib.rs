@@ -12,6 +12,7 @@ mod label;
 mod page;
 pub mod reading;
 mod size;
+mod swap;
 pub mod wire;
 
 pub use decimal::{DECIMAL_DIGITS, decimal};
@@ -20,3 +21,4 @@ pub use ids::{Handle, LeafIndex, PageId, SpaceId, TenantId};
 pub use label::{MAX_LABEL_BYTES, label_problem};
 pub use page::{PAGE, PAGE_SHIFT, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageNumber};
 pub use size::{ByteSize, ParseByteSizeError};
+pub use swap::{LEAST_SWAP_BYTES, MOST_SWAP_BYTES, is_swap_size};

@@ -25,10 +25,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use strata_guest::{Disk, Export, LEAST_SWAP_BYTES, Links, MOST_SWAP_BYTES};
+use strata_guest::{Disk, Export, Links};
 use strata_sys::peer::peer_of;
 use strata_sys::{ImageFile, own_session_now};
-use strata_units::PAGE_SIZE;
+use strata_units::is_swap_size;
 
 /// Lines that it says at most about what went wrong.
 const MAX_LINES: u32 = 200;
@@ -73,11 +73,9 @@ fn wish() -> Result<Wish, String> {
             let (Some(guest), Some(pool_socket), None) = (guest, socket, pool) else {
                 return Err("--swap goes with --guest and --pool-socket".to_owned());
             };
-            let whole = |size: &u64| size.is_multiple_of(PAGE_SIZE as u64);
-            let size_bytes = size.parse().ok().filter(whole);
-            let size_bytes = size_bytes
-                .filter(|size| (LEAST_SWAP_BYTES..=MOST_SWAP_BYTES).contains(size))
-                .ok_or_else(|| format!("a swap disk cannot have {size} bytes"))?;
+            let size_bytes = size.parse().ok().filter(|size| is_swap_size(*size));
+            let size_bytes =
+                size_bytes.ok_or_else(|| format!("a swap disk cannot have {size} bytes"))?;
             Ok(Wish::Swap(swap::Wish { size_bytes, guest, pool_socket }))
         }
         _ => Err("give --image or --swap; strata vm run starts this program".to_owned()),

@@ -225,16 +225,12 @@ impl Pools {
         Reply::Pools { pools: self.all(uid) }
     }
 
-    fn all(&self, uid: u32) -> Vec<PoolStats> {
+    /// The same, as they are.
+    pub(crate) fn all(&self, uid: u32) -> Vec<PoolStats> {
         let known = lock(&self.known);
         let own = known.iter().filter(|((owner, _), _)| uid == 0 || *owner == uid);
         let caches = own.map(|(key, known)| self.stats(key, known));
         caches.chain(self.swaps.list(uid)).collect()
-    }
-
-    /// All users'.
-    pub(crate) fn of_all(&self) -> Vec<PoolStats> {
-        self.all(0)
     }
 
     /// Adds what is known of a guest's swap disk to what is known of the guest.

@@ -111,7 +111,7 @@ fn start(inheritance: &Inheritance, first: bool) -> anyhow::Result<()> {
                 guests.add(stats);
                 pools.add(stats);
             }
-            metrics::Seen { tenants, pools: pools.of_all() }
+            metrics::Seen { tenants, pools: pools.all(0) }
         };
         if let Err(error) = metrics::serve(address, observe) {
             log(Priority::Warning, format_args!("no metrics at {address}: {error}"));

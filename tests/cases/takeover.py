@@ -11,7 +11,7 @@ import machine
 from moment import Moment
 from private_client import client
 from program import copy_program
-from strata import Daemon, Failure
+from strata import Daemon, Failure, kill_together
 from suite import case
 
 SIZE, BUDGET = "96", "24MiB"
@@ -158,9 +158,7 @@ def holder_lost(run):
     holder = run.daemon.holders()[0]
     worker = run.daemon.worker()
     every = (run.daemon.pid, worker, holder)
-    for sign in (signal.SIGSTOP, signal.SIGKILL):
-        for pid in every:
-            os.kill(pid, sign)
+    kill_together(*every)
     run.daemon.process.wait()
     run.daemon.wait_until(lambda: not any(map(machine.alive, every)), "all three are gone")
     run.daemon.begin_again()
@@ -252,9 +250,7 @@ def private(run):
             supervisor = run.daemon.ask({"request": "ping"})["pid"]
             worker = [pid for pid in machine.children(supervisor)
                       if machine.read(f"/proc/{pid}/comm").strip() != "strata-holder"]
-            for sign in (signal.SIGSTOP, signal.SIGKILL):
-                for pid in (supervisor, *worker):
-                    os.kill(pid, sign)
+            kill_together(supervisor, *worker)
             run.daemon.wait_until(
                 lambda: not any(map(machine.alive, (supervisor, *worker))), "both are dead")
             waits(program)

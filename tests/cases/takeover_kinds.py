@@ -2,14 +2,13 @@
 pages in the file tier, with a schedule of snapshots, clones, and clones with children."""
 
 import os
-import signal
 
 import clones
 import machine
 from manager import managed
 from moment import Moment
 from snapshot_schedule import next_one
-from strata import Failure
+from strata import Failure, kill_together
 from suite import case
 from takeover import goes_on, waits
 
@@ -25,11 +24,9 @@ keep = 1
 
 
 def kill_whole(run, manager):
-    """Both stopped first, so that neither can do anything about the other's death."""
+    """Supervisor and worker."""
     worker = run.daemon.wait_until(manager.worker, "there is one worker")
-    for sign in (signal.SIGSTOP, signal.SIGKILL):
-        for pid in (manager.process.pid, worker):
-            os.kill(pid, sign)
+    kill_together(manager.process.pid, worker)
     manager.process.wait()
     run.daemon.wait_until(lambda: not machine.alive(worker), "the worker is gone")
 

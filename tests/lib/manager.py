@@ -14,7 +14,7 @@ import tempfile
 import time
 
 import machine
-from strata import Failure
+from strata import Failure, holders_of, worker_of
 
 # What is behind the numbers that it is told becomes 3 and 4, in a process of this number.
 LAUNCH = """
@@ -110,16 +110,10 @@ class ServiceManager:
             pass
 
     def worker(self):
-        name = machine.read(f"/proc/{self.process.pid}/comm")
-        found = [pid for pid in machine.children(self.process.pid)
-                 if machine.alive(pid) and machine.read(f"/proc/{pid}/comm") == name]
-        return found[0] if len(found) == 1 else None
+        return worker_of(self.process.pid)
 
     def holders(self):
-        return [int(pid) for pid in os.listdir("/proc") if pid.isdigit()
-                and machine.read(f"/proc/{pid}/comm").strip() == "strata-holder"
-                and self.configuration in machine.read(f"/proc/{pid}/cmdline")
-                and machine.alive(int(pid))]
+        return holders_of(self.configuration)
 
     def ends(self, status):
         try:

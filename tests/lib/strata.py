@@ -87,24 +87,14 @@ class Daemon:
         self.pid = self.ask({"request": "ping"})["pid"]
 
     def kill_whole(self):
-        """Supervisor and worker; both stopped first, so that neither can do
-        anything about the other's death."""
+        """Supervisor and worker."""
         worker = self.wait_until(self.worker, "there is one worker")
-        for sign in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in (self.pid, worker):
-                os.kill(pid, sign)
+        kill_together(self.pid, worker)
         self.wait_until(lambda: not machine.alive(worker) and self.process.poll() is not None,
                         "supervisor and worker are gone")
 
     def holders(self):
-        """The processes that hold, or held, what a daemon of this directory has."""
-        found = []
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            if machine.read(f"/proc/{pid}/comm").strip() == "strata-holder" and \
-                    self.directory in machine.read(f"/proc/{pid}/cmdline") and \
-                    machine.alive(int(pid)):
-                found.append(int(pid))
-        return found
+        return holders_of(self.directory)
 
     def environment(self, **more):
         environment = {k: v for k, v in os.environ.items() if not k.startswith("STRATA_")}
@@ -230,6 +220,21 @@ class Daemon:
                 except ProcessLookupError:
                     pass
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def kill_together(*pids):
+    """All stopped first, so that none can do anything about another's death."""
+    for sign in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            os.kill(pid, sign)
+
+
+def holders_of(word):
+    """The processes that hold, or held, what a daemon has in whose command line is `word`."""
+    return [int(pid) for pid in os.listdir("/proc") if pid.isdigit()
+            and machine.read(f"/proc/{pid}/comm").strip() == "strata-holder"
+            and word in machine.read(f"/proc/{pid}/cmdline")
+            and machine.alive(int(pid))]
 
 
 def worker_of(supervisor):

@@ -14,7 +14,7 @@ mod takeover;
 
 pub(crate) use disks::{DiskCopy, create_image, keep};
 pub(crate) use monitor::{Stoppable, Talk, give_state, memory_at};
-pub(crate) use takeover::{BEFORE_SUFFIX, Undone, is_alone};
+pub(crate) use takeover::{BEFORE_SUFFIX, Undone};
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, DirBuilder, Permissions};

@@ -14,7 +14,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use strata_api::{GuestDisk, GuestSpec};
 use strata_pager::Tenant;
-use strata_sys::{Pidfd, SIGKILL, exchange, note_of, noted};
+use strata_sys::{SIGKILL, exchange, note_of, noted};
 use strata_vm::state;
 
 use super::{Guest, Guests, folder, lock};
@@ -189,11 +189,6 @@ fn put_in_place(disk: &GuestDisk, file: (u64, u64)) -> io::Result<()> {
         }
         Ok(_) => fs::remove_file(&next),
     }
-}
-
-/// Whether a process of a tenant that was asked for runs as the only one of it.
-pub(crate) fn is_alone(tenant: &Tenant, pid: u32) -> bool {
-    tenant.pids() == [pid] && Pidfd::open(pid).is_ok()
 }
 
 #[cfg(test)]

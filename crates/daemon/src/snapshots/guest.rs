@@ -31,7 +31,7 @@ use super::revive::{LOOK_EVERY, Revived, ends};
 use super::take::{FEW_PAGES, Numbers, captured};
 use super::{Snapshots, Tell, lock, wish_of};
 use crate::cgroup::Cgroups;
-use crate::guests::{BEFORE_SUFFIX, Stoppable, Talk, Undone, give_state, is_alone, memory_at};
+use crate::guests::{BEFORE_SUFFIX, Stoppable, Talk, Undone, give_state, memory_at};
 
 /// How long a QEMU may take until it waits for a guest.
 const STARTED_WITHIN: Duration = Duration::from_secs(20);
@@ -328,7 +328,7 @@ impl Snapshots {
             let mut talk = self.guests.talk(tenant, &self.guests.directory(tenant), SAID_WITHIN)?;
             state::status(&mut talk.monitor).map_err(|error| error.to_string())
         };
-        match is_alone(tenant, pid).then(runs) {
+        match tenant.is_alone(pid).then(runs) {
             Some(Ok(status)) if status == "running" => Ok(()),
             _ => Err("the worker that did it has died over it, before anything was ended".into()),
         }

@@ -12,16 +12,26 @@ use crate::tenant::Tenant;
 use crate::tenant::space::{Agent, Space};
 
 impl Tenant {
-    /// Its processes.
+    /// Its processes. One that has ended is among them until it is taken down.
     #[must_use]
     pub fn pids(&self) -> Vec<u32> {
-        let released: Vec<u32> = lock(&self.released_agents)
-            .iter()
-            .filter(|agent| !agent.process.has_exited())
-            .map(|agent| agent.process.pid())
-            .collect();
-        let number = |space: &Arc<Space>| space.held_process().map(|process| process.pid());
-        self.space_list().iter().filter_map(number).chain(released).collect()
+        self.members().iter().map(|process| process.pid()).collect()
+    }
+
+    /// Whether the process of this number lives, and no other one of it does.
+    #[must_use]
+    pub fn is_alone(&self, pid: u32) -> bool {
+        let mut living = self.members();
+        living.retain(|process| !process.has_exited());
+        living.iter().map(|process| process.pid()).eq([pid])
+    }
+
+    fn members(&self) -> Vec<Arc<Process>> {
+        let mut released = lock(&self.released_agents).clone();
+        released.retain(|agent| !agent.process.has_exited());
+        let released = released.into_iter().map(|agent| Arc::clone(&agent.process));
+        let held = self.space_list().into_iter().filter_map(|space| space.held_process());
+        held.chain(released).collect()
     }
 
     /// Whether a process ever attached, and whether any is attached now.

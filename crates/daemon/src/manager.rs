@@ -15,8 +15,7 @@ const BEGINS: u32 = 10;
 #[derive(Debug, Default)]
 pub(crate) struct Manager {
     notifier: Notifier,
-    /// Open all the time: a worker that begins closes what it does not know of the table that
-    /// it shares with this process.
+    /// From which it is told.
     socket: Option<UnixDatagram>,
     /// It has been told that the daemon is ready, as it is now.
     knows_ready: bool,

@@ -83,6 +83,9 @@ pub(crate) struct Inheritance {
     pub(crate) back: Option<(SeqPacketListener, u64)>,
     /// Descriptors that were open before the first worker.
     pub(crate) own_fds: Vec<RawFd>,
+    /// Those that were open when this worker was made. What the supervisor, which has the
+    /// same table, opens from then on is not among them.
+    pub(crate) fds_before: Vec<RawFd>,
     pub(crate) supervisor_pid: u32,
     /// The supervisor whose tenants these are, where that one died.
     pub(crate) taken_from: Option<u32>,
@@ -259,6 +262,7 @@ fn serve(
         pulse: manager.notifier().is_heard().then(|| pulse::period(manager.notifier().watchdog())),
         back,
         own_fds: Vec::new(),
+        fds_before: Vec::new(),
         supervisor_pid: std::process::id(),
         taken_from,
     };
@@ -338,6 +342,14 @@ fn watch(
         let born = Instant::now();
         // What the next worker is to have.
         let mut reread = None;
+        inheritance.fds_before = open_fds().unwrap_or_else(|error| {
+            let what = "what its worker before has left open stays so";
+            log(
+                Priority::Warning,
+                format_args!("cannot list open descriptors, so {what}: {error}"),
+            );
+            Vec::new()
+        });
         let worker = spawn_sharing_files(|| worker::run(inheritance))
             .context("cannot make a worker process")?;
         manager.worker_begins();

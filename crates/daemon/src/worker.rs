@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use strata_pager::{ReleaseRefused, Tenant};
 use strata_sys::{
     Priority, SIGKILL, Signal, adopt_orphans, close_fd, collect_child, ended_children,
-    is_living_userfaultfd, kill_process, log, open_fds, wait_for_signal,
+    is_living_userfaultfd, kill_process, log, wait_for_signal,
 };
 
 use crate::commands::Commands;
@@ -51,7 +51,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(2);
 pub(crate) fn run(inheritance: &Inheritance) -> i32 {
     inheritance.registry.worker_pid().store(std::process::id(), Ordering::Release);
     let first = inheritance.registry.workers().fetch_add(1, Ordering::AcqRel) == 0;
-    match start(inheritance, first) {
+    match start(inheritance) {
         Ok(()) => DONE,
         Err(error) => {
             log(Priority::Error, format_args!("{error:#}"));
@@ -60,12 +60,8 @@ pub(crate) fn run(inheritance: &Inheritance) -> i32 {
     }
 }
 
-fn start(inheritance: &Inheritance, first: bool) -> anyhow::Result<()> {
-    // Nobody was there before the first one; what its supervisor, which has the same table,
-    // is just reading is none.
-    if !first {
-        close_litter(inheritance)?;
-    }
+fn start(inheritance: &Inheritance) -> anyhow::Result<()> {
+    close_litter(inheritance);
     adopt_orphans();
     let tenants = Arc::new(Tenants::new(inheritance));
     let recovered = Tenant::recover_all(&inheritance.registry);
@@ -217,15 +213,14 @@ fn watcher(inheritance: &Inheritance, tenants: &Arc<Tenants>) -> Option<Watcher>
 /// Closes what a dead worker opened and no record names. A userfaultfd whose
 /// process lives stays open: were it the last one, missing pages would read as
 /// zero.
-fn close_litter(inheritance: &Inheritance) -> anyhow::Result<()> {
+fn close_litter(inheritance: &Inheritance) {
     let mut known: HashSet<_> = inheritance.own_fds.iter().copied().collect();
     known.extend(inheritance.registry.claimed_fds());
-    for fd in open_fds()? {
+    for &fd in &inheritance.fds_before {
         if !known.contains(&fd) && !is_living_userfaultfd(fd) {
             close_fd(fd);
         }
     }
-    Ok(())
 }
 
 /// Ends tenants whose processes are gone; a private daemon with the last of

@@ -112,10 +112,11 @@ impl Why {
     /// Whether everything is given back.
     #[must_use]
     pub fn gives_back(self) -> bool {
-        matches!(
-            self,
-            Self::Silent | Self::Stale | Self::Nonsense | Self::Stalled | Self::Swaps | Self::Low
-        )
+        match self {
+            Self::Silent | Self::Stale | Self::Nonsense | Self::First => true,
+            Self::Stalled | Self::Swaps | Self::Low => true,
+            Self::Refaults | Self::Grows | Self::Fits | Self::Waits | Self::Shrinks => false,
+        }
     }
 
     /// In words.

@@ -37,8 +37,14 @@ def reloads(run, manager, program):
             time.CLOCK_MONOTONIC) // 1000:
         raise Failure(f"it reloads at {said}, asked at {before}")
     manager.hear("READY=1")
-    if program.stats()["worker_restarts_total"] != 1:
-        raise Failure("it is ready again, and no worker has the new configuration")
+    if program.stats()["worker_restarts_total"] != 0:
+        raise Failure("it is ready again, and a worker was replaced for nothing")
+    brief = run.start("hold", "16", "load", budget=[])
+    brief.gate("running")
+    if brief.stats()["budget_bytes"] != 64 << 20:
+        raise Failure("it is ready again, and the new configuration does not hold")
+    brief.answer()
+    brief.finish(pressed=False)
     manager.configure('default_dram = "plenty"\n')
     manager.process.send_signal(signal.SIGHUP)
     manager.hear("RELOADING=1")

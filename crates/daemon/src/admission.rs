@@ -41,12 +41,12 @@ impl Full {
 /// See the module's text.
 #[derive(Debug)]
 pub(crate) struct Gate {
-    room: Room,
     inside: Mutex<Inside>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Inside {
+    room: Room,
     all: usize,
     by_user: HashMap<u32, usize>,
 }
@@ -60,7 +60,13 @@ pub(crate) struct Place {
 
 impl Gate {
     pub(crate) fn new(room: Room) -> Arc<Self> {
-        Arc::new(Self { room, inside: Mutex::default() })
+        let inside = Inside { room, all: 0, by_user: HashMap::new() };
+        Arc::new(Self { inside: Mutex::new(inside) })
+    }
+
+    /// From now on so many of one user may be inside; those who are stay.
+    pub(crate) fn admit_of_each(&self, per_user: usize) {
+        self.inside().room.per_user = per_user;
     }
 
     /// The counters are valid at any moment, whoever panicked.
@@ -72,12 +78,13 @@ impl Gate {
     pub(crate) fn admit(self: &Arc<Self>, uid: u32) -> Result<Place, Full> {
         let mut inside = self.inside();
         let own = inside.by_user.get(&uid).copied().unwrap_or(0);
-        let free = self.room.all.saturating_sub(inside.all);
+        let room = inside.room;
+        let free = room.all.saturating_sub(inside.all);
         match uid {
             0 if free == 0 => return Err(Full::Everybody),
             0 => {}
-            _ if own >= self.room.per_user => return Err(Full::User),
-            _ if free <= self.room.for_root => return Err(Full::Everybody),
+            _ if own >= room.per_user => return Err(Full::User),
+            _ if free <= room.for_root => return Err(Full::Everybody),
             _ => {}
         }
         inside.all += 1;

@@ -23,7 +23,7 @@ use strata_units::wire::{
 };
 
 use crate::admission::{Deadline, Room};
-use crate::config::Config;
+use crate::current::Current;
 use crate::lobby::{self, House, Rules};
 use crate::logbook;
 use crate::program::Program;
@@ -57,7 +57,7 @@ enum Door {
 struct Reception {
     /// What is listened at, with its door.
     listeners: Vec<(SeqPacketListener, Door)>,
-    config: Config,
+    current: Arc<Current>,
     /// What agents are told of the other door; 0: there is none.
     back: u64,
     private_uid: Option<u32>,
@@ -68,7 +68,11 @@ struct Reception {
 }
 
 /// Starts to serve the agents' socket.
-pub(crate) fn serve(inheritance: &Inheritance, tenants: &Arc<Tenants>) -> io::Result<()> {
+pub(crate) fn serve(
+    inheritance: &Inheritance,
+    tenants: &Arc<Tenants>,
+    current: &Arc<Current>,
+) -> io::Result<()> {
     use std::os::unix::fs::MetadataExt;
     let private_uid =
         if inheritance.private { Some(std::fs::metadata("/proc/self")?.uid()) } else { None };
@@ -78,14 +82,14 @@ pub(crate) fn serve(inheritance: &Inheritance, tenants: &Arc<Tenants>) -> io::Re
     }
     let reception = Reception {
         listeners,
-        config: inheritance.config.clone(),
+        current: Arc::clone(current),
         back: inheritance.back.as_ref().map_or(0, |(_, key)| *key),
         private_uid,
         tenants: Arc::clone(tenants),
         comers: Mutex::default(),
         unnamed: ruled::Unnamed::default(),
     };
-    lobby::keep("agents", reception, RULES)
+    lobby::keep("agents", reception, RULES).map(drop)
 }
 
 impl House for Reception {
@@ -389,7 +393,7 @@ impl Reception {
     fn may_have_device(&self, peer: Peer) -> bool {
         peer.uid == 0
             || self.private_uid == Some(peer.uid)
-            || self.config.uffd_users.iter().any(|user| user.uid == peer.uid)
+            || self.current.get().uffd_users.iter().any(|user| user.uid == peer.uid)
     }
 
     /// An agent lost its connection. Only a process that is known is answered:

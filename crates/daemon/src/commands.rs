@@ -21,8 +21,8 @@ use strata_units::ByteSize;
 use strata_units::wire::{ENV_SOCKET, ENV_TOKEN};
 
 use crate::advice;
-use crate::config::Config;
 use crate::control::Handler;
+use crate::current::Current;
 use crate::doors::agent_socket;
 use crate::guests::Guests;
 use crate::logbook;
@@ -47,6 +47,8 @@ const LISTED_BYTES: usize = MAX_LINE_BYTES * 3 / 4;
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// How long killed processes may take to be gone.
 const KILL_PATIENCE: Duration = Duration::from_secs(10);
+/// A configuration that was read again holds within this, unless the worker is busy.
+const FOLLOWED_WITHIN: Duration = Duration::from_secs(2);
 /// Within this a restored process that ends can be collected: its memory is taken down.
 const COLLECTED_WITHIN: Duration = Duration::from_secs(2);
 
@@ -55,9 +57,8 @@ pub(crate) struct Commands {
     snapshots: Arc<Snapshots>,
     guests: Arc<Guests>,
     pools: Arc<Pools>,
-    /// None: each tenant has a budget of its own.
-    shares: Option<Arc<Shares>>,
-    config: Config,
+    shares: Arc<Shares>,
+    current: Arc<Current>,
     config_file: Option<PathBuf>,
     private: bool,
     agent_socket: PathBuf,
@@ -163,9 +164,8 @@ impl Commands {
             Request::PoolEmpty { name } => self.pools.empty(peer.uid, &name),
             Request::PoolRemove { name } => self.pools.remove(peer.uid, &name),
             Request::ShareOut { total_bytes, curves } => advice::shares(total_bytes, &curves),
-            Request::Release { name } => {
-                self.with(peer, &name, |tenant| release(tenant, self.config.release_patience))
-            }
+            Request::Release { name } => self
+                .with(peer, &name, |tenant| release(tenant, self.current.get().release_patience)),
             Request::Stop { name } => self.with(peer, &name, |tenant| self.stop(tenant)),
             Request::Snapshot { name, label, persist } => {
                 self.with(peer, &name, |tenant| {
@@ -309,7 +309,8 @@ impl Commands {
         snapshots: Arc<Snapshots>,
         guests: Arc<Guests>,
         pools: Arc<Pools>,
-        shares: Option<Arc<Shares>>,
+        shares: Arc<Shares>,
+        current: &Arc<Current>,
         inheritance: &Inheritance,
     ) -> Self {
         Self {
@@ -318,7 +319,7 @@ impl Commands {
             guests,
             pools,
             shares,
-            config: inheritance.config.clone(),
+            current: Arc::clone(current),
             config_file: inheritance.config_file.clone(),
             private: inheritance.private,
             agent_socket: agent_socket(&inheritance.config),
@@ -359,13 +360,22 @@ impl Commands {
         if peer.uid != 0 && !self.private {
             return error("only root has the configuration read again", "run as root");
         }
-        match Reread::of(self.config_file.as_deref(), self.private, &self.config) {
+        match Reread::of(self.config_file.as_deref(), self.private, &self.current.get()) {
             // A package was upgraded: the new stratad reads it. Not where it says that the
             // new one is to find elsewhere what this one has.
             Ok(reread) if upgrade::is_another() && reread.kept.is_empty() => self.upgrade(peer),
             Ok(reread) => {
+                let before = self.registry.config_read().load(Ordering::Acquire);
                 kill_process(self.supervisor_pid, SIGHUP);
-                Reply::Done { note: reread.note() }
+                let until = Instant::now() + FOLLOWED_WITHIN;
+                while Instant::now() < until {
+                    if self.registry.config_followed().load(Ordering::Acquire) != before {
+                        return Reply::Done { note: reread.note() };
+                    }
+                    std::thread::sleep(LOOK_EVERY);
+                }
+                let note = format!("{}, and is about to hold", reread.note());
+                Reply::Done { note }
             }
             Err(problems) => {
                 let hint = "nothing was changed; strata config check shows it all";
@@ -476,11 +486,11 @@ impl Commands {
         dram_bytes: Option<u64>,
         command: Vec<String>,
     ) -> Reply {
-        let budget_bytes = dram_bytes.unwrap_or(self.config.default_dram.0);
+        let budget_bytes = dram_bytes.unwrap_or(self.current.get().default_dram.0);
         if let Err(refused) = check_budget(budget_bytes) {
             return refused;
         }
-        let listed = self.config.uffd_users.iter().any(|user| user.uid == peer.uid);
+        let listed = self.current.get().uffd_users.iter().any(|user| user.uid == peer.uid);
         if peer.uid != 0 && !self.private && !listed {
             return error(
                 format!("user {} may not use userfaultfd through this daemon", peer.uid),
@@ -488,7 +498,7 @@ impl Commands {
             );
         }
         let claim = self.first_claim(peer, dram_bytes);
-        if let (Some(dram), None) = (self.config.dram, claim)
+        if let (Some(dram), None) = (self.current.get().dram, claim)
             && let Err(why) = shares::can_keep(dram.0, &self.tenants.list(), None, budget_bytes)
         {
             return error(why, "name less, or a claim instead; strata shares shows who has what");
@@ -519,7 +529,7 @@ impl Commands {
             (ENV_SOCKET.to_owned(), self.agent_socket.to_string_lossy().into_owned()),
             (ENV_TOKEN.to_owned(), format!("{:016x}", tenant.record().token)),
         ];
-        if let Some(library) = &self.config.preload {
+        if let Some(library) = &self.current.get().preload {
             let library = library.to_string_lossy().into_owned();
             environment.push(("LD_PRELOAD".to_owned(), library));
         }
@@ -569,7 +579,7 @@ impl Commands {
             }
             !tenant.attachment().1
         };
-        if gone(self.config.stop_grace) {
+        if gone(self.current.get().stop_grace) {
             return Reply::Done { note: String::new() };
         }
         tenant.kill();

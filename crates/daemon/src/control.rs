@@ -148,6 +148,11 @@ impl ControlServer {
         self.thread.join().map_err(|_| io::Error::other("the control thread panicked"))
     }
 
+    /// From now on one user may have so many connections at a time.
+    pub(crate) fn admit_of_each(&self, per_user: usize) {
+        self.shared.gate.admit_of_each(per_user);
+    }
+
     /// Tells, also after its end, how many connections are being served.
     pub(crate) fn counter(&self) -> impl Fn() -> usize + use<> {
         let gate = Arc::clone(&self.shared.gate);

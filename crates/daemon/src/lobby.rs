@@ -7,6 +7,8 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use strata_sys::{EventFd, poll_all};
@@ -63,17 +65,36 @@ struct Lobby<H: House> {
     waiting: Vec<Waiting<H::Guest>>,
 }
 
-/// Serves `house` in a thread called `name`, until the process ends.
-pub(crate) fn keep<H: House>(name: &str, house: H, rules: Rules) -> io::Result<()> {
+/// One that is kept.
+pub(crate) struct Kept {
+    ended: Arc<AtomicBool>,
+    left: Arc<EventFd>,
+    thread: JoinHandle<()>,
+}
+
+impl Kept {
+    /// Nobody comes in any more; those who are served are served to the end.
+    pub(crate) fn end(self) {
+        self.ended.store(true, Ordering::Release);
+        self.left.ring();
+        // It panics as everything does: the process is gone then.
+        let _ = self.thread.join();
+    }
+}
+
+/// Serves `house` in a thread called `name`, until it is ended or the process ends.
+pub(crate) fn keep<H: House>(name: &str, house: H, rules: Rules) -> io::Result<Kept> {
     let left = Arc::new(EventFd::new()?);
     let gate = Gate::new(rules.served);
+    let ended = Arc::new(AtomicBool::new(false));
+    let (told, rung) = (Arc::clone(&ended), Arc::clone(&left));
     let mut lobby = Lobby { house: Arc::new(house), rules, gate, left, waiting: Vec::new() };
-    std::thread::Builder::new().name(name.into()).spawn(move || {
-        loop {
+    let thread = std::thread::Builder::new().name(name.into()).spawn(move || {
+        while !told.load(Ordering::Acquire) {
             lobby.once();
         }
     })?;
-    Ok(())
+    Ok(Kept { ended, left: rung, thread })
 }
 
 impl<H: House> Lobby<H> {

@@ -10,6 +10,7 @@ mod cgroup;
 mod commands;
 mod config;
 mod control;
+mod current;
 mod doctor;
 mod doors;
 mod guests;

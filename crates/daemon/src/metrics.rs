@@ -10,7 +10,7 @@ use strata_api::{
     AdviceState, GuestStats, NEEDED_FOR, PoolStats, Pressure, Stats, TierStats, UnmanagedBy,
 };
 
-pub(crate) use server::serve;
+pub(crate) use server::Metrics;
 
 /// One field of [`Stats`] as a metric, named after the field.
 struct Metric {

@@ -29,8 +29,8 @@ use strata_sys::{Priority, available_bytes, log, total_bytes};
 use strata_units::{ByteSize, PAGE_SIZE};
 
 use crate::commands::error;
+use crate::current::Current;
 use crate::lock::lock;
-use crate::quota::Quota;
 use crate::supervisor::Inheritance;
 use crate::tenants::Tenants;
 
@@ -64,7 +64,7 @@ struct Known {
 /// All of them.
 pub(crate) struct Pools {
     directory: PathBuf,
-    quota: Quota,
+    current: Arc<Current>,
     total_bytes: u64,
     /// By owner and name.
     known: Mutex<BTreeMap<(u32, String), Known>>,
@@ -86,6 +86,7 @@ impl Pools {
     pub(crate) fn start(
         inheritance: &Inheritance,
         tenants: &Arc<Tenants>,
+        current: &Arc<Current>,
     ) -> io::Result<Arc<Self>> {
         let directory = inheritance.config.socket_dir.join(DIRECTORY);
         let charged = Arc::clone(tenants);
@@ -93,8 +94,7 @@ impl Pools {
             let tenant = charged.get(uid, guest);
             tenant.inspect(|tenant| tenant.set_swap_bytes(bytes)).is_some()
         }));
-        let quota = inheritance.config.quota;
-        let pools = Self::of_directory(directory, quota, total_bytes()?, swaps);
+        let pools = Self::of_directory(directory, current, total_bytes()?, swaps);
         let pools = Arc::new(pools);
         let tending = Arc::clone(&pools);
         std::thread::Builder::new().name("pools".into()).spawn(move || {
@@ -108,9 +108,15 @@ impl Pools {
     }
 
     /// With those whose records are in a directory.
-    fn of_directory(directory: PathBuf, quota: Quota, total_bytes: u64, swaps: Arc<Swaps>) -> Self {
+    fn of_directory(
+        directory: PathBuf,
+        current: &Arc<Current>,
+        total_bytes: u64,
+        swaps: Arc<Swaps>,
+    ) -> Self {
         let (known, closed) = (Mutex::default(), AtomicBool::new(false));
-        let pools = Self { directory, quota, total_bytes, known, closed, swaps };
+        let current = Arc::clone(current);
+        let pools = Self { directory, current, total_bytes, known, closed, swaps };
         pools.recover();
         pools
     }
@@ -176,8 +182,9 @@ impl Pools {
             limits.map(|(_, known)| known.record.limit_bytes).sum()
         };
         let count = known.keys().filter(|(owner, _)| *owner == uid).count();
-        if uid != 0 && count >= self.quota.pools as usize {
-            return refuse(self.quota.no_more_pools(uid), "");
+        let quota = self.current.get().quota;
+        if uid != 0 && count >= quota.pools as usize {
+            return refuse(quota.no_more_pools(uid), "");
         }
         let all = sum(&|_| true).saturating_add(limit.0);
         let own = sum(&|owner| owner == uid).saturating_add(limit.0);
@@ -377,6 +384,8 @@ impl Pools {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::{Config, Machine};
+    use crate::quota::Quota;
 
     const MIB: u64 = 1 << 20;
 
@@ -396,9 +405,11 @@ mod tests {
     fn pools_are_bounded_are_their_owners_and_outlive_the_worker() {
         let directory = std::env::temp_dir().join(format!("strata-pools-{}", std::process::id()));
         let _ = fs::remove_dir_all(&directory);
+        let machine = Machine::this().expect("this machine");
         let quota = Quota { pools: 2, ..Quota::default() };
+        let current = Current::new(Config { quota, ..Config::defaults(&machine) });
         let swaps = || Swaps::new(Box::new(|_, _, _| true));
-        let pools = Pools::of_directory(directory.clone(), quota, 1024 * MIB, swaps());
+        let pools = Pools::of_directory(directory.clone(), &current, 1024 * MIB, swaps());
         let make = |uid, name: &str, mib: u64| {
             pools.create(uid, name, Some(mib * MIB), PoolAdmission::Room)
         };
@@ -436,7 +447,7 @@ mod tests {
         drop(swap);
         assert_eq!(pools.remove(0, "7:b"), done);
         drop(pools);
-        let pools = Pools::of_directory(directory.clone(), quota, 1024 * MIB, swaps());
+        let pools = Pools::of_directory(directory.clone(), &current, 1024 * MIB, swaps());
         assert_eq!((names(&pools, 7), names(&pools, 8)), (vec!["a".into()], vec!["a".to_owned()]));
         fs::remove_dir_all(directory).expect("removed");
     }

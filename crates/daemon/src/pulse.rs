@@ -35,7 +35,8 @@ enum Phase {
 }
 
 struct Shared {
-    phase: Mutex<Phase>,
+    /// And how often a sign was asked for out of turn.
+    phase: Mutex<(Phase, u64)>,
     changed: Condvar,
 }
 
@@ -57,7 +58,8 @@ impl Pulse {
         if parent_of(std::process::id()) != Some(supervisor) {
             return Err(io::Error::from(io::ErrorKind::NotFound));
         }
-        let shared = Arc::new(Shared { phase: Mutex::new(Phase::Serves), changed: Condvar::new() });
+        let shared =
+            Arc::new(Shared { phase: Mutex::new((Phase::Serves, 0)), changed: Condvar::new() });
         let told = Arc::clone(&shared);
         let tell = move || {
             parent.signal(SIGUSR2);
@@ -66,6 +68,12 @@ impl Pulse {
             .name("pulse".into())
             .spawn(move || beat(&told, period, || answers(&socket).is_ok(), tell))?;
         Ok(Self { shared, thread })
+    }
+
+    /// A sign now, if it answers.
+    pub(crate) fn now(&self) {
+        lock(&self.shared.phase).1 += 1;
+        self.shared.changed.notify_all();
     }
 
     /// The worker answers no more, but waits for what is under way.
@@ -83,12 +91,12 @@ impl Pulse {
 
 impl Shared {
     fn enter(&self, phase: Phase) {
-        *lock(&self.phase) = phase;
+        lock(&self.phase).0 = phase;
         self.changed.notify_all();
     }
 
-    /// The phase that it is, once it is another than `seen`, or `period` later.
-    fn after(&self, seen: Phase, period: Duration) -> Phase {
+    /// How it is, once that is another than `seen`, or `period` later.
+    fn after(&self, seen: (Phase, u64), period: Duration) -> (Phase, u64) {
         let phase = lock(&self.phase);
         let waited = self.changed.wait_timeout_while(phase, period, |phase| *phase == seen);
         *waited.unwrap_or_else(std::sync::PoisonError::into_inner).0
@@ -97,8 +105,8 @@ impl Shared {
 
 fn beat(shared: &Shared, period: Duration, answers: impl Fn() -> bool, tell: impl Fn()) {
     let mut phase = *lock(&shared.phase);
-    while phase != Phase::Ended {
-        if phase == Phase::MakesRoom || answers() {
+    while phase.0 != Phase::Ended {
+        if phase.0 == Phase::MakesRoom || answers() {
             tell();
         }
         phase = shared.after(phase, period);
@@ -131,7 +139,7 @@ mod tests {
     const NEVER: Duration = Duration::from_secs(3600);
 
     fn shared(phase: Phase) -> Shared {
-        Shared { phase: Mutex::new(phase), changed: Condvar::new() }
+        Shared { phase: Mutex::new((phase, 0)), changed: Condvar::new() }
     }
 
     #[test]

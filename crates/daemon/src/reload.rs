@@ -1,12 +1,24 @@
 //! The configuration is read again while the daemon runs (SIGHUP, `strata reload`). The
-//! supervisor reads it and hands it to the next worker, for which the present one makes
-//! room: what a worker may be replaced by at any instant needs no second way.
+//! supervisor reads it, for the workers to come, and leaves its sum in the registry; then the
+//! worker reads it, too, and goes on with it. One that reads something else, because the file
+//! has just changed once more, makes room for a worker that has what the supervisor has.
 
 use std::path::Path;
+use std::sync::atomic::Ordering;
 
 use anyhow::bail;
+use strata_pager::Registry;
+use strata_sys::{Priority, log};
 
 use crate::config::{Config, Machine};
+use crate::control::ControlServer;
+use crate::current::Current;
+use crate::logbook;
+use crate::metrics::Metrics;
+use crate::shares::Shares;
+use crate::snapshots::Snapshots;
+use crate::snapshots::schedules::Schedules;
+use crate::supervisor::Inheritance;
 
 /// A configuration that was read again.
 #[derive(Debug)]
@@ -58,6 +70,68 @@ impl Reread {
                 self.kept.join(", ")
             ),
         }
+    }
+}
+
+/// The supervisor has read `config`: this is what its worker is to follow.
+pub(crate) fn tell(registry: &Registry, config: &Config) {
+    registry.config_sum().store(config.sum(), Ordering::Relaxed);
+    registry.config_read().fetch_add(1, Ordering::Release);
+}
+
+/// Whether the worker follows what the supervisor has read last.
+pub(crate) fn is_followed(registry: &Registry) -> bool {
+    let followed = registry.config_followed().load(Ordering::Acquire);
+    followed == registry.config_read().load(Ordering::Acquire)
+}
+
+/// The next worker has it from its beginning.
+pub(crate) fn begins_with_it(registry: &Registry) {
+    let read = registry.config_read().load(Ordering::Acquire);
+    registry.config_followed().store(read, Ordering::Release);
+}
+
+/// What of a worker does more than to ask what the configuration is.
+pub(crate) struct Followers<'a> {
+    pub(crate) control: &'a ControlServer,
+    pub(crate) metrics: &'a Metrics,
+    pub(crate) schedules: &'a Schedules,
+    pub(crate) shares: &'a std::sync::Arc<Shares>,
+    pub(crate) snapshots: &'a Snapshots,
+}
+
+impl Followers<'_> {
+    /// Has all of them follow it. What cannot is said in the log, and tried again with the
+    /// next one.
+    pub(crate) fn follow(&self, config: &Config) {
+        logbook::set_lines_per_minute(config.quota.log_lines);
+        self.control.admit_of_each(config.quota.connections as usize);
+        self.snapshots.forget_criu();
+        let address = config.metrics.map(|at| format!("no metrics at {at}")).unwrap_or_default();
+        for (what, outcome) in [
+            (address.as_str(), self.metrics.follow(config.metrics)),
+            ("no scheduled snapshots", self.schedules.follow()),
+            ("no DRAM is shared out", self.shares.follow()),
+        ] {
+            if let Err(error) = outcome {
+                log(Priority::Warning, format_args!("{what}: {error}"));
+            }
+        }
+    }
+
+    /// Goes on with what the supervisor has read. False: that is not what is there now.
+    pub(crate) fn read_again(&self, inheritance: &Inheritance, current: &Current) -> bool {
+        let Inheritance { registry, config_file, private, .. } = inheritance;
+        let read = registry.config_read().load(Ordering::Acquire);
+        let reread = Reread::of(config_file.as_deref(), *private, &current.get());
+        let sum = registry.config_sum().load(Ordering::Relaxed);
+        let Some(Reread { config, .. }) = reread.ok().filter(|now| now.config.sum() == sum) else {
+            return false;
+        };
+        current.set(config);
+        self.follow(&current.get());
+        registry.config_followed().store(read, Ordering::Release);
+        true
     }
 }
 

@@ -8,6 +8,7 @@
 
 use std::collections::HashMap;
 use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -19,6 +20,7 @@ use strata_units::ByteSize;
 
 use crate::cgroup::Cgroups;
 use crate::commands::LEAST_BUDGET;
+use crate::current::Current;
 use crate::tenants::Tenants;
 
 const EVERY: Duration = Duration::from_secs(1);
@@ -29,9 +31,11 @@ const THOUSANDTHS: f64 = 1000.0;
 
 /// See the module's text.
 pub(crate) struct Shares {
-    dram_bytes: u64,
+    current: Arc<Current>,
     tenants: Arc<Tenants>,
     last: Mutex<Vec<TenantShare>>,
+    /// There is a thread that does.
+    runs: AtomicBool,
 }
 
 /// What is remembered of a tenant from second to second, by its token.
@@ -44,29 +48,35 @@ struct Remembered {
 }
 
 impl Shares {
-    /// Starts to share out `dram_bytes`.
-    pub(crate) fn start(dram_bytes: u64, tenants: &Arc<Tenants>) -> io::Result<Arc<Self>> {
-        let shares =
-            Arc::new(Self { dram_bytes, tenants: Arc::clone(tenants), last: Mutex::default() });
-        let own = Arc::clone(&shares);
-        std::thread::Builder::new().name("shares".into()).stack_size(256 << 10).spawn(
-            move || {
-                let mut remembered = HashMap::new();
-                let mut looked = Instant::now();
-                for turn in 0usize.. {
-                    std::thread::sleep(EVERY);
-                    let seconds = looked.elapsed().as_secs_f64();
-                    looked = Instant::now();
-                    own.look(&mut remembered, turn, seconds);
-                }
-            },
-        )?;
-        Ok(shares)
+    pub(crate) fn new(current: &Arc<Current>, tenants: &Arc<Tenants>) -> Arc<Self> {
+        let (current, tenants) = (Arc::clone(current), Arc::clone(tenants));
+        Arc::new(Self { current, tenants, last: Mutex::default(), runs: AtomicBool::new(false) })
     }
 
-    /// All the DRAM that is shared out.
-    pub(crate) fn dram_bytes(&self) -> u64 {
-        self.dram_bytes
+    /// Shares out from now on, if there is something to be shared out.
+    pub(crate) fn follow(self: &Arc<Self>) -> io::Result<()> {
+        if self.runs.load(Ordering::Relaxed) || self.current.get().dram.is_none() {
+            return Ok(());
+        }
+        let own = Arc::clone(self);
+        let work = move || {
+            let mut remembered = HashMap::new();
+            let mut looked = Instant::now();
+            for turn in 0usize.. {
+                std::thread::sleep(EVERY);
+                let seconds = looked.elapsed().as_secs_f64();
+                looked = Instant::now();
+                match own.current.get().dram {
+                    Some(dram) => own.look(dram.0, &mut remembered, turn, seconds),
+                    // Budgets stay as they are.
+                    None => own.last().clear(),
+                }
+            }
+        };
+        let thread = std::thread::Builder::new().name("shares".into()).stack_size(256 << 10);
+        thread.spawn(work)?;
+        self.runs.store(true, Ordering::Relaxed);
+        Ok(())
     }
 
     /// What each tenant has, as of the last second.
@@ -75,7 +85,13 @@ impl Shares {
     }
 
     /// `turn`: whose curve is looked up this time, for that takes a while.
-    fn look(&self, remembered: &mut HashMap<u64, Remembered>, turn: usize, seconds: f64) {
+    fn look(
+        &self,
+        dram_bytes: u64,
+        remembered: &mut HashMap<u64, Remembered>,
+        turn: usize,
+        seconds: f64,
+    ) {
         let all = self.tenants.list();
         let all: Vec<_> = all.into_iter().filter(|tenant| takes_dram(tenant)).collect();
         remembered.retain(|token, _| all.iter().any(|tenant| tenant.record().token == *token));
@@ -96,7 +112,7 @@ impl Shares {
             seen.push(seen_of(tenant, claim, curve, [&demand, &before.unwrap_or(demand)], seconds));
             past.push(known.past);
         }
-        let shared_bytes = self.dram_bytes.saturating_sub(fixed);
+        let shared_bytes = dram_bytes.saturating_sub(fixed);
         let shares = share(shared_bytes, &seen, &mut past, seconds);
         let wanted = shares.iter().fold(0u64, |sum, share| sum.saturating_add(share.wants_bytes));
         have_advised(&moving, wanted > shared_bytes, remembered, turn);

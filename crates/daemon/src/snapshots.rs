@@ -38,7 +38,7 @@ use strata_sys::Directory;
 use strata_sys::peer::Peer;
 use strata_units::{ByteSize, SpaceId};
 
-use crate::config::Config;
+use crate::current::Current;
 use crate::guests::Guests;
 use crate::lock::lock;
 use crate::tenants::{Tenants, Wish};
@@ -66,8 +66,7 @@ pub(crate) struct Snapshots {
     /// Tenants that something is being done with.
     busy: Mutex<BTreeSet<String>>,
     turn_ended: Condvar,
-    /// The CRIU of the configuration.
-    criu: Option<PathBuf>,
+    current: Arc<Current>,
     found: Mutex<Option<Criu>>,
     /// Where sockets are, this daemon's and CRIU's: their paths are short.
     work: PathBuf,
@@ -75,8 +74,6 @@ pub(crate) struct Snapshots {
     /// Which snapshots are to be ready has changed.
     ready_due: Mutex<bool>,
     ready_changed: Condvar,
-    /// DRAM that snapshots of ended tenants may cost, all together.
-    limit: ByteSize,
     /// This daemon's user.
     uid: u32,
 }
@@ -129,7 +126,12 @@ fn wish_of(info: &SnapshotInfo, name: &str) -> Wish {
 impl Snapshots {
     /// Those that an earlier worker knew; in a new daemon, those that were
     /// persisted.
-    pub(crate) fn new(config: &Config, tenants: &Arc<Tenants>, guests: &Arc<Guests>) -> Self {
+    pub(crate) fn new(
+        current: &Arc<Current>,
+        tenants: &Arc<Tenants>,
+        guests: &Arc<Guests>,
+    ) -> Self {
+        let config = current.get();
         let disk = Disk::new(config.snapshot_dir.clone());
         let uid = std::fs::metadata("/proc/self").map_or(0, |own| own.uid());
         let mut known = BTreeMap::new();
@@ -198,13 +200,12 @@ impl Snapshots {
             lineage: Mutex::new(lineage),
             busy: Mutex::default(),
             turn_ended: Condvar::new(),
-            criu: config.criu.clone(),
+            current: Arc::clone(current),
             found: Mutex::default(),
             work: config.socket_dir.clone(),
             restores: AtomicU64::new(0),
             ready_due: Mutex::new(true),
             ready_changed: Condvar::new(),
-            limit: config.snapshot_limit,
             uid,
         }
     }
@@ -219,15 +220,20 @@ impl Snapshots {
         if let Some(criu) = &*found {
             return Ok(criu.clone());
         }
-        let criu = Criu::find(criu_named(self.criu.as_deref()).as_deref())
+        let criu = Criu::find(criu_named(self.current.get().criu.as_deref()).as_deref())
             .map_err(|error| error.to_string())?;
         Ok(found.insert(criu).clone())
+    }
+
+    /// It may be another one from now on.
+    pub(crate) fn forget_criu(&self) {
+        *lock(&self.found) = None;
     }
 
     /// Whoever asks may know where CRIU is, by an environment that is not this daemon's:
     /// a private one has that of its first client. Only of this daemon's own user.
     pub(crate) fn learn_criu(&self, peer: Peer) {
-        if peer.uid != self.uid || criu_named(self.criu.as_deref()).is_some() {
+        if peer.uid != self.uid || criu_named(self.current.get().criu.as_deref()).is_some() {
             return;
         }
         let environment = std::fs::read(format!("/proc/{}/environ", peer.pid)).unwrap_or_default();
@@ -256,13 +262,14 @@ impl Snapshots {
     /// Refuses what would cost more while there is no room.
     fn check_limit(&self) -> Result<(), String> {
         let bytes = self.ended_bytes();
-        if bytes <= self.limit.0 {
+        let limit = self.current.get().snapshot_limit;
+        if bytes <= limit.0 {
             return Ok(());
         }
         Err(format!(
             "snapshots of tenants that have ended cost {}, and may cost {} (snapshot_limit): remove or persist some",
             ByteSize(bytes),
-            self.limit
+            limit
         ))
     }
 
@@ -270,7 +277,7 @@ impl Snapshots {
     /// there is too much of that: the oldest. It is read in again when it is
     /// restored.
     pub(crate) fn keep_limit(&self) {
-        if self.ended_bytes() <= self.limit.0 {
+        if self.ended_bytes() <= self.current.get().snapshot_limit.0 {
             return;
         }
         let is_on_disk = |known: &Known| {

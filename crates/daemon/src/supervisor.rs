@@ -30,7 +30,7 @@ use strata_units::wire;
 use crate::config::Config;
 use crate::doors::{self, Doors};
 use crate::manager::Manager;
-use crate::reload::Reread;
+use crate::reload::{self, Reread};
 use crate::takeover::{Before, Place, Taken};
 use crate::{holder, places, pulse, tier, upgrade, worker};
 
@@ -340,8 +340,6 @@ fn watch(
     let mut short_lives = 0;
     loop {
         let born = Instant::now();
-        // What the next worker is to have.
-        let mut reread = None;
         inheritance.fds_before = open_fds().unwrap_or_else(|error| {
             let what = "what its worker before has left open stays so";
             log(
@@ -350,6 +348,7 @@ fn watch(
             );
             Vec::new()
         });
+        reload::begins_with_it(&inheritance.registry);
         let worker = spawn_sharing_files(|| worker::run(inheritance))
             .context("cannot make a worker process")?;
         manager.worker_begins();
@@ -362,14 +361,18 @@ fn watch(
                 Signal::HandOver => kill_process(worker, SIGUSR1),
                 Signal::Hangup => {
                     manager.reloads("Reads its configuration again.");
-                    reread = read_again(inheritance).or(reread);
-                    match reread {
-                        Some(_) => kill_process(worker, SIGHUP),
-                        None => manager.goes_on("Goes on with the configuration that it had."),
+                    if let Some(config) = read_again(inheritance) {
+                        reload::tell(&inheritance.registry, &config);
+                        inheritance.config = config;
+                        kill_process(worker, SIGHUP);
+                    } else if reload::is_followed(&inheritance.registry) {
+                        manager.goes_on("Goes on with the configuration that it had.");
                     }
                 }
                 Signal::Well(pid) if pid == worker => {
-                    manager.worker_answers(inheritance.registry.tenants().len(), reread.is_none());
+                    let registry = &inheritance.registry;
+                    let stays = reload::is_followed(registry);
+                    manager.worker_answers(registry.tenants().len(), stays);
                 }
                 Signal::Well(_) => {}
                 Signal::Child => match wait_worker(worker) {
@@ -399,10 +402,7 @@ fn watch(
             manager.reloads("Becomes the stratad that is installed now.");
             upgrade::become_it(&inheritance.doors, inheritance.private, manager.notifier());
         }
-        let has_made_room = reread.is_some();
-        if let Some(Reread { config, .. }) = reread {
-            inheritance.config = config;
-        }
+        let has_made_room = !reload::is_followed(&inheritance.registry);
         match died {
             WorkerExit::Killed(_) if has_made_room => {
                 log(Priority::Notice, "a worker with the new configuration takes over");
@@ -422,12 +422,12 @@ fn watch(
 }
 
 /// The configuration as it is now; none: it is not to be used, and the log says why.
-fn read_again(inheritance: &Inheritance) -> Option<Reread> {
+fn read_again(inheritance: &Inheritance) -> Option<Config> {
     let Inheritance { config, config_file, private, .. } = inheritance;
     match Reread::of(config_file.as_deref(), *private, config) {
         Ok(reread) => {
             log(Priority::Notice, reread.note());
-            Some(reread)
+            Some(reread.config)
         }
         Err(error) => {
             let text = format!("SIGHUP: {error:#}");

@@ -17,9 +17,10 @@ use strata_units::ByteSize;
 
 use crate::cgroup::Cgroups;
 use crate::config::{Config, Rule};
+use crate::current::Current;
 use crate::logbook;
 use crate::program::Program;
-use crate::quota::{Quota, RESERVED_TENANTS};
+use crate::quota::RESERVED_TENANTS;
 use crate::shares;
 use crate::supervisor::Inheritance;
 use crate::turnstile::Turnstile;
@@ -118,18 +119,16 @@ pub(crate) struct Tenants {
     known: Mutex<Known>,
     registry: Arc<Registry>,
     cgroups: Cgroups,
-    tier: Option<(PathBuf, u64)>,
+    /// Where the file tier is.
+    tier: Option<PathBuf>,
     node: Option<NodeSpec>,
-    tier_order: TierOrder,
-    quota: Quota,
+    current: Arc<Current>,
     /// Whose are all of a private daemon's means.
     private_uid: Option<u32>,
     /// Held by whoever attaches a process: no process is attached twice.
     attaching: Mutex<()>,
     /// Whoever makes a tenant goes through it: no name is given twice.
     making: Turnstile,
-    /// What is shared out among all.
-    dram_bytes: Option<u64>,
 }
 
 /// Characters of a name: it becomes part of a path and of a metric.
@@ -141,10 +140,9 @@ pub(crate) fn is_name(name: &str) -> bool {
 }
 
 impl Tenants {
-    pub(crate) fn new(inheritance: &Inheritance) -> Self {
+    pub(crate) fn new(inheritance: &Inheritance, current: &Arc<Current>) -> Self {
         use std::os::unix::fs::MetadataExt;
-        let Config { tier_path, tier_limit, node, tier_order, quota, dram, .. } =
-            &inheritance.config;
+        let Config { tier_path, node, .. } = &inheritance.config;
         let own_uid = std::fs::metadata("/proc/self").map_or(0, |own| own.uid());
         let records = inheritance.registry.tenants();
         let groups = records.into_iter().filter_map(|(_, record)| record.cgroup);
@@ -153,19 +151,17 @@ impl Tenants {
             known: Mutex::default(),
             registry: Arc::clone(&inheritance.registry),
             cgroups: Cgroups::find(inheritance.supervisor_pid, &groups),
-            tier: tier_path.as_ref().map(|path| (path.clone(), tier_limit.0)),
+            tier: tier_path.clone(),
             node: node.map(|node| NodeSpec {
                 node: node.number,
                 home: node.home,
                 limit_bytes: node.limit.0,
                 bytes_per_second: node.bandwidth.0,
             }),
-            tier_order: *tier_order,
-            quota: *quota,
+            current: Arc::clone(current),
             private_uid: inheritance.private.then_some(own_uid),
             attaching: Mutex::default(),
             making: Turnstile::default(),
-            dram_bytes: dram.map(|size| size.0),
         }
     }
 
@@ -267,8 +263,9 @@ impl Tenants {
                 tenants.map(|tenant| tenant.space_count()).sum()
             };
             let own = count(&mut all.iter().filter(|tenant| tenant.record().uid == uid));
-            if own >= self.quota.processes as usize {
-                return refused(self.quota.no_more_processes(uid));
+            let quota = self.current.get().quota;
+            if own >= quota.processes as usize {
+                return refused(quota.no_more_processes(uid));
             }
             let taken = count(&mut all.iter());
             if taken as u32 + RESERVED_SPACES >= MOST_SPACES {
@@ -286,8 +283,9 @@ impl Tenants {
             return Ok(());
         }
         let own = known.by_key.keys().filter(|key| key.uid == uid).count();
-        if own >= self.quota.tenants as usize {
-            return Err(self.quota.no_more_tenants(uid));
+        let quota = self.current.get().quota;
+        if own >= quota.tenants as usize {
+            return Err(quota.no_more_tenants(uid));
         }
         if known.by_key.len() + RESERVED_TENANTS >= MOST_TENANTS as usize {
             return Err("stratad has as many tenants as it may for users other than root".into());
@@ -423,9 +421,10 @@ impl Tenants {
         };
         self.check_quota(&known, wish.uid)?;
         let key = Key::new(wish.uid, &name);
-        let claim = wish.claim.or_else(|| origin?.claim()).filter(|_| self.dram_bytes.is_some());
+        let config = self.current.get();
+        let claim = wish.claim.or_else(|| origin?.claim()).filter(|_| config.dram.is_some());
         let mut budget_bytes = wish.budget_bytes;
-        if let Some(dram_bytes) = self.dram_bytes {
+        if let Some(ByteSize(dram_bytes)) = config.dram {
             let others: Vec<_> =
                 known.by_key.values().map(|entry| Arc::clone(&entry.tenant)).collect();
             let kept = claim.map_or(budget_bytes, |claim| claim.reserve_bytes);
@@ -456,13 +455,14 @@ impl Tenants {
             }
         };
         let tier = match &self.tier {
-            Some((directory, limit)) if origin.is_none() => {
+            Some(directory) if origin.is_none() => {
                 // A file of its own, nameless as soon as it is open. Random: a
                 // daemon killed in between leaves the name behind.
                 let number =
                     random_token().map_err(|error| format!("no random numbers: {error}"))?;
                 let file = directory.join(format!("tier-{number:016x}"));
-                Some((file, wish.tier_limit.map_or(*limit, |own| own.min(*limit))))
+                let limit = config.tier_limit.0;
+                Some((file, wish.tier_limit.map_or(limit, |own| own.min(limit))))
             }
             _ => None,
         };
@@ -475,7 +475,7 @@ impl Tenants {
             cgroup: cgroup.clone(),
             tier,
             node: self.node,
-            tier_order: wish.tier_order.unwrap_or(self.tier_order),
+            tier_order: wish.tier_order.unwrap_or(config.tier_order),
             starter: starter_pid,
         };
         let made = match origin {

@@ -14,15 +14,19 @@ use strata_sys::{
 
 use crate::commands::Commands;
 use crate::control::{ControlServer, Limits};
+use crate::current::Current;
 use crate::guests::Guests;
+use crate::metrics::{self, Metrics};
 use crate::pools::Pools;
 use crate::pulse::Pulse;
+use crate::reload::Followers;
 use crate::shares::Shares;
-use crate::snapshots::{Snapshots, ready, schedules};
+use crate::snapshots::schedules::Schedules;
+use crate::snapshots::{Snapshots, ready};
 use crate::supervisor::Inheritance;
 use crate::tenants::Tenants;
 use crate::watcher::Watcher;
-use crate::{agents, logbook, metrics, statistics, surveyor, takeover, upgrade};
+use crate::{agents, statistics, surveyor, takeover, upgrade};
 
 /// Exit status: nothing is left to do.
 pub(crate) const DONE: i32 = 0;
@@ -63,7 +67,8 @@ pub(crate) fn run(inheritance: &Inheritance) -> i32 {
 fn start(inheritance: &Inheritance) -> anyhow::Result<()> {
     close_litter(inheritance);
     adopt_orphans();
-    let tenants = Arc::new(Tenants::new(inheritance));
+    let current = Current::new(inheritance.config.clone());
+    let tenants = Arc::new(Tenants::new(inheritance, &current));
     let recovered = Tenant::recover_all(&inheritance.registry);
     if let Some(from) = inheritance.taken_from {
         takeover::report(&inheritance.registry, inheritance.supervisor_pid, from, &recovered);
@@ -77,54 +82,53 @@ fn start(inheritance: &Inheritance) -> anyhow::Result<()> {
             }
         }
     }
-    agents::serve(inheritance, &tenants)?;
+    agents::serve(inheritance, &tenants, &current)?;
     let guests = Guests::start(&inheritance.config.socket_dir, &tenants)?;
-    let pools = Pools::start(inheritance, &tenants)?;
-    let snapshots = Arc::new(Snapshots::new(&inheritance.config, &tenants, &guests));
+    let pools = Pools::start(inheritance, &tenants, &current)?;
+    let snapshots = Arc::new(Snapshots::new(&current, &tenants, &guests));
     ready::start(&snapshots)?;
-    schedules::start(&snapshots, inheritance.config.snapshot.clone())?;
-    let dram = inheritance.config.dram;
-    let shares = dram.map(|dram| Shares::start(dram.0, &tenants)).transpose()?;
+    let schedules = Schedules::new(&snapshots, &current);
+    let shares = Shares::new(&current, &tenants);
     let commands = Commands::new(
         Arc::clone(&tenants),
         Arc::clone(&snapshots),
         Arc::clone(&guests),
         Arc::clone(&pools),
-        shares,
+        Arc::clone(&shares),
+        &current,
         inheritance,
     );
     let listener = inheritance.doors.control.try_clone()?;
-    let quota = inheritance.config.quota;
-    logbook::set_lines_per_minute(quota.log_lines);
-    let mut limits = Limits::default();
-    limits.room.per_user = quota.connections as usize;
-    let control = ControlServer::start(listener, limits, Arc::new(commands))?;
-    if let Some(address) = inheritance.config.metrics {
-        let observed = Arc::clone(&tenants);
-        let observe = move || {
-            let mut tenants = statistics::all(&observed);
-            for stats in &mut tenants {
-                guests.add(stats);
-                pools.add(stats);
-            }
-            metrics::Seen { tenants, pools: pools.all(0) }
-        };
-        if let Err(error) = metrics::serve(address, observe) {
-            log(Priority::Warning, format_args!("no metrics at {address}: {error}"));
+    let observed = Arc::clone(&tenants);
+    let metrics = Metrics::new(move || {
+        let mut tenants = statistics::all(&observed);
+        for stats in &mut tenants {
+            guests.add(stats);
+            pools.add(stats);
         }
-    }
+        metrics::Seen { tenants, pools: pools.all(0) }
+    });
+    let mut limits = Limits::default();
+    limits.room.per_user = current.get().quota.connections as usize;
+    let control = ControlServer::start(listener, limits, Arc::new(commands))?;
+    let followers = Followers {
+        control: &control,
+        metrics: &metrics,
+        schedules: &schedules,
+        shares: &shares,
+        snapshots: &snapshots,
+    };
+    followers.follow(&current.get());
     surveyor::start(&tenants)?;
     strata_pager::start_alarms()?;
     let watcher = watcher(inheritance, &tenants).map(Arc::new);
-    let busy = Arc::clone(&snapshots);
-    let tidied = Arc::clone(&tenants);
+    let (tidied, kept) = (Arc::clone(&tenants), Arc::clone(&snapshots));
     let private = inheritance.private;
     let watched = watcher.clone();
     std::thread::Builder::new()
         .name("tidy".into())
-        .spawn(move || tidy(&tidied, &snapshots, private, watched.as_deref()))?;
+        .spawn(move || tidy(&tidied, &kept, private, watched.as_deref()))?;
     let pulse = pulse(inheritance);
-    let patience = inheritance.config.release_patience;
     let is_replaced = loop {
         let signal = match wait_for_signal() {
             // With nobody to take over, all pages come back.
@@ -132,7 +136,17 @@ fn start(inheritance: &Inheritance) -> anyhow::Result<()> {
             signal => signal,
         };
         match signal {
-            Signal::Terminate if terminate(&tenants, patience) => break false,
+            Signal::Terminate if terminate(&tenants, current.get().release_patience) => {
+                break false;
+            }
+            Signal::Hangup
+                if inheritance.registry.upgrades().load(Ordering::Acquire) == 0
+                    && followers.read_again(inheritance, &current) =>
+            {
+                if let Some(pulse) = &pulse {
+                    pulse.now();
+                }
+            }
             Signal::Hangup | Signal::HandOver => break true,
             _ => {}
         }
@@ -155,7 +169,7 @@ fn start(inheritance: &Inheritance) -> anyhow::Result<()> {
         log(Priority::Warning, format_args!("its socket is gone: {error}"));
     }
     if is_replaced {
-        make_room(&busy, under_way);
+        make_room(&snapshots, under_way);
     }
     Ok(())
 }

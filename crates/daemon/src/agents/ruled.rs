@@ -46,7 +46,8 @@ impl Reception {
         hello: &Hello,
         known: &KnownPeer,
     ) -> io::Result<Option<(Arc<Tenant>, u32)>> {
-        let rules = &self.config.manage;
+        let config = self.current.get();
+        let rules = &config.manage;
         if rules.is_empty() {
             return Ok(None);
         }
@@ -83,7 +84,8 @@ impl Reception {
         peer: Peer,
         joins: impl Fn(&Arc<Tenant>) -> bool,
     ) -> Result<(Arc<Tenant>, u32), Belongs> {
-        for rule in program.rules(&self.config.manage) {
+        let config = self.current.get();
+        for rule in program.rules(&config.manage) {
             let (named, required) = (rule.name.name_of(program), required(rule));
             let is_own = peer.uid == rule.user.uid;
             let there = named.as_ref().ok();

@@ -45,7 +45,7 @@ impl Commands {
     /// What a new tenant claims, where DRAM is shared out. Of a user who may be promised
     /// none a named budget is a limit.
     pub(super) fn first_claim(&self, peer: Peer, dram_bytes: Option<u64>) -> Option<Claim> {
-        self.config.dram?;
+        self.current.get().dram?;
         match dram_bytes {
             Some(_) if self.may_be_promised(peer) => None,
             limit_bytes => {
@@ -60,7 +60,7 @@ impl Commands {
         if let Err(refused) = check_budget(dram_bytes) {
             return refused;
         }
-        if self.config.dram.is_some() && !self.may_be_promised(peer) {
+        if self.current.get().dram.is_some() && !self.may_be_promised(peer) {
             let limit = DramClaim { limit_bytes: Some(dram_bytes), ..DramClaim::default() };
             return self.claim(peer, tenant, &limit);
         }
@@ -74,7 +74,7 @@ impl Commands {
 
     /// From now on its budget moves.
     pub(super) fn claim(&self, peer: Peer, tenant: &Arc<Tenant>, wanted: &DramClaim) -> Reply {
-        if self.config.dram.is_none() {
+        if self.current.get().dram.is_none() {
             let hint = "set dram in its configuration; --dram gives a budget that does not move";
             return error("this stratad shares no DRAM out", hint);
         }
@@ -104,16 +104,16 @@ impl Commands {
     }
 
     pub(super) fn can_keep(&self, tenant: &Tenant, bytes: u64) -> Result<(), String> {
-        let Some(dram) = self.config.dram else { return Ok(()) };
+        let Some(dram) = self.current.get().dram else { return Ok(()) };
         shares::can_keep(dram.0, &self.tenants.list(), Some(tenant), bytes)
     }
 
     pub(super) fn host_shares(&self, peer: Peer) -> Reply {
-        let Some(shares) = &self.shares else {
+        let Some(ByteSize(dram_bytes)) = self.current.get().dram else {
             return error("this stratad shares no DRAM out", "set dram in its configuration");
         };
-        let mut tenants = shares.list();
+        let mut tenants = self.shares.list();
         tenants.retain(|share| peer.uid == 0 || peer.uid == share.uid);
-        Reply::HostShares { dram_bytes: shares.dram_bytes(), tenants }
+        Reply::HostShares { dram_bytes, tenants }
     }
 }

@@ -4,13 +4,15 @@
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use strata_sys::Priority;
 
 use super::{Seen, render};
 use crate::admission::{Deadline, Room};
-use crate::lobby::{self, House, Rules};
+use crate::lobby::{self, House, Kept, Rules};
+use crate::lock::lock;
 use crate::logbook;
 
 /// Longest request head that is read. Prometheus sends some 300 bytes.
@@ -28,28 +30,57 @@ const RULES: Rules = Rules {
 /// As if all clients were this user's, who is nobody.
 const WHOEVER: u32 = u32::MAX - 1;
 
+/// What there is to tell, whenever it is asked.
+type Look = Arc<dyn Fn() -> Seen + Send + Sync>;
+
+/// The metrics, at the address that the configuration names now.
+pub(crate) struct Metrics {
+    seen: Look,
+    served: Mutex<Option<(SocketAddr, Kept)>>,
+}
+
+impl Metrics {
+    pub(crate) fn new(seen: impl Fn() -> Seen + Send + Sync + 'static) -> Self {
+        Self { seen: Arc::new(seen), served: Mutex::default() }
+    }
+
+    /// Has them be at `address` alone, or nowhere.
+    ///
+    /// # Errors
+    /// The address cannot be had, or the thread not be made: then they are nowhere.
+    pub(crate) fn follow(&self, address: Option<SocketAddr>) -> io::Result<()> {
+        let mut served = lock(&self.served);
+        if served.as_ref().map(|(at, _)| *at) == address {
+            return Ok(());
+        }
+        if let Some((_, kept)) = served.take() {
+            kept.end();
+        }
+        if let Some(address) = address {
+            let (_, kept) = serve(address, Arc::clone(&self.seen))?;
+            *served = Some((address, kept));
+        }
+        Ok(())
+    }
+}
+
 /// Listens on `address` and serves what `seen` returns, on threads of its
-/// own, until the process ends. Returns the address, with the port that the
-/// kernel chose if it was 0.
+/// own. Returns the address, with the port that the kernel chose if it was 0.
 ///
 /// # Errors
 /// The address cannot be had, or the thread not be made.
-pub(crate) fn serve(
-    address: SocketAddr,
-    seen: impl Fn() -> Seen + Send + Sync + 'static,
-) -> io::Result<SocketAddr> {
+fn serve(address: SocketAddr, seen: Look) -> io::Result<(SocketAddr, Kept)> {
     let listener = TcpListener::bind(address)?;
     let bound = listener.local_addr()?;
-    lobby::keep("metrics", Server { listener, seen }, RULES)?;
-    Ok(bound)
+    Ok((bound, lobby::keep("metrics", Server { listener, seen }, RULES)?))
 }
 
-struct Server<F> {
+struct Server {
     listener: TcpListener,
-    seen: F,
+    seen: Look,
 }
 
-impl<F: Fn() -> Seen + Send + Sync + 'static> House for Server<F> {
+impl House for Server {
     type Guest = TcpStream;
 
     fn doors(&self) -> Vec<BorrowedFd<'_>> {
@@ -62,7 +93,7 @@ impl<F: Fn() -> Seen + Send + Sync + 'static> House for Server<F> {
 
     fn serve(&self, client: TcpStream, _: usize, deadline: Deadline) {
         // Whoever hangs up early harms only themselves.
-        let _ = answer(client, deadline, &self.seen);
+        let _ = answer(client, deadline, &*self.seen);
     }
 
     fn thrown_out(&self, uid: u32, why: &str) {
@@ -156,7 +187,7 @@ mod tests {
     #[test]
     fn the_server_gives_metrics_and_nothing_else() {
         let any: SocketAddr = "127.0.0.1:0".parse().expect("address");
-        let address = serve(any, seen).expect("serve");
+        let (address, kept) = serve(any, Arc::new(seen)).expect("serve");
         let answer = request(address, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n");
         let (head, body) = answer.split_once("\r\n\r\n").expect("a head");
         assert!(head.starts_with("HTTP/1.1 200 OK\r\n"), "{head}");
@@ -180,6 +211,23 @@ mod tests {
         let answer = request(address, &long);
         assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 431 "), "{answer}");
         drop(silent);
+        kept.end();
+        assert!(TcpStream::connect(address).is_err(), "nobody listens any more");
+    }
+
+    #[test]
+    fn they_are_where_the_configuration_says() {
+        let metrics = Metrics::new(seen);
+        metrics.follow(None).expect("nowhere");
+        let taken = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = taken.local_addr().expect("bound");
+        assert!(metrics.follow(Some(address)).is_err(), "somebody else has it");
+        drop(taken);
+        metrics.follow(Some(address)).expect("it is free");
+        metrics.follow(Some(address)).expect("the same");
+        assert!(request(address, b"GET /metrics HTTP/1.1\r\n\r\n").contains("strata_"));
+        metrics.follow(None).expect("nowhere");
+        assert!(TcpStream::connect(address).is_err());
     }
 
     #[test]

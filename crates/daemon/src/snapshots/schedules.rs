@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use strata_api::SnapshotRef;
@@ -11,6 +12,7 @@ use strata_sys::{Priority, log};
 use super::Snapshots;
 use super::take::now;
 use crate::config::Schedule;
+use crate::current::Current;
 use crate::schedule::due;
 
 /// How often schedules are looked at: a part of the shortest, of
@@ -19,22 +21,38 @@ const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// Whoever schedules may do everything with its tenants.
 const ROOT: u32 = 0;
 
-/// Carries them out from now on.
-pub(crate) fn start(snapshots: &Arc<Snapshots>, schedules: Vec<Schedule>) -> io::Result<()> {
-    if schedules.is_empty() {
-        return Ok(());
+/// Those of the configuration as it is now.
+pub(crate) struct Schedules {
+    snapshots: Arc<Snapshots>,
+    current: Arc<Current>,
+    /// There is a thread for them.
+    runs: AtomicBool,
+}
+
+impl Schedules {
+    pub(crate) fn new(snapshots: &Arc<Snapshots>, current: &Arc<Current>) -> Self {
+        let (snapshots, current) = (Arc::clone(snapshots), Arc::clone(current));
+        Self { snapshots, current, runs: AtomicBool::new(false) }
     }
-    let snapshots = Arc::clone(snapshots);
-    std::thread::Builder::new().name("schedule".into()).spawn(move || {
-        let mut carried_out = BTreeMap::new();
-        loop {
-            std::thread::sleep(LOOK_EVERY);
-            for schedule in &schedules {
-                snapshots.follow(schedule, &mut carried_out);
-            }
+
+    /// Carries them out from now on, if there are any.
+    pub(crate) fn follow(&self) -> io::Result<()> {
+        if self.runs.load(Ordering::Relaxed) || self.current.get().snapshot.is_empty() {
+            return Ok(());
         }
-    })?;
-    Ok(())
+        let (snapshots, current) = (Arc::clone(&self.snapshots), Arc::clone(&self.current));
+        std::thread::Builder::new().name("schedule".into()).spawn(move || {
+            let mut carried_out = BTreeMap::new();
+            loop {
+                std::thread::sleep(LOOK_EVERY);
+                for schedule in &current.get().snapshot {
+                    snapshots.follow(schedule, &mut carried_out);
+                }
+            }
+        })?;
+        self.runs.store(true, Ordering::Relaxed);
+        Ok(())
+    }
 }
 
 impl Snapshots {

@@ -62,6 +62,11 @@ const H_SUM: u64 = 56;
 const H_UPGRADES: u64 = 68;
 /// In the header: the supervisor that has last said what it took over.
 const H_REPORTED: u64 = 64;
+/// In the header: how often the supervisor has read its configuration again, for how many of
+/// these the worker has, and the sum of what was read last.
+const H_READ: u64 = 72;
+const H_FOLLOWED: u64 = 76;
+const H_READ_SUM: u64 = 80;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"strataRG");
 /// Raised when anything that a record leads to gets another meaning (records, entries of
@@ -210,6 +215,24 @@ impl Registry {
     #[must_use]
     pub fn upgrades(&self) -> &AtomicU32 {
         self.memory.atomic_u32(H_UPGRADES)
+    }
+
+    /// How often the configuration was read again.
+    #[must_use]
+    pub fn config_read(&self) -> &AtomicU32 {
+        self.memory.atomic_u32(H_READ)
+    }
+
+    /// The last of these that the worker follows.
+    #[must_use]
+    pub fn config_followed(&self) -> &AtomicU32 {
+        self.memory.atomic_u32(H_FOLLOWED)
+    }
+
+    /// The sum of the configuration that was read last.
+    #[must_use]
+    pub fn config_sum(&self) -> &AtomicU64 {
+        self.memory.atomic_u64(H_READ_SUM)
     }
 
     /// That of the daemon `home` from now on, for whoever attaches to it later.

@@ -4,8 +4,11 @@ wrong and everybody goes on."""
 
 import mmap
 import os
+import random
+import signal
 import time
 
+import machine
 from manager import managed
 from suite import case
 from takeover_kinds import kill_whole
@@ -59,6 +62,21 @@ def note(run, what, pauses):
              f"half of them at most {pauses[len(pauses) // 2] * 1000:.0f} ms")
 
 
+def killed_upgrade(run, manager, chance):
+    """Killed somewhere in it, alone or with its worker; the next daemon takes over."""
+    supervisor, worker = manager.process.pid, manager.worker()
+    asked = run.daemon.start_strata("upgrade")
+    time.sleep(chance.uniform(0, 0.5))
+    os.kill(supervisor, signal.SIGKILL)
+    if worker and chance.random() < 0.5 and machine.alive(worker):
+        os.kill(worker, signal.SIGKILL)
+    manager.process.wait()
+    asked.communicate()
+    manager.start()
+    manager.forget()
+    manager.hear("READY=1")
+
+
 @case("takeover-times", native=False, own_daemon=True, soak=True, alone=True, seconds=180)
 def times(run):
     with managed(run) as manager:
@@ -88,6 +106,11 @@ def times(run):
             run.daemon.strata("upgrade")
             manager.hear("READY=1")
         note(run, "upgrade", [clients.pause(upgrade) for _ in range(run.times(1))])
+        chance = random.Random(39)
+        for _ in range(run.times(1)):
+            killed_upgrade(run, manager, chance)
+            clients.go_on()
+        run.note(f"killed in the middle of an upgrade: {run.times(1)} times, and all went on")
         for program in clients.programs:
             program.assert_pressed()
         run.notes = [one for one in run.notes if not one.startswith("evictions")]

@@ -16,7 +16,7 @@ use std::io;
 use std::os::fd::RawFd;
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use strata_store::{Descriptors, Store, StoreConfig};
 use strata_sys::{
@@ -86,25 +86,48 @@ impl Tenant {
         for (id, record) in registry.tenants() {
             families.entry(record.map_fds.clone()).or_default().push((id, record));
         }
-        let mut recovered = Vec::new();
-        for family in families.into_values() {
-            let mut files = match Files::recover(&family[0].1) {
-                Ok(files) => files,
-                Err(error) => {
-                    let kind = error.kind();
-                    let failed = |(_, record): (_, TenantRecord)| {
-                        (record.name, Err(io::Error::new(kind, error.to_string())))
-                    };
-                    recovered.extend(family.into_iter().map(failed));
-                    continue;
-                }
-            };
-            for (id, record) in family {
-                let name = record.name.clone();
-                recovered.push((name, Ok(Self::recover(registry, id, record, &mut files))));
+        // Programs wait meanwhile: as many at a time as there are processors.
+        let waiting = Mutex::new(families.into_values());
+        let recovered = Mutex::new(Vec::new());
+        let work = || {
+            loop {
+                let Some(family) = lock(&waiting).next() else { return };
+                let outcome = Self::recover_family(registry, family);
+                lock(&recovered).extend(outcome);
             }
-        }
+        };
+        let processors = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        std::thread::scope(|scope| {
+            for _ in 1..processors {
+                scope.spawn(work);
+            }
+            work();
+        });
+        let mut recovered = recovered.into_inner().unwrap_or_else(PoisonError::into_inner);
+        recovered.sort_by(|(one, _), (other, _)| one.cmp(other));
         recovered
+    }
+
+    /// Tenants that share their files.
+    fn recover_family(
+        registry: &Arc<Registry>,
+        family: Vec<(TenantId, TenantRecord)>,
+    ) -> Vec<(String, io::Result<Arc<Self>>)> {
+        match Files::recover(&family[0].1) {
+            Ok(mut files) => family
+                .into_iter()
+                .map(|(id, record)| {
+                    let name = record.name.clone();
+                    (name, Ok(Self::recover(registry, id, record, &mut files)))
+                })
+                .collect(),
+            Err(error) => family
+                .into_iter()
+                .map(|(_, record)| {
+                    (record.name, Err(io::Error::new(error.kind(), error.to_string())))
+                })
+                .collect(),
+        }
     }
 
     fn recover(
@@ -230,8 +253,7 @@ impl Tenant {
                 restart: Some(address(SpaceAddress::Restart)).filter(|&at| at != 0),
             };
             agent.remind();
-            *space.agent.write().unwrap_or_else(std::sync::PoisonError::into_inner) =
-                Some(Arc::new(agent));
+            *space.agent.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(agent));
         }
         let parent = self.registry.space_field(id, SpaceField::Parent).load(Ordering::Relaxed);
         space.unadjusted.store(parent != 0, Ordering::Release);

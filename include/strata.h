@@ -142,6 +142,46 @@ int strata_free(void *memory, size_t bytes);
  * comes back from a snapshot has those of the snapshot, as far as budget and tiers
  * allow. mremap takes settings along, munmap ends them. */
 
+/* --- A cache that may vanish -----------------------------------------------
+ *
+ * Pages in a pool of the daemon's (`strata pool create`): compressed, each content
+ * once, outside of the tenant's budget. All of them may vanish at any time: at once
+ * when the machine needs its memory, when the daemon's worker is replaced, one by one
+ * when the pool is full. What is there is what was put there, or it is not found.
+ *
+ * A page is known by its pool, the name of a file, and its number in that. Whoever
+ * says the same means the same page: any process of the same user's. A name should say
+ * which content it is (a version, say): what a program is rolled back to, or a copy of
+ * it, finds what was put since.
+ *
+ * What is opened is the process's own: a forked child and what comes back from a
+ * snapshot open anew (-EBADF, -ECONNRESET). Threads may share it; their calls follow
+ * one after the other. It holds a descriptor (close-on-exec). While one is open, the
+ * tenant has a connection to somebody outside, which a snapshot refuses: close it
+ * before. Not to be called from a signal handler. Negative results, besides the above:
+ *
+ *   -EINVAL      no such name (a pool's has 1 to 64 bytes, a file's 1 to 56), or pages;
+ *   -EBADF       nothing of this process's is open under that number;
+ *   -EMFILE      64 are open;
+ *   -ECANCELED   refused: the user has no such pool, too many connections, ...
+ *   -ECONNRESET  the connection has ended, and with the worker, or the pool, all pages
+ *                that were in it: close this one and open it anew. */
+#define STRATA_POOL_PAGE 4096
+
+/* Opens a file of one of the user's pools: a number that is not negative. */
+int strata_pool_open(const char *pool, const char *file);
+/* Copies out what is there of `count` pages (2^20 at most) from number `first` on: page
+ * i to `pages` + i * STRATA_POOL_PAGE, and found[i] is 1; else found[i] is 0, and its
+ * place stays as it was. Returns how many were there. */
+int strata_pool_get(int number, unsigned long first, void *pages, size_t count,
+                    unsigned char *found);
+/* Puts pages there, in the place of what is there. Returns how many the pool took;
+ * those that it did not take are not there. */
+int strata_pool_put(int number, unsigned long first, const void *pages, size_t count);
+/* Has pages be there no more, of all files' 2^64 - 1 numbers any part. Returns 0. */
+int strata_pool_flush(int number, unsigned long first, unsigned long count);
+int strata_pool_close(int number);
+
 /* Why the calling thread's last call of one of these returned a negative number:
  * one line without a line feed, "" when it did not. Never NULL. To be used or
  * copied before the thread's next call; of a program in which more than 16

@@ -13,17 +13,23 @@ they are told to do without (`or_plain=True`).
 
 Memory is anything with a writable buffer: bytearray, array, mmap, NumPy arrays that
 are contiguous, and what this module allocates. Content never changes, whatever is
-said."""
+said.
+
+    cache = strata.Cache("pages", "report-1")   # strata pool create pages
+    cache.put("7", b"...")
+    cache.get("7")                              # the same, or None: it may vanish"""
 
 import ctypes
 import errno
 import mmap
 import weakref
 
+from .pool import PAGE, Cache, Pool
+
 __all__ = [
-    "COLD", "COMPRESSED", "DRAM", "FILE", "FREE_SOON", "HOT", "LOST", "Memory", "NODE",
-    "NORMAL", "NOT_MANAGED", "NotManaged", "PIN", "SEQUENTIAL", "STAGED", "StrataError",
-    "TIER_NAMES", "UNPIN", "UNTOUCHED", "advise", "allocate", "available", "empty", "where",
+    "COLD", "COMPRESSED", "Cache", "DRAM", "FILE", "FREE_SOON", "HOT", "LOST", "Memory", "NODE",
+    "NORMAL", "NOT_MANAGED", "NotManaged", "PAGE", "PIN", "Pool", "SEQUENTIAL", "STAGED",
+    "StrataError", "TIER_NAMES", "UNPIN", "UNTOUCHED", "advise", "allocate", "available", "empty", "where",
 ]
 
 # enum strata_tier
@@ -32,7 +38,6 @@ TIER_NAMES = ("not managed", "dram", "node", "compressed", "file", "staged", "un
 # enum strata_advice
 NORMAL, HOT, COLD, SEQUENTIAL, PIN, UNPIN, FREE_SOON = range(7)
 
-_PAGE = 4096
 
 
 class StrataError(OSError):
@@ -116,7 +121,7 @@ def where(memory):
     start, length, _kept = _range(memory)
     if length == 0:
         return b""
-    pages = (start % _PAGE + length + _PAGE - 1) // _PAGE
+    pages = (start % PAGE + length + PAGE - 1) // PAGE
     tiers = ctypes.create_string_buffer(pages)
     _check(library.strata_where(start, length, ctypes.addressof(tiers)))
     return tiers.raw

@@ -54,8 +54,8 @@ pub const DEFAULT_SOCKET: &str = "/run/strata/control.sock";
 pub const ENV_CONTROL_SOCKET: &str = "STRATA_SOCKET";
 /// Where agents say hello, in a daemon's socket directory.
 pub const AGENT_SOCKET_NAME: &str = "agent.sock";
-/// Where those ask for pages of pools who serve guests' disks.
-pub const POOL_SOCKET_NAME: &str = "pool.sock";
+/// Where those ask for pages of pools who serve guests' disks, and programs.
+pub use strata_units::pool::SOCKET_NAME as POOL_SOCKET_NAME;
 /// A daemon's control socket inside its socket directory.
 pub use strata_units::wire::CONTROL_SOCKET_NAME;
 /// Private daemons keep their sockets in directories whose names start so,

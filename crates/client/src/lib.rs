@@ -1,5 +1,5 @@
 //! What a program can say of its memory to Strata, and ask: the placement API of
-//! `include/strata.h`, safely.
+//! `include/strata.h`, safely; and its cache that may vanish ([`Pool`]).
 //!
 //! ```
 //! use strata_client::{Advice, Error, advise};
@@ -20,11 +20,15 @@
 //! It is not a client of the daemon's commands: that is the command line.
 #![forbid(unsafe_code)]
 
+mod pool;
+
 use std::fmt;
 use std::io;
 use std::ops::{Deref, DerefMut};
 
 use strata_sys::{MappedMemory, PlacementError, advise_memory, memory_tiers, placement_reason};
+
+pub use pool::{PageBuffer, Pool, PoolError};
 
 /// Where memory can be asked for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -91,12 +91,12 @@ impl Links {
         let mut id = [0; talk::FILE_ID_BYTES];
         match stamp {
             Stamp::Own => {
-                id[0] = 1;
+                id[0] = talk::DISK_FILE;
                 id[8..24].copy_from_slice(&self.session);
                 id[24..32].copy_from_slice(&self.generation.load(SeqCst).to_le_bytes());
             }
             Stamp::Shared(FileStamp { file, size_bytes, changed_ns, touched_ns }) => {
-                id[0] = 2;
+                id[0] = talk::SHARED_FILE;
                 // Within two billion seconds of 1970 and for long after, that is what they are.
                 let numbers = [file.0, file.1, size_bytes, changed_ns as u64, touched_ns as u64];
                 for (to, number) in id[8..].chunks_exact_mut(8).zip(numbers) {

@@ -33,7 +33,7 @@ const FLOORS: [(&str, u32); 16] = [
 /// there is a daemon to ask), and the library inside programs stays small.
 const NARROW: [(&str, &[&str]); 5] = [
     ("cli", &["api", "units", "vm"]),
-    ("client", &["sys"]),
+    ("client", &["sys", "units"]),
     ("guest-agent", &["units"]),
     ("preload", &["units"]),
     ("vm", &["units"]),

@@ -40,6 +40,7 @@ mod message;
 mod mutexes;
 mod next;
 mod place;
+mod pool;
 mod reason;
 mod records;
 mod remap;

@@ -11,6 +11,7 @@ use core::ptr;
 use core::sync::atomic::Ordering;
 use core::time::Duration;
 
+use strata_units::wire::CONTROL_SOCKET_NAME;
 use strata_units::{DECIMAL_DIGITS, HintKind, PAGE, PAGE_SIZE, decimal};
 
 use crate::block::{self, Block};
@@ -319,7 +320,7 @@ fn place(block: &Block, mut request: RequestLine) -> Result<(), Failure> {
 
 /// One request and its answer.
 fn ask(block: &Block, request: &[u8], reader: &mut Reader<'_>) -> Result<Line, Failure> {
-    let address = beside(&block.socket()).ok_or(Failure::Unreachable)?;
+    let address = beside(&block.socket(), CONTROL_SOCKET_NAME).ok_or(Failure::Unreachable)?;
     let socket = message::connect(&address, libc::SOCK_STREAM, Deadline::after(REACH_TIME))
         .map_err(|_| Failure::Unreachable)?;
     limit(&socket);

@@ -121,7 +121,7 @@ fn take(label: Option<&CStr>) -> Result<Life, Failure> {
     let began = settled_life(block);
     let mut request = [0; REQUEST_BYTES];
     let request = write_request(&mut request, label);
-    let address = beside(&block.socket()).ok_or(Failure::Unreachable)?;
+    let address = beside(&block.socket(), CONTROL_SOCKET_NAME).ok_or(Failure::Unreachable)?;
     let socket = message::connect(&address, libc::SOCK_STREAM, Deadline::after(REACH_TIME));
     let outcome = match socket {
         Ok(socket) => {
@@ -180,8 +180,8 @@ fn told_life(block: &Block) -> u32 {
     life(block).0
 }
 
-/// The address of the daemon's socket for requests; none: it would be too long.
-pub(crate) fn beside(agents: &libc::sockaddr_un) -> Option<libc::sockaddr_un> {
+/// The address of another socket of the daemon's; none: it would be too long.
+pub(crate) fn beside(agents: &libc::sockaddr_un, socket: &str) -> Option<libc::sockaddr_un> {
     let mut address = *agents;
     let end = agents.sun_path.iter().position(|byte| *byte == 0)?;
     let directory = agents.sun_path[..end].iter().rposition(|byte| *byte == b'/' as c_char);
@@ -190,8 +190,8 @@ pub(crate) fn beside(agents: &libc::sockaddr_un) -> Option<libc::sockaddr_un> {
     let (last, room) = name.split_last_mut()?;
     *last = 0;
     room.fill(0);
-    let name = room.get_mut(..CONTROL_SOCKET_NAME.len())?;
-    for (to, from) in name.iter_mut().zip(CONTROL_SOCKET_NAME.bytes()) {
+    let name = room.get_mut(..socket.len())?;
+    for (to, from) in name.iter_mut().zip(socket.bytes()) {
         *to = from as c_char;
     }
     Some(address)
@@ -266,7 +266,7 @@ mod tests {
     }
 
     fn moved(path: &str) -> Option<String> {
-        let address = beside(&address(path))?;
+        let address = beside(&address(path), CONTROL_SOCKET_NAME)?;
         let bytes = address.sun_path.iter().take_while(|byte| **byte != 0);
         Some(bytes.map(|byte| char::from(*byte as u8)).collect())
     }

@@ -32,6 +32,7 @@ mod placement;
 mod poll;
 pub mod probe;
 mod process;
+mod program_pool;
 mod proof;
 mod read_queue;
 mod relay;
@@ -82,6 +83,7 @@ pub use process::{
     SIGTERM, SIGUSR1, SIGUSR2, ThreadFaults, available_bytes, is_zombie, note_of, noted, parent_of,
     process_exists, read_mapping_flags, read_maps, stat_field, stat_fields, total_bytes, trim_heap,
 };
+pub use program_pool::ProgramPool;
 pub use proof::Disproof;
 pub use read_queue::{READ_BYTES, ReadId, ReadQueue};
 pub use relay::{Relay, Relayed, end_like};

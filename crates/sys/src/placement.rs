@@ -64,7 +64,7 @@ struct Functions {
     reason: Reason,
 }
 
-fn symbol(name: &CStr) -> Option<NonNull<c_void>> {
+pub(crate) fn symbol(name: &CStr) -> Option<NonNull<c_void>> {
     // SAFETY: a C string; the handle means this process.
     NonNull::new(unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) })
 }

@@ -10,6 +10,7 @@ mod hints;
 mod ids;
 mod label;
 mod page;
+pub mod pool;
 pub mod reading;
 mod size;
 mod swap;

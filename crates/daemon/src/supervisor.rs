@@ -21,7 +21,7 @@ use strata_api::POOL_SOCKET_NAME;
 use strata_pager::Registry;
 use strata_sys::{
     HandedSockets, Notifier, Pidfd, Priority, SIGHUP, SIGKILL, SIGTERM, SIGUSR1, SeqPacketListener,
-    Signal, WorkerExit, adopt_orphans, block_signals, collect_child, ended_children,
+    Signal, Urgent, WorkerExit, adopt_orphans, block_signals, collect_child, ended_children,
     forbid_core_dumps, kill_process, lock_memory, log, open_fds, raise_descriptor_limit,
     spawn_sharing_files, wait_for_signal, wait_worker,
 };
@@ -94,6 +94,8 @@ pub(crate) struct Inheritance {
 /// Serves until a worker ends in good order.
 pub(crate) fn run(config: Config, origin: Origin) -> anyhow::Result<ExitCode> {
     let Origin { config_file, private, notifier, mut handed } = origin;
+    // There may be programs that wait for the first worker.
+    let urgent = Urgent::begin();
     block_signals();
     adopt_orphans();
     raise_descriptor_limit();
@@ -113,9 +115,6 @@ pub(crate) fn run(config: Config, origin: Origin) -> anyhow::Result<ExitCode> {
     let taken = begin(&mut place, &config, home, &mut handed)?;
     let doors = Doors::open(&config, private, handed)?;
     let mut manager = Manager::new(notifier).context("cannot open a socket")?;
-    if let Err(error) = lock_memory() {
-        log(Priority::Warning, format_args!("the supervisor may be swapped out: {error}"));
-    }
     // Without CAP_SYS_RESOURCE this is refused; then it is as any other.
     let _ = fs::write("/proc/self/oom_score_adj", "-1000");
     let own = Pidfd::open(std::process::id()).context("cannot open its own process")?;
@@ -148,7 +147,7 @@ pub(crate) fn run(config: Config, origin: Origin) -> anyhow::Result<ExitCode> {
         }
         from
     });
-    let before = (of_before, taken_from);
+    let before = (of_before, taken_from, urgent);
     let outcome = serve(
         (config, config_file),
         private,
@@ -233,7 +232,7 @@ fn end_holder(holder: u32) {
 }
 
 /// Has a worker serve until one ends in good order. `before`: the numbers of descriptors
-/// that were taken over, and from which supervisor.
+/// that were taken over, from which supervisor, and how urgent the first worker is.
 fn serve(
     (config, config_file): (Config, Option<PathBuf>),
     private: bool,
@@ -241,9 +240,9 @@ fn serve(
     (registry, own): (&Arc<Registry>, &Pidfd),
     holder: &mut u32,
     manager: &mut Manager,
-    before: (HashSet<RawFd>, Option<u32>),
+    before: (HashSet<RawFd>, Option<u32>, Option<Urgent>),
 ) -> anyhow::Result<End> {
-    let (of_before, taken_from) = before;
+    let (of_before, taken_from, urgent) = before;
     let back = listen_for_the_returning(&config.socket_dir)
         .inspect_err(|error| {
             eprintln!(
@@ -269,7 +268,7 @@ fn serve(
     inheritance.own_fds = open_fds().context("cannot list open descriptors")?;
     inheritance.own_fds.retain(|fd| !of_before.contains(fd));
     log(Priority::Notice, beginning(&inheritance));
-    let end = watch(&mut inheritance, own, holder, manager)?;
+    let end = watch(&mut inheritance, own, holder, manager, urgent)?;
     // Until here: it says that the directory is in use.
     drop(tier_mark);
     if end != End::HandedOver {
@@ -336,8 +335,10 @@ fn watch(
     own: &Pidfd,
     holder: &mut u32,
     manager: &mut Manager,
+    mut urgent: Option<Urgent>,
 ) -> anyhow::Result<End> {
     let mut short_lives = 0;
+    let mut is_locked = false;
     loop {
         let born = Instant::now();
         inheritance.fds_before = open_fds().unwrap_or_else(|error| {
@@ -352,6 +353,13 @@ fn watch(
         let worker = spawn_sharing_files(|| worker::run(inheritance))
             .context("cannot make a worker process")?;
         manager.worker_begins();
+        drop(urgent.take());
+        // Afterwards, for it takes a while.
+        if !std::mem::replace(&mut is_locked, true)
+            && let Err(error) = lock_memory()
+        {
+            log(Priority::Warning, format_args!("the supervisor may be swapped out: {error}"));
+        }
         let died = loop {
             match wait_for_signal() {
                 Signal::Terminate => {
@@ -388,6 +396,7 @@ fn watch(
                 },
             }
         };
+        urgent = Urgent::begin();
         let successor = inheritance.registry.upgrades().swap(0, Ordering::AcqRel);
         if died == WorkerExit::Status(worker::DONE) {
             log(Priority::Notice, "stops");
@@ -400,6 +409,8 @@ fn watch(
         }
         if successor == upgrade::THIS {
             manager.reloads("Becomes the stratad that is installed now.");
+            // It begins as urgently itself.
+            drop(urgent.take());
             upgrade::become_it(&inheritance.doors, inheritance.private, manager.notifier());
         }
         let has_made_room = !reload::is_followed(&inheritance.registry);

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use strata_pager::{ReleaseRefused, Tenant};
 use strata_sys::{
-    Priority, SIGKILL, Signal, adopt_orphans, close_fd, collect_child, ended_children,
+    Priority, SIGKILL, Signal, Urgent, adopt_orphans, close_fd, collect_child, ended_children,
     is_living_userfaultfd, kill_process, log, wait_for_signal,
 };
 
@@ -211,6 +211,7 @@ fn make_room(snapshots: &Snapshots, under_way: impl Fn() -> usize) {
     {
         std::thread::sleep(LOOK_EVERY);
     }
+    Urgent::end_soon();
     kill_process(std::process::id(), SIGKILL);
 }
 

@@ -47,6 +47,7 @@ mod supervise;
 mod tcp_diag;
 mod uffd;
 mod unix_diag;
+mod urgent;
 
 pub use answer::{IoctlCall, IoctlListener};
 pub use control_block::ControlBlock;
@@ -111,3 +112,4 @@ pub use uffd::{
     Event, FEATURES_REQUIRED, Fill, Range, Registration, UffdError, Userfaultfd, open_device,
 };
 pub use unix_diag::{UnixConnection, unix_connections};
+pub use urgent::Urgent;

@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use strata_store::{Descriptors, Store, StoreConfig};
 use strata_sys::{
-    ControlBlock, EventFd, PROCESS_FDS, Process, Range, SeqPacket, Userfaultfd, adopt_fd,
+    ControlBlock, EventFd, PROCESS_FDS, Process, Range, SeqPacket, Urgent, Userfaultfd, adopt_fd,
 };
 use strata_units::{LeafIndex, PAGE_SIZE, SpaceId, TenantId};
 
@@ -90,6 +90,7 @@ impl Tenant {
         let waiting = Mutex::new(families.into_values());
         let recovered = Mutex::new(Vec::new());
         let work = || {
+            let _urgent = Urgent::begin();
             loop {
                 let Some(family) = lock(&waiting).next() else { return };
                 let outcome = Self::recover_family(registry, family);

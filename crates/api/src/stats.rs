@@ -124,6 +124,9 @@ pub struct Stats {
     pub pids: Vec<u32>,
     /// Owner's user id.
     pub uid: u32,
+    /// The group whose members keep equal evicted pages once, if it is of one.
+    #[serde(default)]
+    pub group: Option<String>,
     /// What it was started with.
     pub command: Vec<String>,
     /// What it does.

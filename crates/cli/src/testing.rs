@@ -47,6 +47,7 @@ pub(crate) fn stats(name: &str) -> strata_api::Stats {
         name: name.into(),
         pids: vec![10, 11],
         uid: 1000,
+        group: None,
         command: vec!["server".into(), "--fast".into()],
         state: strata_api::TenantState::Managed,
         budget_bytes: 1 << 30,

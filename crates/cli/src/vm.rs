@@ -343,6 +343,7 @@ fn figures(stats: &Stats, guest: &GuestStats) -> String {
         ["stored".to_owned(), bytes(stats.stored_bytes)],
         ["stored, compressed".to_owned(), bytes(stats.compressed_bytes + stats.file_bytes)],
         ["not managed".to_owned(), bytes(show::unmanaged_bytes(stats))],
+        ["group".to_owned(), stats.group.clone().unwrap_or_else(|| "-".into())],
         ["waited".to_owned(), show::short_percent(stats.stall.some.avg10)],
     ];
     rows.extend(self_balloon::rows(guest));

@@ -85,7 +85,7 @@ impl Tenants {
     /// clone executes has the original's environment: it belongs to the clone.
     pub(crate) fn of_descent(&self, pid: u32, named: Arc<Tenant>) -> Arc<Tenant> {
         let mut family = self.list();
-        family.retain(|tenant| tenant.shares_pages_with(&named));
+        family.retain(|tenant| tenant.record().lineage == named.record().lineage);
         if family.len() < 2 {
             return named;
         }

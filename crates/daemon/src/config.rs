@@ -20,6 +20,7 @@ use strata_sys::MemoryNode;
 use strata_units::ByteSize;
 
 pub(crate) use self::nearest::nearest;
+use crate::groups::{Group, Members};
 use crate::naming::Naming;
 use crate::quota::Quota;
 
@@ -52,7 +53,7 @@ pub(crate) struct User {
 
 impl User {
     /// Whose a rule is that names no user.
-    fn root() -> Self {
+    pub(crate) fn root() -> Self {
         Self { name: "root".into(), uid: 0 }
     }
 }
@@ -145,6 +146,8 @@ pub(crate) struct Config {
     pub(crate) criu: Option<PathBuf>,
     /// What one user may have.
     pub(crate) quota: Quota,
+    /// Who shares a dedup domain.
+    pub(crate) groups: Vec<Group>,
     /// Programs managed without `strata run`, first match wins.
     pub(crate) manage: Vec<Rule>,
     /// Scheduled snapshots, at most one schedule for a name.
@@ -246,6 +249,7 @@ impl Config {
             snapshot_limit: ByteSize(machine.memory.0 / 4),
             criu: None,
             quota: Quota::default(),
+            groups: Vec::new(),
             manage: Vec::new(),
             snapshot: Vec::new(),
         }
@@ -348,6 +352,16 @@ impl Config {
         let Quota { tenants, processes, connections, log_lines, pools } = self.quota;
         writeln!(out, "\n[quota]\ntenants = {tenants}\nprocesses = {processes}")?;
         writeln!(out, "connections = {connections}\nlog_lines = {log_lines}\npools = {pools}")?;
+        if !self.groups.is_empty() {
+            writeln!(out, "\n[groups]")?;
+        }
+        for group in &self.groups {
+            let members = group.members.iter().map(|Members { user, name, is_beginning }| {
+                quoted(&format!("{}:{name}{}", user.name, if *is_beginning { "*" } else { "" }))
+            });
+            let members = members.collect::<Vec<_>>().join(", ");
+            writeln!(out, "{} = [{members}]", quoted(&group.name))?;
+        }
         for rule in &self.manage {
             writeln!(out, "\n[[manage]]\nname = {}", quoted(rule.name.text()))?;
             if let Some(exe) = &rule.exe {

@@ -45,6 +45,8 @@ pub(crate) trait House: Send + Sync + 'static {
     fn serve(&self, guest: Self::Guest, door: usize, deadline: Deadline);
     /// One was thrown out, and why.
     fn thrown_out(&self, uid: u32, why: &str);
+    /// Nobody is to come any more, though some are still served.
+    fn close(&self) {}
 }
 
 struct Waiting<G> {
@@ -93,6 +95,7 @@ pub(crate) fn keep<H: House>(name: &str, house: H, rules: Rules) -> io::Result<K
         while !told.load(Ordering::Acquire) {
             lobby.once();
         }
+        lobby.house.close();
     })?;
     Ok(Kept { ended, left: rung, thread })
 }

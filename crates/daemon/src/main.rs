@@ -13,6 +13,7 @@ mod control;
 mod current;
 mod doctor;
 mod doors;
+mod groups;
 mod guests;
 mod holder;
 mod lobby;

@@ -315,6 +315,7 @@ mod tests {
             name: name.into(),
             pids: vec![7, 8, 9],
             uid: 1001,
+            group: None,
             command: vec!["server".into()],
             state: TenantState::Managed,
             budget_bytes: 11,

@@ -41,6 +41,7 @@ pub(crate) fn by_then(tenant: &Tenant, by: Instant) -> Stats {
         name: record.name.clone(),
         pids: tenant.pids(),
         uid: record.uid,
+        group: record.group.clone(),
         command: record.command.clone(),
         state: state(tenant),
         budget_bytes: tenant.budget_bytes(),

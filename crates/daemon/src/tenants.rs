@@ -18,6 +18,7 @@ use strata_units::ByteSize;
 use crate::cgroup::Cgroups;
 use crate::config::{Config, Rule};
 use crate::current::Current;
+use crate::groups;
 use crate::logbook;
 use crate::program::Program;
 use crate::quota::RESERVED_TENANTS;
@@ -423,6 +424,13 @@ impl Tenants {
         let key = Key::new(wish.uid, &name);
         let config = self.current.get();
         let claim = wish.claim.or_else(|| origin?.claim()).filter(|_| config.dram.is_some());
+        let group = match origin {
+            Some(origin) => origin.record().group.clone(),
+            None => groups::of(&config.groups, wish.uid, &name).map(str::to_owned),
+        };
+        // Whoever is of the group shares its pages with all others that are.
+        let is_of_it = |tenant: &&Arc<Tenant>| group.is_some() && tenant.record().group == group;
+        let member = known.by_key.values().map(|entry| &entry.tenant).find(is_of_it).cloned();
         let mut budget_bytes = wish.budget_bytes;
         if let Some(ByteSize(dram_bytes)) = config.dram {
             let others: Vec<_> =
@@ -455,7 +463,7 @@ impl Tenants {
             }
         };
         let tier = match &self.tier {
-            Some(directory) if origin.is_none() => {
+            Some(directory) if origin.is_none() && member.is_none() => {
                 // A file of its own, nameless as soon as it is open. Random: a
                 // daemon killed in between leaves the name behind.
                 let number =
@@ -466,10 +474,13 @@ impl Tenants {
             }
             _ => None,
         };
+        let token = random_token().map_err(|error| format!("no random numbers: {error}"))?;
         let spec = TenantSpec {
             name: name.clone(),
             uid: wish.uid,
-            token: random_token().map_err(|error| format!("no random numbers: {error}"))?,
+            token,
+            lineage: origin.map_or(token, |origin| origin.record().lineage),
+            group,
             command: wish.command,
             budget_bytes,
             cgroup: cgroup.clone(),
@@ -478,7 +489,7 @@ impl Tenants {
             tier_order: wish.tier_order.unwrap_or(config.tier_order),
             starter: starter_pid,
         };
-        let made = match origin {
+        let made = match origin.or(member.as_deref()) {
             Some(origin) => origin.create_beside(spec),
             None => Tenant::create(&self.registry, spec),
         };
@@ -497,8 +508,10 @@ impl Tenants {
         }
         let record = tenant.record();
         let command = record.command.first().map_or("", |word| word.as_str());
+        let of_group = record.group.as_deref().map(|group| format!(", group {group}"));
+        let of_group = of_group.unwrap_or_default();
         let line = format!(
-            "tenant {name} starts: budget {}, user {}, {command}",
+            "tenant {name} starts: budget {}, user {}{of_group}, {command}",
             ByteSize(tenant.budget_bytes()),
             record.uid
         );

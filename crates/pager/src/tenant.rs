@@ -68,6 +68,10 @@ pub struct TenantSpec {
     pub uid: u32,
     /// What its agents name it by; not 0.
     pub token: u64,
+    /// The first of those that it is a clone of, by its token; its own, if it is none.
+    pub lineage: u64,
+    /// The group whose members keep equal pages once, if it is of one.
+    pub group: Option<String>,
     /// The program, for display.
     pub command: Vec<String>,
     /// Its DRAM budget.
@@ -213,6 +217,8 @@ impl Tenant {
             name: spec.name,
             uid: spec.uid,
             token: spec.token,
+            lineage: spec.lineage,
+            group: spec.group,
             command: spec.command,
             started,
             cgroup: spec.cgroup,

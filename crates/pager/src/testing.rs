@@ -44,6 +44,8 @@ pub(crate) fn record(name: &str) -> TenantRecord {
         name: name.into(),
         uid: 1,
         token: 2,
+        lineage: 2,
+        group: None,
         command: vec!["program".into(), "--option".into()],
         started: 3.5,
         cgroup: Some("/cgroup".into()),

@@ -131,6 +131,7 @@ pub(crate) fn stats(name: &str) -> Stats {
         name: name.into(),
         pids: vec![1],
         uid: 0,
+        group: None,
         command: vec!["server".into()],
         state: TenantState::Managed,
         budget_bytes: 1 << 30,

@@ -3,6 +3,7 @@
 //! can be made at once.
 
 mod claims;
+mod groups;
 mod node;
 mod quotas;
 mod schedules;
@@ -23,7 +24,7 @@ use values::{
 };
 
 /// All keys of the file.
-pub(super) const KEYS: [&str; 20] = [
+pub(super) const KEYS: [&str; 21] = [
     "socket_dir",
     "dram",
     "default_dram",
@@ -42,6 +43,7 @@ pub(super) const KEYS: [&str; 20] = [
     "snapshot_limit",
     "criu",
     "quota",
+    "groups",
     "manage",
     "snapshot",
 ];
@@ -181,6 +183,7 @@ impl Reader<'_> {
         }
         config.criu = self.get(table, "criu", program);
         config.quota = self.quota(table);
+        config.groups = self.groups(table);
         config.manage = self.rules(table, config.default_dram);
         self.claims(table, &mut config);
         config.snapshot = self.schedules(table);

@@ -1,6 +1,7 @@
 //! Tests of the configuration.
 
 use super::*;
+use crate::groups;
 
 fn machine() -> Machine {
     Machine {
@@ -65,6 +66,10 @@ criu = "/bin/sh"
 tenants = 3
 log_lines = 0x10
 
+[groups]
+caches = ["cache-*", "postgres:db"]
+all-of-1000 = ["1000:*"]
+
 [[manage]]
 name = "db"
 exe = "/usr/lib/postgresql/15/bin/postgres"
@@ -105,6 +110,9 @@ fn every_key_is_read_and_printing_it_reads_the_same() {
     assert_eq!(config.manage[0].tier_order, Some(order(["file", "node", "compressed"])));
     assert_eq!(config.manage[1].tier_order, None);
     assert_eq!(config.manage[0].user.uid, 105);
+    let group = |uid, name| groups::of(&config.groups, uid, name);
+    assert_eq!((group(0, "cache-1"), group(105, "db")), (Some("caches"), Some("caches")));
+    assert_eq!((group(1000, "x"), group(0, "db")), (Some("all-of-1000"), None));
     // One that names nobody is root's.
     assert_eq!((config.manage[1].user.uid, config.manage[1].required), (0, false));
     assert!(config.manage[0].required);
@@ -212,6 +220,15 @@ fn each_slip_is_named_with_its_line_and_its_cure() {
         ("quota = 3", "write a table"),
         ("[quota]\ntenants = 0", "t.toml:2: tenants: 0 is no quota"),
         ("[quota]\ntenant = 1", "did you mean tenants?"),
+        ("groups = 3", "write a table"),
+        ("[groups]\na = \"web\"", "t.toml:2: a: is of the type string; write a list of tenants"),
+        ("[groups]\na = [\"we*b\"]", "t.toml:2: a: a name consists of"),
+        ("[groups]\n\"a/b\" = []", "t.toml:2: groups: a name consists of"),
+        ("[groups]\na = [\"nobody-here:b\"]", "there is no user \"nobody-here\""),
+        (
+            "[groups]\na = [\"web*\"]\nb = [\"db\", \"web1\"]",
+            "t.toml:3: b: a tenant could be of the group a as well",
+        ),
         (
             "uffd_users = [\n  \"postgres\",\n  \"nobody-here\",\n]",
             "t.toml:3: uffd_users: there is no",

@@ -2,8 +2,8 @@
 //! than that takes.
 
 use std::io::{self, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -96,6 +96,13 @@ impl House for Server {
         let _ = answer(client, deadline, &*self.seen);
     }
 
+    fn close(&self) {
+        // Threads that still serve have the listener, too.
+        if let Ok(listener) = self.listener.try_clone() {
+            let _ = TcpStream::from(OwnedFd::from(listener)).shutdown(Shutdown::Both);
+        }
+    }
+
     fn thrown_out(&self, uid: u32, why: &str) {
         let line = format!("a client of the metrics asked for nothing: {why}");
         logbook::tell_of(uid, "metrics", Priority::Warning, line);
@@ -178,7 +185,7 @@ mod tests {
         client.set_read_timeout(Some(Duration::from_secs(60))).expect("timeout");
         // The server may answer and hang up before it has read everything.
         let _ = client.write_all(bytes);
-        let _ = client.shutdown(std::net::Shutdown::Write);
+        let _ = client.shutdown(Shutdown::Write);
         let mut answer = String::new();
         let _ = client.read_to_string(&mut answer);
         answer

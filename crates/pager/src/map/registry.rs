@@ -72,7 +72,7 @@ const MAGIC: u64 = u64::from_le_bytes(*b"strataRG");
 /// Raised when anything that a record leads to gets another meaning (records, entries of
 /// page maps, ages, settings) without another length. The store's files have a version of
 /// their own.
-const VERSION: u64 = 1;
+const VERSION: u64 = 2;
 
 // Within a space's slot.
 const S_SETTINGS: u64 = 64;
@@ -114,6 +114,10 @@ pub struct TenantRecord {
     pub token: u64,
     /// The program, for display.
     pub command: Vec<String>,
+    /// The first of those that are clones of each other, by its token.
+    pub lineage: u64,
+    /// The group whose members keep equal pages once, if it is of one.
+    pub group: Option<String>,
     /// Seconds since the epoch.
     pub started: f64,
     /// Its memory cgroup's directory, if it has one of its own.

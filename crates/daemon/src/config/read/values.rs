@@ -248,7 +248,13 @@ pub(super) fn user(
     value: &DeValue<'_>,
     user_id: fn(&str) -> std::io::Result<Option<u32>>,
 ) -> Result<User, Refusal> {
-    let name = text(value, "a user's name, in quotes: \"postgres\"")?;
+    user_named(text(value, "a user's name, in quotes: \"postgres\"")?, user_id)
+}
+
+pub(super) fn user_named(
+    name: &str,
+    user_id: fn(&str) -> std::io::Result<Option<u32>>,
+) -> Result<User, Refusal> {
     if let Ok(uid) = name.parse() {
         return Ok(User { name: name.to_owned(), uid });
     }

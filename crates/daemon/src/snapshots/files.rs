@@ -200,6 +200,8 @@ impl Snapshots {
         }
         known.can_travel()?;
         known.info.guest = false;
+        // Numbers of another pager's, which may be those of other memory here.
+        known.processes.iter_mut().for_each(|process| process.memory = None);
         // From here on it is this machine's.
         known.machine = Some(here.clone());
         let tenant = name.unwrap_or_else(|| known.info.tenant.clone());

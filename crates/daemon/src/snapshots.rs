@@ -154,7 +154,14 @@ impl Snapshots {
             }
             known.insert(snapshot.info.id.clone(), snapshot);
         }
+        let mut lineage = disk.read_lineage();
         for tenant in tenants.list() {
+            let is_for_import =
+                tenant.record().starter.is_none() && lineage.contains_key(&tenant.record().name);
+            if is_for_import && !tenant.attachment().0 {
+                // Whoever has made it for a snapshot that was to come is no more.
+                tenant.is_for_snapshots();
+            }
             for memory in tenant.snapshot_memories() {
                 let named = |known: &Known| {
                     known.info.tenant == tenant.record().name
@@ -173,7 +180,6 @@ impl Snapshots {
                 remove_flat(&entry.path());
             }
         }
-        let mut lineage = disk.read_lineage();
         for id in known.keys() {
             // One that a worker took who died before it had given the number.
             let line = lineage.entry(id.tenant.clone()).or_default();

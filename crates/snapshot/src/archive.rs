@@ -29,6 +29,7 @@
 
 mod dedup;
 mod directory;
+mod extract;
 mod format;
 mod part;
 mod read;

@@ -2,9 +2,9 @@
 //! comes from it is bounded and checked, and no byte of a page is given that has
 //! not passed its checksum. Memory grows with what the file really holds.
 
-use std::fs::{File, OpenOptions};
-use std::io::{self, Write};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -618,46 +618,6 @@ impl Reader {
         }
         found.truncate(usize::try_from(wanted).unwrap_or(usize::MAX));
         Ok(found)
-    }
-
-    /// Makes its files in the directory `into`, for their owner alone; they
-    /// overwrite nothing. Not on the device yet: a crash of the machine may lose
-    /// them, the archive still has them. After an error none of them is there.
-    ///
-    /// # Errors
-    /// [`ReadError::TooLarge`]: together they have more than `limit_bytes`.
-    /// [`ReadError::Extract`]; and what reading says.
-    pub fn extract_files(&self, into: &Path, limit_bytes: u64) -> Result<(), ReadError> {
-        let sizes = self.directory.files.iter().map(|file| file.size_bytes);
-        // Bounded by the number of their blocks.
-        let size_bytes = sizes.sum();
-        if size_bytes > limit_bytes {
-            let path = self.path.clone();
-            return Err(ReadError::TooLarge { path, size_bytes, limit_bytes });
-        }
-        let mut made = Vec::new();
-        let outcome = self.extract_all(into, &mut made);
-        if outcome.is_err() {
-            for path in made {
-                let _ = std::fs::remove_file(path);
-            }
-        }
-        outcome
-    }
-
-    fn extract_all(&self, into: &Path, made: &mut Vec<PathBuf>) -> Result<(), ReadError> {
-        let mut scratch = Scratch::default();
-        for (index, file) in self.directory.files.iter().enumerate() {
-            // A plain name: the directory's decoder refuses others.
-            let path = into.join(&file.name);
-            let failed = |source| ReadError::Extract { path: path.clone(), source };
-            let mut options = OpenOptions::new();
-            options.write(true).create_new(true).mode(0o600);
-            let mut target = options.open(&path).map_err(failed)?;
-            made.push(path.clone());
-            self.read_file(index, &mut scratch, |chunk| target.write_all(chunk).map_err(failed))?;
-        }
-        Ok(())
     }
 }
 

@@ -169,6 +169,7 @@ def refusals(run, guest):
             if changed != byte:
                 refused(run, "has changed since", "clone", f"{NAME}@1")
                 refused(run, "has changed since", "rollback", NAME, "1")
+                refused(run, "has changed since", "snapshot", "persist", f"{NAME}@1")
     node = {"driver": "nbd", "node-name": "w", "server": {"type": "unix", "path": "/none"}}
     (answer,) = monitor(run, NAME, {"execute": "blockdev-add", "arguments": node})
     if "error" not in answer:

@@ -128,8 +128,8 @@ fn execute(command: Command) -> Result<ExitCode> {
         }
         Command::Vm { command: VmCommand::Run(run) } => return vm::run(&run),
         Command::Vm { command: VmCommand::Libvirt(libvirt) } => return libvirt::libvirt(&libvirt),
-        Command::Vm { command: VmCommand::Snapshot { name, label } } => {
-            snapshots::take(name, label, false)?;
+        Command::Vm { command: VmCommand::Snapshot { name, label, persist } } => {
+            snapshots::take(name, label, persist)?;
         }
         Command::Vm { command: VmCommand::Template(arguments) } => template::template(arguments)?,
         Command::Vm { command: VmCommand::Restore { snapshot, name } } => {

@@ -119,7 +119,7 @@ impl Commands {
                 self.with(peer, &name, |tenant| self.guests.make(peer, tenant, guest))
             }
             Request::GuestAgain { snapshot, name, rollback } => {
-                self.guest_again(peer, &snapshot, name, rollback)
+                self.guest_again(peer, &snapshot, (name, rollback), tell)
             }
             Request::GuestFill { name, snapshot, pid, rollback, again } => {
                 self.with(peer, &name, |tenant| {
@@ -171,11 +171,7 @@ impl Commands {
                 self.with(peer, &name, |tenant| {
                     match self.snapshots.take(tenant, label, false, tell) {
                         Ok(info) if persist => self.persist(peer, &info.id.into(), tell),
-                        Ok(info) => {
-                            let copy = |path| format!("a copy of its disk is {path}");
-                            let warnings = info.disks.iter().map(copy).collect();
-                            Reply::Snapshot { snapshot: Box::new(info), warnings }
-                        }
+                        Ok(info) => taken(info),
                         Err(why) => error(format!("no snapshot of {name}: {why}"), ""),
                     }
                 })
@@ -232,7 +228,7 @@ impl Commands {
             Request::SnapshotPersist { snapshot } => self.persist(peer, &snapshot, tell),
             Request::SnapshotExport { snapshot, path } => {
                 match self.snapshots.export(peer.uid, &snapshot, path.as_ref(), tell) {
-                    Ok(()) => Reply::Done { note: String::new() },
+                    Ok(note) => Reply::Done { note },
                     Err(why) => error(format!("{snapshot} was not exported: {why}"), ""),
                 }
             }
@@ -290,6 +286,13 @@ fn revived(all: Vec<Revived>) -> Reply {
     Reply::Revived { tenants, warnings }
 }
 
+/// A snapshot that is there from now on.
+fn taken(info: SnapshotInfo) -> Reply {
+    let copy = |path| format!("a copy of its disk is {path}");
+    let warnings = info.disks.iter().map(copy).collect();
+    Reply::Snapshot { snapshot: Box::new(info), warnings }
+}
+
 /// Whoever asks waits for the answer, with its terminal.
 fn terminals_of(peer: Peer) -> Terminals {
     let own = std::fs::metadata(format!("/proc/{}", peer.pid));
@@ -331,10 +334,7 @@ impl Commands {
     /// A snapshot as it is now.
     fn shown(&self, outcome: Result<SnapshotInfo, String>, what: impl Fn() -> String) -> Reply {
         match outcome {
-            Ok(info) => {
-                let info = self.snapshots.with_size(info);
-                Reply::Snapshot { snapshot: Box::new(info), warnings: Vec::new() }
-            }
+            Ok(info) => taken(self.snapshots.with_size(info)),
             Err(why) => error(format!("{}: {why}", what()), ""),
         }
     }
@@ -541,11 +541,11 @@ impl Commands {
         &self,
         peer: Peer,
         snapshot: &SnapshotRef,
-        name: Option<String>,
-        rollback: bool,
+        (name, rollback): (Option<String>, bool),
+        tell: Tell<'_>,
     ) -> Reply {
         let refused = |why: String| error(format!("no guest from {snapshot}: {why}"), "");
-        let begun = match self.snapshots.begin_guest(peer, snapshot, name, rollback) {
+        let begun = match self.snapshots.begin_guest(peer, snapshot, name, rollback, tell) {
             Ok(begun) => begun,
             Err(why) => return refused(why),
         };

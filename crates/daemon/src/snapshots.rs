@@ -11,6 +11,7 @@ mod files;
 mod forward;
 mod guest;
 mod guest_disks;
+mod guest_files;
 mod lineage;
 mod machine;
 mod preparing;
@@ -135,7 +136,8 @@ impl Snapshots {
         let disk = Disk::new(config.snapshot_dir.clone());
         let uid = std::fs::metadata("/proc/self").map_or(0, |own| own.uid());
         let mut known = BTreeMap::new();
-        for mut snapshot in disk.read_all() {
+        let (found, left) = disk.read_all();
+        for mut snapshot in found {
             let holder = tenants.get(snapshot.info.uid, &snapshot.info.tenant);
             let has = |process: &Process| {
                 process.memory.is_some_and(|memory| {
@@ -198,7 +200,7 @@ impl Snapshots {
             }
         }
         Self {
-            made: guest_disks::Made::new(&disk),
+            made: guest_disks::Made::new(&disk, &left),
             disk,
             tenants: Arc::clone(tenants),
             guests: Arc::clone(guests),

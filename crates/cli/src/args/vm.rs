@@ -33,6 +33,9 @@ pub(crate) enum VmCommand {
         /// A second name for the snapshot
         #[arg(long, value_parser = label)]
         label: Option<String>,
+        /// Write it to disk, so that it survives a reboot
+        #[arg(long)]
+        persist: bool,
     },
     /// Take a snapshot of a guest at a good moment, which is waited for
     ///

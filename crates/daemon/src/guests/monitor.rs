@@ -36,7 +36,7 @@ const RUNS_ON_WITHIN: Duration = Duration::from_secs(10);
 const SEEN_TO_WITHIN: Duration = Duration::from_secs(3);
 const TRY_EVERY: Duration = Duration::from_millis(50);
 /// Most that the state of a guest's devices may be: a display's memory is in it.
-const MOST_STATE_BYTES: u64 = 256 << 20;
+pub(crate) const MOST_STATE_BYTES: u64 = 256 << 20;
 /// In the mark of a guest that runs while its disks are copied.
 const COPYING: &str = "copying";
 /// Guests' memory consists of whole pages.

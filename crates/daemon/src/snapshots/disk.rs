@@ -8,12 +8,14 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
 
 use super::guest::GuestPart;
+use super::guest_files::described;
 use super::machine::Machine;
 use super::remove_flat;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use strata_api::{PortForward, SnapshotId, SnapshotInfo};
-use strata_sys::{Access, Directory};
+use strata_api::{PortForward, SnapshotId, SnapshotInfo, SnapshotState};
+use strata_snapshot::archive::Reader;
+use strata_sys::{Access, Directory, Priority, log};
 
 const META: &str = "snapshot.json";
 const IMAGES: &str = "images";
@@ -184,13 +186,20 @@ impl Disk {
         written.map_err(|error| format!("cannot write {}: {error}", self.of(id).display()))
     }
 
-    /// The same, of no more than `most` bytes.
-    pub(super) fn read_state(&self, id: &SnapshotId, most: u64) -> Result<Vec<u8>, String> {
-        let mut bytes = Vec::new();
+    /// That, open to be read.
+    pub(super) fn open_state(&self, id: &SnapshotId) -> Result<File, String> {
         let directory = self.open().and_then(|all| all.directory(id.to_string()));
         directory
             .and_then(|directory| directory.file(STATE, Access::Read))
-            .and_then(|file| file.take(most).read_to_end(&mut bytes))
+            .map_err(|error| format!("cannot read {}: {error}", self.of(id).display()))
+    }
+
+    /// The same, of no more than `most` bytes.
+    pub(super) fn read_state(&self, id: &SnapshotId, most: u64) -> Result<Vec<u8>, String> {
+        let mut bytes = Vec::new();
+        self.open_state(id)?
+            .take(most)
+            .read_to_end(&mut bytes)
             .map_err(|error| format!("cannot read {}: {error}", self.of(id).display()))?;
         Ok(bytes)
     }
@@ -232,22 +241,53 @@ impl Disk {
         Ok(())
     }
 
-    /// Every whole snapshot. What is none is removed.
-    pub(super) fn read_all(&self) -> Vec<Known> {
-        let mut found = Vec::new();
-        let Ok(all) = self.open() else { return found };
+    /// Every whole snapshot, and those that are left because they are not understood. What
+    /// is none is removed.
+    pub(super) fn read_all(&self) -> (Vec<Known>, Vec<SnapshotId>) {
+        let (mut found, mut left) = (Vec::new(), Vec::new());
+        let Ok(all) = self.open() else { return (found, left) };
         for name in all.names().unwrap_or_default() {
             let Some(id) = name.to_str().and_then(|name| name.parse::<SnapshotId>().ok()) else {
                 continue;
             };
-            let known = all.directory(&name).ok().and_then(|one| read_json::<Known>(&one, META));
-            match known {
+            let one = all.directory(&name).ok();
+            let has = |name| one.as_ref().is_some_and(|one| one.metadata(name).is_ok());
+            match one.as_ref().and_then(|one| read_json::<Known>(one, META)) {
                 Some(known) if known.info.id == id => found.push(known),
+                _ if has(META) && has(ARCHIVE) => match self.read_persisted(&id) {
+                    Some(known) => found.push(known),
+                    None => left.push(id),
+                },
                 // If it cannot be, it is not known either.
                 _ => drop(self.remove(&id)),
             }
         }
-        found
+        (found, left)
+    }
+
+    /// A persisted snapshot, of which what is said beside its file is damaged: the file
+    /// says the same, under checksums.
+    fn read_persisted(&self, id: &SnapshotId) -> Option<Known> {
+        let path = self.archive(id);
+        let reader = Reader::open(&path).map_err(|error| crate::tenants::chain(&error));
+        match reader.and_then(|reader| described(&reader, &path)) {
+            Ok(mut known) if known.info.id == *id => {
+                known.info.state = SnapshotState::Persisted;
+                known.info.file_bytes = fs::metadata(&path).map_or(0, |file| file.len());
+                known.processes.iter_mut().for_each(|process| process.memory = None);
+                log(Priority::Warning, format_args!("{META} of {id} is damaged: its file has it"));
+                Some(known)
+            }
+            // Another version may know what it is.
+            outcome => {
+                let why = outcome.err().unwrap_or_else(|| "it is another snapshot's".to_owned());
+                log(
+                    Priority::Error,
+                    format_args!("{META} of {id} is not understood, and is left: {why}"),
+                );
+                None
+            }
+        }
     }
 
     /// Files of guests' disks that were made, wherever they are.

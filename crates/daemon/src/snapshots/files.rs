@@ -13,6 +13,7 @@ use strata_snapshot::claims;
 use strata_units::{PAGE_SIZE, PageBuffer, SpaceId};
 
 use super::disk::Known;
+use super::guest_files::described;
 use super::machine::Machine;
 use super::vouch::Author;
 use super::{Snapshots, Tell, lock, wish_of};
@@ -47,34 +48,54 @@ impl Snapshots {
     ) -> Result<SnapshotInfo, String> {
         let _turn = self.turn_of(uid, named)?;
         let (mut known, holder) = self.loaded(uid, named, tell)?;
-        known.can_travel()?;
         if known.info.state == SnapshotState::Persisted {
             return Ok(known.info);
         }
         let path = self.disk.archive(&known.info.id);
         // Of a daemon that died before it said that it is there.
         let _ = std::fs::remove_file(&path);
-        let images = self.disk.open_images(&known.info.id)?;
-        known.info.file_bytes = write_file(&known, &holder, images, &path, "persisting", tell)?;
+        let files = self.files_of(&known, false)?;
+        let mut tell = self.stepping(&known, "persisting", tell);
+        known.info.file_bytes = write_file(&known, &holder, files, &path, "persisting", &mut tell)?;
+        self.guests.step("persisted");
         known.info.state = SnapshotState::Persisted;
-        self.disk.write(&known)?;
+        self.disk.write(&known).inspect_err(|_| {
+            // Nobody knows of it; what stays all the same is removed by the next attempt.
+            let _ = std::fs::remove_file(&path);
+        })?;
         lock(&self.known).insert(known.info.id.clone(), known.clone());
         Ok(known.info)
     }
 
-    /// Writes a snapshot into one file.
+    /// Writes a snapshot into one file. What the user should know.
     pub(crate) fn export(
         &self,
         uid: u32,
         named: &SnapshotRef,
         path: &Path,
         tell: Tell<'_>,
-    ) -> Result<(), String> {
+    ) -> Result<String, String> {
         let _turn = self.turn_of(uid, named)?;
         let (known, holder) = self.loaded(uid, named, tell)?;
-        known.can_travel()?;
-        let images = self.disk.open_images(&known.info.id)?;
-        write_file(&known, &holder, images, path, "exporting", tell).map(|_| ())
+        let files = self.files_of(&known, true)?;
+        write_file(&known, &holder, files, path, "exporting", tell)?;
+        Ok(known.guest.map(|part| part.read_beside()).unwrap_or_default())
+    }
+
+    /// Tells, and is the step `name` of what is done with a guest.
+    fn stepping<'a>(
+        &'a self,
+        known: &Known,
+        name: &'static str,
+        tell: Tell<'a>,
+    ) -> impl FnMut(Progress) + Send + use<'a> {
+        let is_guest = known.guest.is_some();
+        move |progress| {
+            if is_guest {
+                self.guests.step(name);
+            }
+            tell(progress);
+        }
     }
 
     /// Has the pager take the memory of a persisted snapshot in again; the images
@@ -87,8 +108,10 @@ impl Snapshots {
         let reader = Reader::open(&self.disk.archive(&known.info.id))
             .map_err(|error| crate::tenants::chain(&error))?;
         let images = self.disk.images(&known.info.id);
-        if !images.exists() {
-            extract(&reader, &images)?;
+        match &known.guest {
+            Some(part) => self.load_guest(&reader, &known, part)?,
+            None if images.exists() => {}
+            None => extract(&reader, &images)?,
         }
         let holder = self.with_holder(&known.info.clone(), |holder| {
             self.take_in(&reader, &mut known, holder, tell)?;
@@ -166,6 +189,9 @@ impl Snapshots {
         self.check_user(uid)?;
         let reader = Reader::open(path).map_err(|error| crate::tenants::chain(&error))?;
         let author = Author::of(&reader, self.uid, trust)?;
+        if let Some(part) = described(&reader, path)?.guest {
+            return Ok(part.claims(&author));
+        }
         let images =
             claims::load_archive(&reader).map_err(|error| crate::tenants::chain(&error))?;
         Ok(author.compare(&images))
@@ -184,8 +210,10 @@ impl Snapshots {
         self.check_limit()?;
         let reader = Reader::open(path).map_err(|error| crate::tenants::chain(&error))?;
         let author = Author::of(&reader, self.uid, trust)?;
-        let mut known: Known = serde_json::from_slice(reader.description())
-            .map_err(|_| format!("{} does not say what it is a snapshot of", path.display()))?;
+        let mut known = described(&reader, path)?;
+        if known.guest.is_some() {
+            author.check_guest()?;
+        }
         let listed = |process: &super::disk::Process| {
             reader.processes().iter().any(|known| known.pid == process.pid)
         };
@@ -198,8 +226,8 @@ impl Snapshots {
         {
             return Err(why);
         }
-        known.can_travel()?;
-        known.info.guest = false;
+        known.info.guest = known.guest.is_some();
+        known.info.disks = Vec::new();
         // Numbers of another pager's, which may be those of other memory here.
         known.processes.iter_mut().for_each(|process| process.memory = None);
         // From here on it is this machine's.
@@ -209,6 +237,7 @@ impl Snapshots {
             return Err(problem.to_owned());
         }
         let _turn = self.turn(&tenant)?;
+        let is_renamed = known.info.tenant != tenant;
         known.info.tenant.clone_from(&tenant);
         known.info.uid = uid;
         known.info.scheduled = false;
@@ -226,31 +255,34 @@ impl Snapshots {
         known.info.state = SnapshotState::Usable;
         known.info.file_bytes = 0;
         let id = known.info.id.clone();
+        let mut held = None;
+        let tell = &mut self.stepping(&known, "importing", tell);
         let outcome = self.with_holder(&known.info.clone(), |holder| {
-            self.import_into(&reader, &author, &mut known, holder, tell)
+            if known.guest.is_some() {
+                held = Some(self.guest_in(&reader, &mut known, is_renamed, tell)?);
+            } else {
+                self.images_in(&reader, &author, &known)?;
+            }
+            self.take_in(&reader, &mut known, holder, tell)?;
+            self.guests.step("imported");
+            self.disk.write(&known)
         });
         if let Err(why) = outcome {
+            drop(held);
             let _ = self.forget(&known);
             return Err(why);
         }
+        // From here on the copies of its disks are a snapshot's.
         lock(&self.known).insert(id, known.clone());
+        drop(held);
         Ok(known.info)
     }
 
-    fn import_into(
-        &self,
-        reader: &Reader,
-        author: &Author,
-        known: &mut Known,
-        holder: &Tenant,
-        tell: Tell<'_>,
-    ) -> Result<(), String> {
+    fn images_in(&self, reader: &Reader, author: &Author, known: &Known) -> Result<(), String> {
         let images = self.disk.make(&known.info.id)?;
         extract(reader, &images)?;
         // Only now, of our own copy: whoever wrote the file may still write to it.
-        author.check(&images)?;
-        self.take_in(reader, known, holder, tell)?;
-        self.disk.write(known)
+        author.check(&images)
     }
 }
 
@@ -258,7 +290,7 @@ impl Snapshots {
 fn write_file(
     known: &Known,
     holder: &Tenant,
-    images: Vec<(String, File)>,
+    files: Vec<(String, File)>,
     path: &Path,
     what: &str,
     tell: Tell<'_>,
@@ -267,7 +299,7 @@ fn write_file(
     let mut writer = Writer::create(path).map_err(|error| failed(&error))?;
     let description = serde_json::to_vec(known).map_err(|error| failed(&error))?;
     writer.description(&description).map_err(|error| failed(&error))?;
-    for (name, file) in images {
+    for (name, file) in files {
         writer.file(&name, file).map_err(|error| failed(&error))?;
     }
     let mut pages = 0;

@@ -27,6 +27,7 @@ use strata_vm::state;
 
 use super::disk::Known;
 use super::guest_disks::{FrozenDisk, Held, Image, others, sum};
+use super::guest_files;
 use super::revive::{LOOK_EVERY, Revived, ends};
 use super::take::{FEW_PAGES, Numbers, captured};
 use super::{Snapshots, Tell, lock, wish_of};
@@ -43,6 +44,9 @@ const ATTEMPTS: [u64; 5] = [0, FEW_PAGES, FEW_PAGES, FEW_PAGES, u64::MAX];
 /// What a guest's snapshot has beside its memory.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct GuestPart {
+    /// Of what is said here.
+    #[serde(default = "guest_files::first_version")]
+    pub(super) version: u32,
     /// What it is, and how it was started.
     pub(super) spec: GuestSpec,
     /// Where its QEMU had its memory: first byte, end.
@@ -72,17 +76,6 @@ impl Known {
         match &self.guest {
             None => Ok(()),
             Some(_) => Err(format!("{} is of a guest, which is not done here", self.info.id)),
-        }
-    }
-
-    /// Refuses what is more than a file of a snapshot can have.
-    pub(super) fn can_travel(&self) -> Result<(), String> {
-        match &self.guest {
-            None => Ok(()),
-            Some(_) => Err(format!(
-                "{} is of a guest, whose snapshots are in DRAM alone so far: they live as long as stratad",
-                self.info.id
-            )),
         }
     }
 }
@@ -166,6 +159,7 @@ impl Snapshots {
                     known.info.guest = true;
                     known.info.disks = disks.iter().map(FrozenDisk::path).collect();
                     known.guest = Some(GuestPart {
+                        version: guest_files::VERSION,
                         spec,
                         memory: (range.start, range.end),
                         state_bytes: bytes.len() as u64,
@@ -200,9 +194,7 @@ impl Snapshots {
                 known.info.uid
             ));
         }
-        let directory = part.spec.launch.as_ref().map_or("/", |launch| &launch.directory);
-        part.files.iter().try_for_each(|image| image.check(directory))?;
-        part.disks.iter().try_for_each(FrozenDisk::check)?;
+        part.check()?;
         Ok((known, origin, part))
     }
 
@@ -213,8 +205,9 @@ impl Snapshots {
         named: &SnapshotRef,
         name: Option<String>,
         rollback: bool,
+        tell: Tell<'_>,
     ) -> Result<Begun, String> {
-        let (known, origin, part) = self.guest_of(peer.uid, named, &mut |_| ())?;
+        let (known, origin, part) = self.guest_of(peer.uid, named, tell)?;
         let name = name.unwrap_or_else(|| self.free_clone_name(&known.info.tenant, 1));
         let _turn = self.turn(&name)?;
         let starter = Pidfd::open(peer.pid).map_err(|error| format!("whoever asked: {error}"))?;
@@ -267,10 +260,7 @@ impl Snapshots {
         let id = &known.info.id;
         let process = known.processes.first().ok_or("it has no memory")?;
         let memory = SpaceId(process.memory.ok_or("its memory is not loaded")?);
-        let bytes = self.disk.read_state(id, part.state_bytes + 1)?;
-        if bytes.len() as u64 != part.state_bytes || sum(&bytes) != part.state_sum {
-            return Err(format!("the state of its devices in {id} is not what was written"));
-        }
+        let bytes = self.state_of(id, &part)?;
         let _alone = self.guests.alone(tenant)?;
         let mut talk = self.waiting(tenant, pid, rollback)?;
         let said = |error: state::StateError| error.to_string();

@@ -21,7 +21,7 @@ use std::sync::{Arc, Mutex};
 use std::time::UNIX_EPOCH;
 
 use serde::{Deserialize, Serialize};
-use strata_api::{GuestDisk, GuestSpec};
+use strata_api::{GuestDisk, GuestSpec, SnapshotId};
 use strata_pager::Tenant;
 use strata_sys::{copy_sparse, is_locked};
 use strata_vm::OtherDisk;
@@ -81,6 +81,20 @@ impl Image {
             number: found.ino(),
             sum: sum(&pieces),
         })
+    }
+
+    /// Takes the file that is here for the one that was elsewhere, if both are alike.
+    pub(super) fn is_here(&mut self, directory: &str) -> Result<(), String> {
+        let here = Self::of(directory, &self.path)
+            .map_err(|why| format!("{why} (what a guest only reads is not in its file)"))?;
+        if (here.bytes, here.sum) != (self.bytes, self.sum) {
+            return Err(format!(
+                "{}, which the guest reads, is another file here than where its snapshot was taken",
+                self.path
+            ));
+        }
+        *self = here;
+        Ok(())
     }
 
     /// Refuses one that has changed.
@@ -149,7 +163,7 @@ impl Held {
     }
 
     /// A name for a file beside `image` that none has, noted.
-    fn name(&mut self, image: &str, of: &str) -> Result<String, String> {
+    pub(super) fn name(&mut self, image: &str, of: &str) -> Result<String, String> {
         for number in 1..MOST_NAMES {
             let name = match number {
                 1 => format!("{image}.{of}"),
@@ -165,8 +179,13 @@ impl Held {
 }
 
 impl Made {
-    pub(super) fn new(disk: &Disk) -> Self {
-        let list = List { made: disk.read_made(), held: BTreeSet::new() };
+    /// Those that an earlier worker made. What snapshots have that are not understood, and
+    /// are left, stays.
+    pub(super) fn new(disk: &Disk, left: &[SnapshotId]) -> Self {
+        let made = disk.read_made();
+        let stays = |file: &&PathBuf| left.iter().any(|id| is_named_after(file, &id.to_string()));
+        let held = made.iter().filter(stays).cloned().collect();
+        let list = List { made, held };
         Self { disk: disk.clone(), list: Arc::new(Mutex::new(list)) }
     }
 
@@ -199,6 +218,13 @@ impl Made {
             let _ = self.disk.write_made(made);
         }
     }
+}
+
+/// Whether a file has a name that [`Held::name`] gives.
+fn is_named_after(file: &Path, of: &str) -> bool {
+    let name = file.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let (_, end) = name.rsplit_once(&format!(".{of}")).unwrap_or(("", "none"));
+    end.is_empty() || end.strip_prefix('-').is_some_and(|number| number.parse::<u32>().is_ok())
 }
 
 /// What stands in the places of the images of a guest's command line.
@@ -282,7 +308,7 @@ impl Snapshots {
         now: Option<(&Tenant, bool)>,
     ) -> Result<(Held, Vec<GuestDisk>), String> {
         let mut held = self.made.hold();
-        let directory = part.spec.launch.as_ref().map_or("/", |launch| &launch.directory);
+        let directory = part.directory();
         let absolute =
             |image: &Image| Path::new(directory).join(&image.path).to_str().map(str::to_owned);
         let needs: Vec<String> = part.files.iter().filter_map(absolute).collect();
@@ -337,7 +363,7 @@ impl Snapshots {
         let mut needed = self.guests.disks_needed();
         for known in lock(&self.known).values() {
             let Some(part) = &known.guest else { continue };
-            let directory = part.spec.launch.as_ref().map_or("/", |launch| &launch.directory);
+            let directory = part.directory();
             needed.extend(part.disks.iter().map(|disk| PathBuf::from(&disk.copy.path)));
             needed.extend(part.files.iter().map(|file| Path::new(directory).join(&file.path)));
         }
@@ -349,6 +375,49 @@ impl FrozenDisk {
     /// The file of the copy.
     pub(super) fn path(&self) -> String {
         self.copy.path.clone()
+    }
+
+    /// The image that the command line names.
+    pub(super) fn said(&self) -> &str {
+        &self.said
+    }
+
+    /// The image that is the guest's when it is restored.
+    pub(super) fn image(&self) -> &str {
+        &self.path
+    }
+
+    pub(super) fn copy_bytes(&self) -> u64 {
+        self.copy.bytes
+    }
+
+    /// The copy, open to be read.
+    pub(super) fn open(&self) -> Result<File, String> {
+        File::open(&self.copy.path).map_err(|error| format!("{}: {error}", self.copy.path))
+    }
+
+    /// Has the copy outlive the machine's next crash, its name too.
+    pub(super) fn is_to_stay(&self) -> Result<(), String> {
+        let place = Path::new(&self.copy.path).parent().unwrap_or(Path::new("/"));
+        self.open()?
+            .sync_all()
+            .and_then(|()| File::open(place)?.sync_all())
+            .map_err(|error| format!("{} is not on its device: {error}", self.copy.path))
+    }
+
+    /// The copy came from elsewhere, and is at `path`. The disk of a guest that is called
+    /// otherwise now (`renamed`) takes no place of the first one's; it is nobody's clone.
+    pub(super) fn came(&mut self, path: &str, renamed: Option<&str>) -> Result<(), String> {
+        let copy = Image::of("/", path)?;
+        if (copy.bytes, copy.sum) != (self.copy.bytes, self.copy.sum) {
+            return Err(format!("it contradicts itself: the disk {}", self.said));
+        }
+        self.copy = copy;
+        self.temporary = false;
+        if let Some(name) = renamed {
+            self.path = format!("{}.{name}", self.said);
+        }
+        Ok(())
     }
 
     /// Refuses one whose copy has changed.
@@ -409,8 +478,17 @@ mod tests {
         file.write_all_at(&big[..1], 0).expect("written");
         file.set_modified(time).expect("an older time");
         assert_eq!(first.check("/"), Ok(()));
+        // Another file with the same content: not the same, but as good where none was.
+        fs::copy(&path, format!("{name}-2"))
+            .and_then(|_| fs::rename(format!("{name}-2"), &path))
+            .expect("a copy");
+        assert!(first.check("/").is_err());
+        let mut second = first.clone();
+        assert_eq!(second.is_here("/"), Ok(()));
+        assert_eq!(second.check("/"), Ok(()));
         fs::write(&path, "less").expect("a file");
         assert!(first.check("/").is_err());
+        assert!(second.is_here("/").expect_err("another").contains("is another file here"));
         fs::remove_file(&path).expect("clean up");
         assert!(Image::of("/", &name).expect_err("gone").contains(&name));
     }
@@ -421,7 +499,7 @@ mod tests {
         fs::create_dir_all(&place).expect("a directory");
         let image = place.join("image").to_str().expect("text").to_owned();
         let disk = Disk::new(place.join("snapshots"));
-        let made = Made::new(&disk);
+        let made = Made::new(&disk, &[]);
         let mut held = made.hold();
         let names: Vec<String> = (0..2)
             .map(|_| {
@@ -434,11 +512,14 @@ mod tests {
         made.sweep(BTreeSet::new);
         assert!(Path::new(&names[0]).exists());
         drop(held);
+        let left = [SnapshotId { tenant: "a".into(), number: 1 }];
+        Made::new(&disk, &left).sweep(BTreeSet::new);
+        assert!(names.iter().all(|name| Path::new(name).exists()));
         // The next worker's.
-        let next = Made::new(&disk);
+        let next = Made::new(&disk, &[SnapshotId { tenant: "a".into(), number: 11 }]);
         next.sweep(|| BTreeSet::from([PathBuf::from(&names[1])]));
         assert!(!Path::new(&names[0]).exists() && Path::new(&names[1]).exists());
-        assert_eq!(Made::new(&disk).disk.read_made().len(), 1);
+        assert_eq!(Made::new(&disk, &[]).disk.read_made().len(), 1);
         fs::remove_dir_all(&place).expect("clean up");
     }
 }

@@ -57,6 +57,27 @@ impl Author {
         Ok(Self::User(owner))
     }
 
+    /// Refuses a guest of somebody else's: its QEMU is started as whoever restores it.
+    ///
+    /// # Errors
+    /// It is somebody else's.
+    pub(super) fn check_guest(&self) -> Result<(), String> {
+        match self.user() {
+            None => Ok(()),
+            Some(user) => Err(format!(
+                "it belongs to user {user} and says how a QEMU is to be started; --dry-run shows that, --trust takes it in"
+            )),
+        }
+    }
+
+    /// Whose rights it has, unless everything is allowed.
+    pub(super) fn user(&self) -> Option<u32> {
+        match self {
+            Self::Trusted => None,
+            Self::User(owner) => Some(owner.user),
+        }
+    }
+
     fn beyond(&self, claims: &[claims::Claim]) -> Vec<Beyond> {
         match self {
             Self::Trusted => Vec::new(),
@@ -75,11 +96,7 @@ impl Author {
                 Some(beyond) => Claim { text: beyond.to_string(), is_beyond: true },
                 None => Claim { text: claim.to_string(), is_beyond: false },
             });
-        let owner = match self {
-            Self::Trusted => None,
-            Self::User(owner) => Some(owner.user),
-        };
-        (owner, list.collect())
+        (self.user(), list.collect())
     }
 
     /// # Errors

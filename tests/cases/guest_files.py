@@ -226,9 +226,10 @@ def travelled(run, guest):
     refused(run, "No such file", *take)
     os.mkdir(guest.place)
     refused(run, "base.qcow2", *take)
-    with open(base, "wb") as file:
-        file.write(flipped(content, 20))
-    refused(run, "is another file here", *take)
+    for at in (20, 6000):
+        with open(base, "wb") as file:
+            file.write(flipped(content, at))
+        refused(run, "is another file here", *take)
     with open(base, "wb") as file:
         file.write(content)
     shown = run.daemon.strata(*take, "--dry-run").stdout
@@ -305,7 +306,7 @@ def last_of(data, kind):
     return found
 
 
-@case("guest-files", native=False, own_daemon=True, seconds=300, takes=40)
+@case("guest-files", native=False, own_daemon=True, seconds=300, takes=25)
 def guest_files(run):
     guest = None
     done = []

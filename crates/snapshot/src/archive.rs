@@ -44,6 +44,7 @@ mod testing;
 mod tests;
 
 pub use directory::{FileInfo, ProcessInfo};
+pub use extract::sum_of;
 pub use part::{PartFile, Sink};
 pub use read::{Pages, ReadError, Reader, Scratch};
 pub use write::{WriteError, Writer, Written};

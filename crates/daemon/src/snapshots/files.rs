@@ -13,6 +13,7 @@ use strata_snapshot::claims;
 use strata_units::{PAGE_SIZE, PageBuffer, SpaceId};
 
 use super::disk::Known;
+use super::guest::GuestPart;
 use super::guest_files::described;
 use super::machine::Machine;
 use super::vouch::Author;
@@ -76,8 +77,9 @@ impl Snapshots {
         tell: Tell<'_>,
     ) -> Result<String, String> {
         let _turn = self.turn_of(uid, named)?;
-        let (known, holder) = self.loaded(uid, named, tell)?;
+        let (mut known, holder) = self.loaded(uid, named, tell)?;
         let files = self.files_of(&known, true)?;
+        known.guest.as_mut().map_or(Ok(()), GuestPart::sum_up)?;
         write_file(&known, &holder, files, path, "exporting", tell)?;
         Ok(known.guest.map(|part| part.read_beside()).unwrap_or_default())
     }

@@ -23,6 +23,7 @@ use std::time::UNIX_EPOCH;
 use serde::{Deserialize, Serialize};
 use strata_api::{GuestDisk, GuestSpec, SnapshotId};
 use strata_pager::Tenant;
+use strata_snapshot::archive::sum_of;
 use strata_sys::{copy_sparse, is_locked};
 use strata_vm::OtherDisk;
 use strata_vm::disks::WrittenDisk;
@@ -59,6 +60,15 @@ pub(super) struct Image {
     number: u64,
     /// Of its header and of pieces all over it.
     sum: u64,
+    /// Of all of it, in a file that travels.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    whole: Option<u64>,
+}
+
+fn whole_sum(directory: &str, path: &str) -> Result<u64, String> {
+    File::open(Path::new(directory).join(path))
+        .and_then(|file| sum_of(&file))
+        .map_err(|error| format!("its drive's file {path} cannot be read: {error}"))
 }
 
 impl Image {
@@ -80,14 +90,26 @@ impl Image {
             written,
             number: found.ino(),
             sum: sum(&pieces),
+            whole: None,
         })
+    }
+
+    /// Sums it up, all of it, for whoever compares it elsewhere.
+    pub(super) fn sum_up(&mut self, directory: &str) -> Result<(), String> {
+        self.whole = Some(whole_sum(directory, &self.path)?);
+        Ok(())
     }
 
     /// Takes the file that is here for the one that was elsewhere, if both are alike.
     pub(super) fn is_here(&mut self, directory: &str) -> Result<(), String> {
         let here = Self::of(directory, &self.path)
             .map_err(|why| format!("{why} (what a guest only reads is not in its file)"))?;
-        if (here.bytes, here.sum) != (self.bytes, self.sum) {
+        let is_other = (here.bytes, here.sum) != (self.bytes, self.sum)
+            || match self.whole {
+                Some(sum) => whole_sum(directory, &self.path)? != sum,
+                None => false,
+            };
+        if is_other {
             return Err(format!(
                 "{}, which the guest reads, is another file here than where its snapshot was taken",
                 self.path

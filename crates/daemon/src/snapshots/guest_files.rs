@@ -250,6 +250,12 @@ impl GuestPart {
         }
     }
 
+    /// Sums up what a file that travels does not have.
+    pub(super) fn sum_up(&mut self) -> Result<(), String> {
+        let directory = self.directory().to_owned();
+        self.files.iter_mut().try_for_each(|image| image.sum_up(&directory))
+    }
+
     /// What a file that travels does not have, for whoever carries it.
     pub(super) fn read_beside(&self) -> String {
         let paths: Vec<&str> = self.files.iter().map(|image| &*image.path).collect();

@@ -1,13 +1,17 @@
 //! Files of a snapshot's file, made again.
 
 use std::fs::{File, OpenOptions};
-use std::io::Write;
+use std::io::{self, Write};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use strata_units::PAGE_SIZE;
+use xxhash_rust::xxh3::Xxh3;
 
 use super::read::{ReadError, Reader, Scratch};
+
+/// Of a file that is summed up, at a time.
+const SUMMED_BYTES: usize = 1 << 20;
 
 impl Reader {
     /// Makes its files in the directory `into`, for their owner alone; they
@@ -80,6 +84,25 @@ impl Reader {
     }
 }
 
+/// A sum of all bytes of a file that is not in a snapshot's file, and that it needs: XXH3-64,
+/// seed 0.
+///
+/// # Errors
+/// What reading says.
+pub fn sum_of(file: &File) -> io::Result<u64> {
+    let (mut sum, mut at) = (Xxh3::new(), 0);
+    let mut piece = vec![0; SUMMED_BYTES];
+    loop {
+        match file.read_at(&mut piece, at)? {
+            0 => return Ok(sum.digest()),
+            len => {
+                sum.update(&piece[..len]);
+                at += len as u64;
+            }
+        }
+    }
+}
+
 /// Where pages are that are not zero: neighbours together.
 fn runs(chunk: &[u8]) -> Vec<(usize, usize)> {
     let mut found: Vec<(usize, usize)> = Vec::new();
@@ -115,6 +138,21 @@ mod tests {
         chunk[4 * PAGE_SIZE + 9] = 1;
         let page = PAGE_SIZE;
         assert_eq!(runs(&chunk), [(page, 3 * page), (4 * page, 4 * page + 10)]);
+    }
+
+    #[test]
+    fn a_changed_byte_anywhere_changes_the_sum() {
+        let place = Place::new("summed");
+        let mut content = vec![0; SUMMED_BYTES + 10];
+        let sum = |content: &[u8]| {
+            std::fs::write(place.path("x"), content).expect("written");
+            sum_of(&File::open(place.path("x")).expect("there")).expect("read")
+        };
+        let first = sum(&content);
+        assert_eq!(first, xxhash_rust::xxh3::xxh3_64(&content));
+        content[SUMMED_BYTES + 9] = 1;
+        assert_ne!(sum(&content), first);
+        assert_ne!(sum(&content[..SUMMED_BYTES]), first);
     }
 
     #[test]

@@ -1,23 +1,29 @@
 """Runs cases of this suite in a small guest under another kernel: QEMU, the
 kernel that `scripts/setup.sh guest` fetched, and an initramfs made of this
-machine's own python3, C library, and the built programs. No disk, no network;
-what the guest says comes over its serial line. QEMU emulates (TCG): it works
-everywhere, and slowness changes no verdict. Its two processors take turns in one
-thread: in two threads, one has been seen to run into code that the kernel of the
-other was just changing (an int3 of its jump labels), and to panic."""
+machine's own python3 (its modules compiled: there that would take long), C library,
+and the built programs. No disk, no network; what the guest says comes over its serial
+line. QEMU emulates (TCG): it works everywhere, and slowness changes no verdict. Its two
+processors take turns in one thread: in two threads, one has been seen to run into code
+that the kernel of the other was just changing (an int3 of its jump labels), and to
+panic."""
 
 import glob
+import importlib.util
 import json
 import lzma
 import os
+import py_compile
 import re
 import stat
 import subprocess
 import sys
 import sysconfig
+import tempfile
 
 from strata import Failure
 
+# Where the suite is in a guest.
+GUEST_TESTS = "/strata/tests"
 NVDIMM_MIB = 512
 # Node 0 has the processors, node 1 is farther away and has none.
 NODES_MIB = (1024, 256)
@@ -94,6 +100,23 @@ class Archive:
         self.file.close()
 
 
+def add_compiled(archive, root):
+    """Beside the sources that are there, what python makes of them, of all modules that this
+    process has imported: the guest's suite imports the same. It is taken for theirs
+    whatever their times are."""
+    tests = os.path.join(root, "tests")
+    with tempfile.TemporaryDirectory() as place:
+        made = os.path.join(place, "made")
+        for module in list(sys.modules.values()):
+            source = getattr(module, "__file__", None) or ""
+            name = source.replace(tests, GUEST_TESTS)
+            if name.endswith(".py") and name in archive.known:
+                py_compile.compile(
+                    source, made, name, doraise=True,
+                    invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+                archive.add(made, importlib.util.cache_from_source(name))
+
+
 def add_criu(archive, criu):
     """CRIU at its own place; with what lies beside it, where scripts/criu.sh
     unpacked it with its libraries and its loader."""
@@ -131,7 +154,8 @@ def make_initramfs(path, root, binaries, programs, runs, environment, more=(), c
         archive.add(os.path.realpath(command), command)
     for name in ("strata", "stratad", "strata-clone", "libstrata.so"):
         archive.add(os.path.join(binaries.directory, name), "/strata/bin/" + name)
-    archive.tree(os.path.join(root, "tests"), "/strata/tests", without=("__pycache__",))
+    archive.tree(os.path.join(root, "tests"), GUEST_TESTS, without=("__pycache__",))
+    add_compiled(archive, root)
     for program in os.listdir(programs):
         if os.path.isfile(os.path.join(programs, program)):
             archive.add(os.path.join(programs, program), "/strata/target/tests/" + program)

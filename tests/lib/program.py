@@ -143,7 +143,7 @@ class Program:
         """A case that never evicted anything has tested nothing."""
         if self.native:
             return
-        stats = self.stats()
+        stats = self.case.daemon.printed_stats(self.name) or self.stats()
         self.case.note(f"evictions {stats['evictions_total']} faults {stats['faults_total']}")
         for counter in ("evictions_total", "faults_total"):
             if stats[counter] == 0:

@@ -1,7 +1,7 @@
 """A private daemon and the command line, as a user has them.
 
-Everything goes through `strata`; only the sampler and the cases about hostile
-bytes speak to the sockets themselves."""
+Everything goes through `strata`; only the sampler, whoever waits for a figure, and the
+cases about hostile bytes speak to the sockets themselves."""
 
 import contextlib
 import json
@@ -142,6 +142,15 @@ class Daemon:
         )
 
     def stats(self, name):
+        """What the daemon says of a tenant, or None when there is no such. Asked for over and
+        over by who waits, so without a `strata` each time, where the daemon answers."""
+        with contextlib.suppress(OSError, ValueError):
+            reply = self.ask({"request": "stats", "name": name})
+            if reply.get("reply") == "stats":
+                return reply["stats"]
+        return self.printed_stats(name)
+
+    def printed_stats(self, name):
         """`strata stats NAME --json`, or None when there is no such tenant."""
         done = self.strata("stats", name, "--json", check=False)
         return json.loads(done.stdout) if done.returncode == 0 else None
@@ -167,16 +176,18 @@ class Daemon:
         return kinds, size
 
     def wait_until(self, condition, what, seconds=20):
-        """Polls; the time only ends a hopeless wait."""
+        """Polls, for half of a processor's time at most; the time only ends a hopeless
+        wait."""
         seconds *= self.patience
         end = time.monotonic() + seconds
         while True:
+            began = time.monotonic()
             value = condition()
             if value:
                 return value
-            if time.monotonic() > end:
+            if (now := time.monotonic()) > end:
                 raise Failure(f"not within {seconds} s: {what}")
-            time.sleep(0.02)
+            time.sleep(max(0.02, now - began))
 
     def settled(self, before, what, stays=0):
         """Waits until the daemon costs no more than before. Memory files may keep

@@ -259,10 +259,9 @@ def generations(run):
         taken.append(program.take())
         (program.roll if number % 2 else program.crash)(taken[-1])
         program.pressed()
-        stats = program.daemon.stats(program.name)
-        over = cost(stats) - (24 << 20)
-        if over > allowance(24 << 20):
-            raise Failure(f"generation {number} costs {over >> 20} MiB more than its budget")
+        program.until(lambda: cost(program.daemon.stats(program.name)) <=
+                      (24 << 20) + allowance(24 << 20),
+                      f"generation {number} costs no more than its budget")
     for snapshot in reversed(taken):
         program.roll(snapshot)
     # Each came from the one before it.

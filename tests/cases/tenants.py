@@ -78,11 +78,17 @@ def judge(run, sampler, program, budget, backstop):
                           f"{program.name} costs no more than its budget")
 
 
+def has_backstop(run, program):
+    """Whether the kernel slows it down beyond its budget: in a group of its own, of v2."""
+    return not run.native and unified_root() is not None and \
+        machine.has_own_memory_cgroup(program.pid)
+
+
 def rush(run, size_mib, budget_mib):
     """All touched at full speed."""
     program = run.start("heap", "rush", str(size_mib), budget=f"{budget_mib}MiB")
     program.gate("start")
-    backstop = not run.native and machine.has_own_memory_cgroup(program.pid)
+    backstop = has_backstop(run, program)
     sampler = None if run.native else Sampler(run, program, shared=False)
     program.answer()
     program.gate("filled")
@@ -118,7 +124,7 @@ def budget_fork(run):
     program = run.start("fork", "background-save", budget="64MiB")
     sampler = None if run.native else Sampler(run, program, shared=True)
     program.gate("saved")
-    backstop = not run.native and machine.has_own_memory_cgroup(program.pid)
+    backstop = has_backstop(run, program)
     program.answer()
     program.gate("done")
     program.assert_pressed()
@@ -287,9 +293,9 @@ def tenants_side_by_side(run):
         program.gate("running")
     for program in programs:
         run.daemon.wait_until(lambda: program.stats()["faults_total"] > 3000, "faults are served")
-        over = cost(program.stats()) - 24 * MIB
-        if over > allowance(24 * MIB):
-            raise Failure(f"{program.name} costs {over / MIB:.1f} MiB more than its budget")
+        # At each moment is what a kernel behind it promises: `budget-rush-small`.
+        run.daemon.wait_until(lambda: cost(program.stats()) <= 24 * MIB + allowance(24 * MIB),
+                              f"{program.name} costs no more than its budget")
     for program in programs:
         program.answer()
         program.finish()

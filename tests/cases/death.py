@@ -79,6 +79,11 @@ def new_tenants_after_kill(run):
         run.run("hold", "64", budget="24MiB")
 
 
+def waits(run, pid):
+    """Until a thread of it waits for a page that nobody brings: else nothing was tested."""
+    run.daemon.wait_until(lambda: "userfault" in machine.autopsy(pid), "it waits for a page")
+
+
 def kill_all_of_it(run):
     """Supervisor and worker."""
     run.daemon_is_dead = True
@@ -97,8 +102,7 @@ def daemon_killed(run):
     if not program.quiet(4):
         raise Failure("after the daemon's death the program spoke or ended: " +
                       machine.read(program.log_path)[-200:])
-    if "userfault" not in machine.autopsy(program.pid):
-        raise Failure("no thread of the program waits for a page: nothing was tested")
+    waits(run, program.pid)
     os.kill(program.pid, signal.SIGKILL)
     if program.wait() != -signal.SIGKILL:
         raise Failure("a waiting program could not be killed")
@@ -138,8 +142,7 @@ def raw_clone_orphan(run):
     if not program.quiet(2):
         raise Failure("after the daemon's death the child spoke or ended: " +
                       machine.read(program.log_path)[-200:])
-    if "userfault" not in machine.autopsy(child):
-        raise Failure("the child does not wait for a page: nothing was tested")
+    waits(run, child)
     if not run.daemon.holders():
         raise Failure("nobody holds the child's memory")
     run.daemon.begin_again()

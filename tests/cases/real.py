@@ -129,7 +129,7 @@ def real_mariadb(run):
             raise Failure(f"{text[:60]}: {done.stderr.strip()[-200:]}")
         return done.stdout.strip()
 
-    end = time.monotonic() + 30
+    end = time.monotonic() + 30 * run.patience
     while True:
         try:
             query("SELECT 1")

@@ -58,7 +58,7 @@ def shares_move(run):
             run.note(" ".join(line.split()))
 
         os.kill(worker_of(daemon), signal.SIGKILL)
-        wait(lambda: run.daemon.stats("quiet")["worker_restarts_total"] == 1,
+        wait(lambda: (s := run.daemon.stats("quiet")) and s["worker_restarts_total"] == 1,
              "another worker has them")
         kept = wait(lambda: shares(run).get("quiet"), "it shares out")
         if (kept["reserve_bytes"], kept["weight"]) != (RESERVE_MIB << 20, 2.0):

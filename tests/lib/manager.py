@@ -2,6 +2,7 @@
 hears what it says of itself. What a real one does with that is `system-service`."""
 
 import contextlib
+import fcntl
 import os
 import select
 import shutil
@@ -68,8 +69,8 @@ class ServiceManager:
         while select.select([self.ear], [], [], 0)[0]:
             self.ear.recv(4096)
         numbers = [os.dup(listener.fileno()) for listener in self.listeners]
-        # Out of the way of 3 and 4.
-        high = [os.dup2(number, number + 100) for number in numbers]
+        # Out of the way of 3 and 4, and of what other cases have.
+        high = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 100) for number in numbers]
         environment = {**os.environ, "NOTIFY_SOCKET": self.ear.getsockname(),
                        "WATCHDOG_USEC": str(WATCHDOG_S * 1_000_000)}
         with open(self.log_path, "ab") as log:

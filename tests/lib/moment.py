@@ -205,7 +205,7 @@ class Moment(Snapshots):
         while not condition():
             self.fail_if_said()
             if time.monotonic() > end:
-                raise Failure(f"not within {seconds} s: {what}")
+                raise Failure(f"not within {seconds * self.daemon.patience} s: {what}")
             time.sleep(0.002)
 
     def order(self, what):

@@ -38,7 +38,7 @@ class Redis:
     """A connection to `redis.sock` in a directory, or to an address and port.
     `value`: what its keys hold, a function of number and version."""
 
-    def __init__(self, where, deadline_s=15, dead=lambda: False, value=value):
+    def __init__(self, where, deadline_s=60, dead=lambda: False, value=value):
         self.value = value
         self.directory, family, address = None, socket.AF_INET, where
         if isinstance(where, str):

@@ -111,7 +111,7 @@ class Daemon:
     def ask(self, request, timeout_s=10):
         """One request, one reply, straight to the control socket."""
         with socket.socket(socket.AF_UNIX) as link:
-            link.settimeout(timeout_s)
+            link.settimeout(timeout_s * self.patience)
             link.connect(self.socket_path)
             link.sendall(json.dumps(request).encode() + b"\n")
             line = b""

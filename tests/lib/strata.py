@@ -6,6 +6,7 @@ cases about hostile bytes speak to the sockets themselves."""
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -168,11 +169,15 @@ class Daemon:
 
     def footprint(self):
         """(descriptors by kind, bytes of memory files) of the supervisor, whose
-        table the worker shares. Without those of the kernel's alarms, which a tenant has
-        while it stands still: an event each, that somebody waits for with nothing but
-        such events."""
+        table the worker shares. Without what a living tenant has while it stands still: the
+        file that says how much memory it has, and the kernel's alarms, an event each that
+        somebody waits for with nothing but such events."""
         kinds, size = machine.descriptors(self.pid)
         kinds["anon_inode"] -= machine.events_waited_for(self.pid)
+        for kind in list(kinds):
+            gauge = re.fullmatch(r"/proc/(\d+)/statm", kind)
+            if gauge and machine.alive(int(gauge[1])):
+                del kinds[kind]
         return kinds, size
 
     def wait_until(self, condition, what, seconds=20):

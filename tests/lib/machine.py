@@ -71,7 +71,7 @@ def descriptors(pid):
             status = os.stat(f"{directory}/{number}")
         except OSError:
             continue
-        kinds[target.split(":[")[0]] += 1
+        kinds[target if target.startswith("anon_inode:") else target.split(":[")[0]] += 1
         if target.startswith("/memfd:") and status.st_ino not in seen:
             seen.add(status.st_ino)
             total += status.st_blocks * 512
@@ -79,8 +79,9 @@ def descriptors(pid):
 
 
 def events_waited_for(pid):
-    """How many eventfds are in sets (epoll) that have nothing else."""
-    count, directory = 0, f"/proc/{pid}/fd"
+    """How many eventfds are in sets (epoll) that have nothing else, and whether there is such
+    a set."""
+    count, is_there, directory = 0, False, f"/proc/{pid}/fd"
     def link(number):
         try:
             return os.readlink(f"{directory}/{number}")
@@ -90,8 +91,8 @@ def events_waited_for(pid):
         if link(number) == "anon_inode:[eventpoll]":
             members = re.findall(r"tfd:\s+(\d+)", read(f"/proc/{pid}/fdinfo/{number}"))
             if all(link(member) == "anon_inode:[eventfd]" for member in members):
-                count += len(members)
-    return count
+                count, is_there = count + len(members), True
+    return count, is_there
 
 
 def nodes_of_pages(pid, start, count):

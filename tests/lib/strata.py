@@ -173,7 +173,9 @@ class Daemon:
         file that says how much memory it has, and the kernel's alarms, an event each that
         somebody waits for with nothing but such events."""
         kinds, size = machine.descriptors(self.pid)
-        kinds["anon_inode"] -= machine.events_waited_for(self.pid)
+        events, is_there = machine.events_waited_for(self.pid)
+        kinds["anon_inode:[eventfd]"] -= events
+        kinds["anon_inode:[eventpoll]"] -= is_there  # made when the daemon answers already
         for kind in list(kinds):
             gauge = re.fullmatch(r"/proc/(\d+)/statm", kind)
             if gauge and machine.alive(int(gauge[1])):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All tests: format, lints, then unit tests and programs under pressure together, two
+# All tests: format, lints, then unit tests and programs under pressure together, some
 # at a time (tests/lib/runner.py). A failure does not keep what comes after it from
 # running. The last line counts them: N passed, N failed, N skipped.
 #

@@ -85,7 +85,7 @@ def check_curve(said):
         raise Failure(f"1, 5 and 10 % need {needs}")
 
 
-@case("advise-redis", native=False, own_daemon=True, seconds=180)
+@case("advise-redis", native=False, own_daemon=True, seconds=180, takes=15)
 def advise_redis(run):
     """Under pressure: the curve, its text, top, stats."""
     load = Load(run, "72MiB")
@@ -177,7 +177,7 @@ def advise_remap(run):
     program.finish()
 
 
-@case("advise-jump", native=False, own_daemon=True, seconds=240)
+@case("advise-jump", native=False, own_daemon=True, seconds=240, takes=30)
 def advise_jump(run):
     """A hot set that moves on and on is not advised on."""
     load = Load(run, "1GiB", width=1 / 20, moves_after=20)

@@ -236,7 +236,7 @@ def restored(run, guest):
                           f"its files are {left}")
 
 
-@case("guest-disks", native=False, own_daemon=True, seconds=240, takes=25)
+@case("guest-disks", native=False, own_daemon=True, computes=True, seconds=240, takes=20)
 def guest_disks(run):
     guest = begun(run)
     checks = (taken, cloned, at_a_moment, refusals, rolled_back, restored)
@@ -286,7 +286,7 @@ def quiet(run, guest, also=()):
         raise Failure("its QEMU has copies still")
 
 
-@case("guest-killed-steps", native=False, own_daemon=True, seconds=300, takes=35)
+@case("guest-killed-steps", native=False, own_daemon=True, computes=True, seconds=300, takes=60)
 def guest_killed_steps(run):
     """The worker, or a QEMU, dies in each step: the guest runs on, or its successor does, or
     it is gone without a trace; never with a wrong byte of memory or disk."""

@@ -205,7 +205,7 @@ def restored(run, guest):
     line.end()
 
 
-@case("guest-snapshots", native=False, own_daemon=True, seconds=240, takes=50)
+@case("guest-snapshots", native=False, own_daemon=True, computes=True, seconds=240, takes=25)
 def guest_snapshots(run):
     image = os.path.join(run.directory, "image")
     with open(image, "wb") as file:

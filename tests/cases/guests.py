@@ -23,14 +23,14 @@ def can_manage(version):
     return version >= MANAGES
 
 
-@case("guest-old-kernel", native=False, daemon=False, seconds=400, takes=30)
+@case("guest-old-kernel", native=False, daemon=False, computes=True, seconds=400, takes=15)
 def guest_old_kernel(run):
     names = ["kernel-without-move"]
     run.tests = in_guest(run, lambda version: not can_manage(version),
                          [["--native", *only(*names)]], names)
 
 
-@case("guest-new-kernel", native=False, own_daemon=True, seconds=900, takes=400)
+@case("guest-new-kernel", native=False, own_daemon=True, computes=True, seconds=900, takes=300)
 def guest_new_kernel(run):
     """Its power is cut in the last case, which so says nothing; the next boot tells."""
     need_criu()

@@ -123,7 +123,7 @@ def ends(run, guest):
                           f"nothing is left in {guests}")
 
 
-@case("vm-guest", native=False, own_daemon=True, seconds=120, takes=40)
+@case("vm-guest", native=False, own_daemon=True, computes=True, seconds=120, takes=25)
 def vm_guest(run):
     guest = Guest(run, "web1", ["--memory", f"{MEMORY_MIB}MiB", "--dram", f"{BUDGET_MIB}MiB"],
                   ["-machine", "q35"])
@@ -138,7 +138,7 @@ def vm_guest(run):
     run.tests = len(checks)
 
 
-@case("vm-machines", native=False, seconds=120, takes=20)
+@case("vm-machines", native=False, computes=True, seconds=120, takes=10)
 def vm_machines(run):
     """The other machines boot, and their monitors answer. (Under TCG, Debian's kernel has no
     clock in a microvm with ACPI, and finds no virtio device in one without: so nothing is

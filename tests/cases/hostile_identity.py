@@ -131,7 +131,7 @@ def identity_dead_run(run):
         end(program)
 
 
-@case("identity-many", native=False, own_daemon=True)
+@case("identity-many", native=False, own_daemon=True, takes=10)
 def identity_many(run):
     """One address space is one space, however often it says hello."""
     with system_daemon(run) as place:

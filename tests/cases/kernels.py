@@ -12,6 +12,8 @@ from suite import BUILD, ROOT
 MANAGES = (6, 8)
 # Emulation, and perhaps a busy machine beneath it.
 PATIENCE = "10"
+# It computes all the time: more than two beside each other would only wait for each other.
+AT_ONCE = "2"
 
 
 def guest_for(run, wanted):
@@ -44,7 +46,7 @@ def in_guest(run, wanted, runs, names, environment=(), hardware=("-m", "1024"), 
         raise Skip("modules of the guest's kernel are missing; scripts/setup.sh guest fetches "
                    "them")
     initramfs = os.path.join(run.directory, "initramfs")
-    runs = [["--patience", PATIENCE, *arguments] for arguments in runs]
+    runs = [["--patience", PATIENCE, "--at-once", AT_ONCE, *arguments] for arguments in runs]
     guest.make_initramfs(initramfs, ROOT, run.binaries, BUILD, runs, environment, kernel=kernel,
                          **contents)
     boots = sum(name.startswith("guest-boot") for name in os.listdir(run.log_directory))

@@ -132,7 +132,7 @@ def free(guest):
     guest.rounds(1)
 
 
-@case("libvirt", native=False, own_daemon=True, seconds=120, takes=35)
+@case("libvirt", native=False, own_daemon=True, computes=True, seconds=120, takes=30)
 def libvirt_guests(run):
     """One rule, two guests, a tenant each."""
     qemu = run.tool("qemu-system-x86_64")

@@ -27,7 +27,7 @@ def lines(path):
         return log.read().splitlines()
 
 
-@case("name-again-at-once", native=False)
+@case("name-again-at-once", native=False, takes=20)
 def name_again_at_once(run):
     """Whoever starts a program under the name of one that has just ended gets it."""
     refused = []

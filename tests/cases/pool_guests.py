@@ -47,7 +47,7 @@ def asked(one, order, answer):
     return one.hear(answer)
 
 
-@case("pool-guests", native=False, own_daemon=True, seconds=150, takes=30)
+@case("pool-guests", native=False, own_daemon=True, computes=True, seconds=150, takes=15)
 def pool_guests(run):
     run.tool("qemu-img")
     base, own = os.path.join(run.directory, "base.img"), os.path.join(run.directory, "own.img")

@@ -59,7 +59,7 @@ def shown(run):
     return pool
 
 
-@case("pool-swap", native=False, own_daemon=True, seconds=150, takes=25)
+@case("pool-swap", native=False, own_daemon=True, computes=True, seconds=150, takes=15)
 def pool_swap(run):
     initramfs(run, kernel(), "guest_swap")
     one = Guest(run, NAME, ["--memory", f"{MEMORY_MIB}MiB", "--dram", "320MiB",

@@ -55,7 +55,7 @@ def real_qemu(run):
     guest.end()
 
 
-@case("real-redis", seconds=120)
+@case("real-redis", seconds=120, takes=10)
 def real_redis(run):
     """200 MB of values: load, verify, overwrite, save, and the saved file."""
     server = run.tool("redis-server")
@@ -177,7 +177,7 @@ def java(run, collector):
             budget="144MiB")
 
 
-@case("real-java-serial", seconds=120)
+@case("real-java-serial", seconds=120, takes=10)
 def real_java_serial(run):
     java(run, "SerialGC")
 
@@ -187,7 +187,7 @@ def real_java_g1(run):
     java(run, "G1GC")
 
 
-@case("real-go", seconds=120)
+@case("real-go", seconds=120, takes=20)
 def real_go(run):
     go = shutil.which("go", path=os.environ["PATH"] + ":/usr/local/go/bin")
     if not go:

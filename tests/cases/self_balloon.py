@@ -120,7 +120,7 @@ def agent_killed(run, guest):
     nothing_was_killed(guest)
 
 
-@case("self-balloon", native=False, own_daemon=True, seconds=180, takes=40)
+@case("self-balloon", native=False, own_daemon=True, computes=True, seconds=180, takes=25)
 def self_balloon(run):
     agent = os.path.join(run.binaries.directory, "strata-guest-agent")
     initramfs(run, kernel(), more=[(agent, "/strata-guest-agent")])

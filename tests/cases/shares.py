@@ -38,7 +38,7 @@ def refused(run, *arguments, word):
         raise Failure(f"{arguments}: status {done.returncode}, {done.stderr!r}, not {word!r}")
 
 
-@case("shares-move", native=False, own_daemon=True, seconds=120, takes=30)
+@case("shares-move", native=False, own_daemon=True, seconds=120, takes=20)
 def shares_move(run):
     log = os.path.join(run.log_directory, "stratad-shares.log")
     wait = run.daemon.wait_until

@@ -17,7 +17,7 @@ from suite import case
 from tenants import allowance, cost
 
 
-@case("snapshot-clone-python", native=False, own_daemon=True, seconds=120)
+@case("snapshot-clone-python", native=False, own_daemon=True, seconds=120, takes=10)
 def clone_python(run):
     """Eight of one job, each told to go on by strides of its own: the same
     moment, eight results, and the original's is a ninth."""
@@ -77,7 +77,7 @@ def holds(redis, who, versions, word):
         raise Failure(f"{who} has the word {found}, not {word}")
 
 
-@case("snapshot-clone-redis", native=False, own_daemon=True, seconds=120)
+@case("snapshot-clone-redis", native=False, own_daemon=True, seconds=120, takes=15)
 def clone_redis(run):
     """Two with networks of their own, behind ports of this machine: they have the
     snapshot's values while the original goes on with others, and what is written

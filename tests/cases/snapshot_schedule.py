@@ -65,7 +65,7 @@ def kept_by_hand(run, program):
     return one
 
 
-@case("snapshot-schedule", native=False, own_daemon=True, seconds=150)
+@case("snapshot-schedule", native=False, own_daemon=True, seconds=150, takes=15)
 def schedule(run):
     """Taken every so often, the oldest removed when the next is whole; what is
     labelled, made or persisted by hand stays. The worker's death changes nothing of

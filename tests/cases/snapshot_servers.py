@@ -94,7 +94,7 @@ class Server(Snapshots):
         return stats
 
 
-@case("snapshot-redis", native=False, own_daemon=True, seconds=180)
+@case("snapshot-redis", native=False, own_daemon=True, seconds=180, takes=10)
 def snapshot_redis(run):
     """Larger than its budget, written to all the while: taken twice, rolled back
     to both, killed and restored under another name."""

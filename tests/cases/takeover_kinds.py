@@ -51,7 +51,7 @@ def still_filed(run, program):
     program.finish()
 
 
-@case("takeover-kinds", native=False, own_daemon=True, seconds=150, takes=20)
+@case("takeover-kinds", native=False, own_daemon=True, seconds=150, takes=15)
 def kinds(run):
     tier = os.path.join(run.directory, "tier")
     os.mkdir(tier)

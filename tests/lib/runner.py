@@ -1,4 +1,4 @@
-"""Runs cases, two at a time, the longest first. One that fails is run once more,
+"""Runs cases, several at a time, the longest first. One that fails is run once more,
 alone, when all others have ended: it is FAIL only if it fails again; else it is
 *flaky*, with what both runs printed, and is named at the end, where nobody should be.
 
@@ -16,7 +16,6 @@ import machine
 from program import Program
 from strata import Daemon, Failure, Skip
 
-SLOTS = 2
 
 
 class Case:
@@ -94,15 +93,15 @@ class Outcome:
 class Runner:
     def __init__(self, options, binaries, build):
         self.options, self.binaries, self.build = options, binaries, build
-        self.daemons = [None] * SLOTS
+        self.daemons = [None] * options.at_once
         self.lock = threading.Lock()
         self.passed, self.failed, self.skipped = 0, [], 0
         self.flaky = []
         self.again = []  # (case, the reason of its failure)
         self.logs = os.path.join(build, "logs")
         self.stopped = False
-        # How many run now, and whether one may only run alone.
-        self.running, self.alone = 0, False
+        # Those that run now.
+        self.running = []
         self.changed = threading.Condition(self.lock)
 
     def say(self, text):
@@ -210,16 +209,25 @@ class Runner:
             outcome.verdict, outcome.reason = "flaky", f"alone it passes; before: {reason}"
         self.count(registered, outcome)
 
+    def may_begin(self, one, waiting):
+        """Those that compute leave two places to others, as long as there are others."""
+        if one.alone or any(other.alone for other in self.running):
+            return not self.running
+        computing = sum(other.computes for other in self.running)
+        left = 2 if any(not other.computes for other in waiting) else 1
+        return not one.computes or computing < max(self.options.at_once - left, 1)
+
     def take(self, waiting):
-        """The next case, when it may begin; none are left: None."""
+        """The next case, when one may begin; none are left: None."""
         with self.changed:
             while True:
                 if self.stopped or not waiting:
                     return None
-                if not self.alone and (not waiting[0].alone or self.running == 0):
-                    self.running += 1
-                    self.alone = waiting[0].alone
-                    return waiting.pop(0)
+                for one in waiting:
+                    if self.may_begin(one, waiting):
+                        waiting.remove(one)
+                        self.running.append(one)
+                        return one
                 self.changed.wait()
 
     def run_all(self, chosen):
@@ -232,11 +240,11 @@ class Runner:
                     self.first_run(registered, slot)
                 finally:
                     with self.changed:
-                        self.running -= 1
-                        self.alone = False
+                        self.running.remove(registered)
                         self.changed.notify_all()
 
-        threads = [threading.Thread(target=drain, args=(slot,)) for slot in range(SLOTS)]
+        threads = [threading.Thread(target=drain, args=(slot,))
+                   for slot in range(self.options.at_once)]
         for thread in threads:
             thread.start()
         try:

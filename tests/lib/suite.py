@@ -31,17 +31,18 @@ class Registered:
     """A case and what the runner has to know of it."""
 
     def __init__(self, body, name, native=True, own_daemon=False, daemon=True, alone=False,
-                 soak=False, seconds=60, takes=5):
+                 soak=False, computes=False, seconds=60, takes=5):
         self.body, self.name, self.native = body, name, native
         self.own_daemon, self.daemon, self.alone, self.soak = own_daemon, daemon, alone, soak
-        self.seconds, self.takes = seconds, takes
+        self.computes, self.seconds, self.takes = computes, seconds, takes
 
 
 def case(name, **how):
     """Registers a case. `native`: it also means something without Strata.
     `own_daemon`: it may hurt the daemon; `daemon=False`: it needs none. `alone`:
     nothing runs beside it. `soak`: it measures the machine more than the code, and
-    runs only in a soak. `seconds`: after which it hangs. `takes`: seconds that it
+    runs only in a soak. `computes`: it keeps a processor busy all the time, as an
+    emulated guest does. `seconds`: after which it hangs. `takes`: seconds that it
     usually takes, where they are many: the longest begin first."""
     def register(body):
         if name in CASES:
@@ -105,6 +106,9 @@ def arguments():
     parser.add_argument("--soak", action="store_true", help="many times longer")
     parser.add_argument("--patience", metavar="N", type=int, default=1,
                         help="wait N times as long for what hangs: for slow machines")
+    parser.add_argument("--at-once", metavar="N", type=int, default=min(os.cpu_count(), 4) + 1,
+                        help="cases that run beside each other; else one more than there are "
+                             "processors, for most wait now and then")
     parser.add_argument("--first", action="store_true", help="end with the first failure")
     parser.add_argument("--units", metavar="FILE",
                         help="also the unit tests that cargo named in FILE (scripts/test.sh)")

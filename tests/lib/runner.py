@@ -1,6 +1,7 @@
 """Runs cases, several at a time, the longest first. One that fails is run once more,
-alone, when all others have ended: it is FAIL only if it fails again; else it is
-*flaky*, with what both runs printed, and is named at the end, where nobody should be.
+alone and with more patience, when all others have ended: it is FAIL only if it fails
+again; else it is *flaky*, with what both runs printed, and is named at the end, where
+nobody should be.
 
 Nothing here knows what a case is about."""
 
@@ -16,6 +17,8 @@ import machine
 from program import Program
 from strata import Daemon, Failure, Skip
 
+# How many times as long what failed is waited for when it runs once more.
+PATIENCE_AGAIN = 2
 
 
 class Case:
@@ -250,6 +253,8 @@ class Runner:
         try:
             for thread in threads:
                 thread.join()
+            self.options.patience *= PATIENCE_AGAIN
+            Daemon.patience = self.options.patience
             for registered, reason in self.again:
                 self.second_run(registered, reason)
         finally:

@@ -7,6 +7,7 @@ import signal
 import machine
 from strata import Failure
 from suite import case
+from tenants import held
 
 
 def kill_worker(run, programs, restarts):
@@ -76,7 +77,7 @@ def new_tenants_after_kill(run):
         os.kill(worker, signal.SIGKILL)
         # A call that the dying worker still took would rightly be refused.
         run.daemon.wait_until(lambda: not machine.alive(worker), "it is dead")
-        run.run("hold", "64", budget="24MiB")
+        held(run, "64", "24MiB")
 
 
 def waits(run, pid):

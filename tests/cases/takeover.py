@@ -13,6 +13,7 @@ from private_client import client
 from program import copy_program
 from strata import Daemon, Failure, kill_together
 from suite import case
+from tenants import held
 
 SIZE, BUDGET = "96", "24MiB"
 
@@ -167,7 +168,7 @@ def holder_lost(run):
         raise Failure("the program spoke or ended: " + machine.read(program.log_path)[-200:])
     waits(program)
     # The new daemon is a whole one, and ends with this program.
-    run.run("hold", "64", budget="24MiB")
+    held(run, "64", "24MiB")
 
 
 @case("takeover-snapshots", native=False, own_daemon=True, seconds=120)

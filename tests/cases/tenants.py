@@ -223,12 +223,23 @@ def stop(run):
     run.daemon.settled(before, "the daemon gives back what the tenant cost")
 
 
+def held(run, megabytes, budget):
+    """A program looks at all of its memory when a part of it is away, and ends."""
+    program = run.start("hold", megabytes, budget=budget)
+    program.gate("ready")
+    run.daemon.wait_until(lambda: program.stats()["evictions_total"] > 0, "pages are evicted")
+    program.answer("check")
+    program.gate("ready")
+    program.answer("end")
+    program.finish()
+
+
 @case("exit-reclaims", native=False, own_daemon=True)
 def exit_reclaims(run):
     """An orderly exit leaves nothing behind."""
     before = run.daemon.footprint()
     for _ in range(run.times(3)):
-        run.run("hold", "96", budget="40MiB")
+        held(run, "96", "40MiB")
         run.daemon.wait_until(lambda: not run.daemon.tenants(), "strata ps lists it no more")
     run.daemon.settled(before, "the daemon gives back what the tenants cost")
 

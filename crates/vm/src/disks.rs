@@ -2,8 +2,11 @@
 //! while it runs. A copy is of the moment in which the guest is stopped. The guest stays on
 //! its own images whatever becomes of the copies: there is nothing to merge back.
 //!
-//! QEMU mirrors a disk until both are alike, and every write goes to both from then on.
-//! Stopped, the guest writes no more; ending the mirror then leaves a copy of that moment.
+//! QEMU mirrors a disk until both are nearly alike, and goes on copying what is written.
+//! Stopped, the guest writes no more; ending the mirror then copies what is left, and leaves
+//! a copy of that moment. Not with writes that go to both at once (`write-blocking`): under
+//! load QEMU 7.2 was seen to stand still for good with them, in `mirror_wait_on_conflicts`,
+//! which waits without letting go for an operation that waits itself.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -37,7 +40,7 @@ pub struct WrittenDisk {
 /// How far copies are.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CopyProgress {
-    /// All are alike: the guest can be stopped.
+    /// All have been alike: what is left is what was written since.
     pub is_ready: bool,
     /// Bytes that are copied, of so many.
     pub done_bytes: u64,
@@ -130,7 +133,7 @@ pub fn begin(
         "device": disk.node,
         "target": node,
         "sync": if disk.backing.is_some() { "top" } else { "full" },
-        "copy-mode": "write-blocking",
+        "copy-mode": "background",
         "auto-dismiss": false,
     });
     monitor.execute("blockdev-mirror", Some(job)).map(drop)

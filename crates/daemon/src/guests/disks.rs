@@ -20,6 +20,10 @@ const TOOL_POLL: Duration = Duration::from_millis(2);
 const MAX_SAID_BYTES: u64 = 4096;
 /// What one question about copies may take.
 const ASKED_WITHIN: Duration = Duration::from_secs(5);
+/// What may be left to be copied in the moment in which the guest stands still.
+const LEFT_BYTES: u64 = 4 << 20;
+/// A guest that writes has so long to let its copies get so far.
+const CAUGHT_UP_WITHIN: Duration = Duration::from_secs(60);
 /// How long copies may be no further than they were.
 const STALLED_WITHIN: Duration = Duration::from_secs(60);
 const LOOK_EVERY: Duration = Duration::from_millis(5);
@@ -135,7 +139,7 @@ fn tool(words: &[String]) -> Result<(), String> {
     Err(failed(line.chars().filter(|c| !c.is_control()).collect()))
 }
 
-/// Has all copies be as their disks are, and stay so while the guest runs.
+/// Has all copies be nearly as their disks are, and stay so while the guest runs.
 pub(super) fn copy(
     monitor: &mut Monitor,
     copies: &[DiskCopy],
@@ -150,12 +154,21 @@ pub(super) fn copy(
     }
     step("copying");
     let (mut best, mut since) = (0, Instant::now());
+    let mut ready = None;
     loop {
         monitor.allow(ASKED_WITHIN);
         let progress = disks::progress(monitor).map_err(|error| error.to_string())?;
         if progress.is_ready {
-            step("copied");
-            return Ok(());
+            let since = *ready.get_or_insert_with(Instant::now);
+            if progress.total_bytes.saturating_sub(progress.done_bytes) <= LEFT_BYTES {
+                step("copied");
+                return Ok(());
+            }
+            if since.elapsed() > CAUGHT_UP_WITHIN {
+                return Err(format!(
+                    "it writes to its disks faster than they are copied, for {CAUGHT_UP_WITHIN:?}"
+                ));
+            }
         }
         if progress.done_bytes > best {
             (best, since) = (progress.done_bytes, Instant::now());

@@ -130,7 +130,7 @@ fn answer(mut client: TcpStream, deadline: Deadline, seen: &dyn Fn() -> Seen) ->
     }
     // Closing with input unread would reset the connection and could take the
     // answer with it; a GET has no more to say.
-    client.shutdown(std::net::Shutdown::Write)
+    client.shutdown(Shutdown::Write)
 }
 
 /// What comes before the empty line; all that came, if it is too long.

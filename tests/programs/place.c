@@ -364,6 +364,8 @@ static void hostile(void)
     unsigned char tiers[64];
     void *room;
     const void *nowhere = (void *)0x10000;
+    /* Beyond what can be mapped, if chance has put the memory near the end of that. */
+    int far = (uintptr_t)memory + 1025 * BYTES > (uintptr_t)1 << 47 ? -EINVAL : -EFAULT;
     /* No ranges of its own, and none at all. */
     const struct {
         const void *start;
@@ -371,7 +373,7 @@ static void hostile(void)
         int result;
     } wrong[] = {
         {nowhere, PAGE, -EFAULT},
-        {memory + BYTES - PAGE, 1024 * BYTES, -EFAULT},
+        {memory + BYTES - PAGE, 1024 * BYTES + PAGE, far},
         {NULL, (size_t)1 << 47, -EFAULT},
         {memory, SIZE_MAX, -EINVAL},
         {memory, SIZE_MAX - (size_t)memory, -EINVAL},

@@ -96,6 +96,10 @@ pub(crate) fn run(config: Config, origin: Origin) -> anyhow::Result<ExitCode> {
     let Origin { config_file, private, notifier, mut handed } = origin;
     // There may be programs that wait for the first worker.
     let urgent = Urgent::begin();
+    // Before the registry is mapped.
+    if let Err(error) = lock_memory() {
+        log(Priority::Warning, format_args!("the supervisor may be swapped out: {error}"));
+    }
     block_signals();
     adopt_orphans();
     raise_descriptor_limit();
@@ -338,7 +342,6 @@ fn watch(
     mut urgent: Option<Urgent>,
 ) -> anyhow::Result<End> {
     let mut short_lives = 0;
-    let mut is_locked = false;
     loop {
         let born = Instant::now();
         inheritance.fds_before = open_fds().unwrap_or_else(|error| {
@@ -354,12 +357,6 @@ fn watch(
             .context("cannot make a worker process")?;
         manager.worker_begins();
         drop(urgent.take());
-        // Afterwards, for it takes a while.
-        if !std::mem::replace(&mut is_locked, true)
-            && let Err(error) = lock_memory()
-        {
-            log(Priority::Warning, format_args!("the supervisor may be swapped out: {error}"));
-        }
         let died = loop {
             match wait_for_signal() {
                 Signal::Terminate => {

@@ -82,11 +82,16 @@ pub fn wait_for_signal() -> Signal {
 }
 
 /// Keeps this process in DRAM: a supervisor that waits for its own page cannot
-/// save anyone. An unprivileged process may not; that is no reason to stop.
+/// save anyone. What it maps later comes there when it is touched: the registry is large,
+/// and hardly any of it is in use. An unprivileged process may not; that is no reason to stop.
 pub fn lock_memory() -> io::Result<()> {
-    // SAFETY: a flag.
-    let code = unsafe { libc::mlockall(libc::MCL_CURRENT | libc::MCL_FUTURE) };
-    if code == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    for flags in [libc::MCL_CURRENT, libc::MCL_FUTURE | libc::MCL_ONFAULT] {
+        // SAFETY: flags.
+        if unsafe { libc::mlockall(flags) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    Ok(())
 }
 
 /// Makes a child that runs `work` and shares this process's descriptor table

@@ -7,6 +7,7 @@
  *   forks      how often its kernel has made its random numbers anew for being a clone
  *   agent      start the agent for its balloon    silence    end that
  *   killed     how often memory was so short that the kernel ended something
+ *   rest       do nothing until told something else
  *
  * What is on the disks is known in memory, so a disk of another moment than the memory is
  * seen at once.
@@ -199,14 +200,18 @@ static void say_killed(void) {
 int main(void) {
     begin();
     puts("\nup");
+    int rests = 0;
     for (unsigned number = 1;;) {
         struct pollfd input = {.fd = 0, .events = POLLIN};
-        if (poll(&input, 1, pages ? 0 : -1) > 0) {
+        if (poll(&input, 1, pages && !rests ? 0 : -1) > 0) {
             char said[64];
             size_t mib = 0;
             if (!fgets(said, sizeof said, stdin))
                 break;
-            if (sscanf(said, "fill %zu", &mib) == 1)
+            rests = strncmp(said, "rest", 4) == 0;
+            if (rests)
+                puts("rests");
+            else if (sscanf(said, "fill %zu", &mib) == 1)
                 fill(mib);
             else if (sscanf(said, "free %zu", &mib) == 1)
                 give_back(mib);
@@ -223,7 +228,7 @@ int main(void) {
             else if (strncmp(said, "end", 3) == 0)
                 break;
         }
-        if (pages && !round_of(number++))
+        if (pages && !rests && !round_of(number++))
             break;
     }
     if (disk_count)

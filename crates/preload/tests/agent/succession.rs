@@ -14,6 +14,8 @@ fn identity(pid: i32, thread: u32) -> Vec<String> {
 
 /// The agent is alone, and who the program is; and it works.
 fn check(space: &Space, program: &mut Program, memory: u64) -> u32 {
+    // On a busy machine the program goes on before it has both.
+    wait_until("the agent has both descriptors", || agent_descriptors(space.pid).1.len() == 2);
     let (agent, descriptors) = agent_descriptors(space.pid);
     let main = space.pid.cast_unsigned();
     assert_eq!(identity(space.pid, agent), identity(space.pid, main));

@@ -82,7 +82,7 @@ impl Failure {
             Self::NotOpen => {
                 Some("this process has nothing open under that number; a forked child opens anew")
             }
-            Self::TooMany => Some("the process has 64 connections to pools, or no descriptor left"),
+            Self::TooMany => Some("the process has 64 connections to pools, or there is no memory"),
             Self::Lost => {
                 Some("the pool has gone, with all its pages: close this and open it anew")
             }
@@ -100,10 +100,46 @@ fn result(outcome: Result<c_int, Failure>) -> c_int {
     })
 }
 
+/// Where this process's own number is: a page that the kernel empties in every child, however
+/// it is made. (A child in a namespace of its own can have its parent's process number.)
+static IDENTITY: AtomicU64 = AtomicU64::new(0);
+
+/// This process's own number; none: there is no memory for it.
+fn identity() -> Option<u64> {
+    let address = match IDENTITY.load(Ordering::Acquire) {
+        0 => emptied_in_children()?,
+        address => address,
+    };
+    // SAFETY: a page of ours, aligned, mapped for good.
+    let number = unsafe { AtomicU64::from_ptr(address as *mut u64) };
+    if number.load(Ordering::Acquire) == 0 {
+        let own = (kernel::random() ^ u64::from(kernel::thread_id())) | 1 << 63;
+        let _ = number.compare_exchange(0, own, Ordering::AcqRel, Ordering::Acquire);
+    }
+    Some(number.load(Ordering::Acquire))
+}
+
+/// Maps the page, unless another thread just has.
+fn emptied_in_children() -> Option<u64> {
+    let page = kernel::map_anonymous(0, PAGE_SIZE, libc::PROT_READ | libc::PROT_WRITE)?;
+    // SAFETY: of a page that nobody knows yet.
+    let found = if unsafe { kernel::advise(page, PAGE_SIZE, libc::MADV_WIPEONFORK) } == 0 {
+        match IDENTITY.compare_exchange(0, page, Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) => return Some(page),
+            Err(first) => Some(first),
+        }
+    } else {
+        None
+    };
+    // SAFETY: nobody has looked there.
+    unsafe { kernel::unmap(page, PAGE_SIZE) };
+    found
+}
+
 /// A place for a connection.
 struct Handle {
-    /// The process that it belongs to; 0: nobody's.
-    owner: AtomicU32,
+    /// The process that it belongs to, by its own number; 0: nobody's.
+    owner: AtomicU64,
     serial: AtomicU32,
     /// 0: free; 1: a thread uses it; 2: and others wait.
     lock: AtomicU32,
@@ -118,7 +154,7 @@ struct Handle {
 impl Handle {
     const fn new() -> Self {
         Self {
-            owner: AtomicU32::new(0),
+            owner: AtomicU64::new(0),
             serial: AtomicU32::new(0),
             lock: AtomicU32::new(0),
             descriptor: AtomicI32::new(-1),
@@ -132,14 +168,14 @@ static TABLE: [Handle; HANDLES] = [const { Handle::new() }; HANDLES];
 
 /// The process of which a thread looks for a free place; 0: none. A child may find its
 /// parent's there, which is nobody.
-static MAKING: AtomicU32 = AtomicU32::new(0);
+static MAKING: AtomicU64 = AtomicU64::new(0);
 /// Between two looks whether another thread has found one.
 const SHORT_NAP: Duration = Duration::from_micros(50);
 
 struct Making;
 
 impl Making {
-    fn enter(own: u32) -> Self {
+    fn enter(own: u64) -> Self {
         loop {
             let other = MAKING.load(Ordering::Acquire);
             let mine = MAKING.compare_exchange(other, own, Ordering::AcqRel, Ordering::Relaxed);
@@ -184,8 +220,9 @@ impl Handle {
         let number = u32::try_from(number).map_err(|_| Failure::NotOpen)?;
         let (place, serial) = (number as usize % HANDLES, number / HANDLES as u32);
         let handle = &TABLE[place];
+        let own = identity().ok_or(Failure::NotOpen)?;
         let is_it = || {
-            handle.owner.load(Ordering::Acquire) == kernel::process_id()
+            handle.owner.load(Ordering::Acquire) == own
                 && handle.serial.load(Ordering::Acquire) == serial
         };
         // Before it is locked, too: a child's copy may be locked by nobody who is there.
@@ -207,7 +244,7 @@ impl Handle {
 
     /// A place that nobody of this process has, and its number.
     fn take() -> Result<(InUse<'static>, c_int), Failure> {
-        let own = kernel::process_id();
+        let own = identity().ok_or(Failure::TooMany)?;
         let _making = Making::enter(own);
         for (place, handle) in TABLE.iter().enumerate() {
             let owner = handle.owner.load(Ordering::Acquire);
@@ -533,6 +570,24 @@ mod tests {
         assert!(third != other);
         drop(its_own);
         assert_eq!(strata_pool_close(third), 0);
+    }
+
+    #[test]
+    fn a_child_is_another_process_however_it_is_made() {
+        let own = identity().expect("memory");
+        assert_eq!(identity(), Some(own));
+        // SAFETY: as a fork, without the C library: the child makes system calls alone.
+        let child = unsafe { call(libc::SYS_clone, [word(libc::SIGCHLD), 0, 0, 0, 0, 0]) };
+        let child = child.expect("a child");
+        if child == 0 {
+            let is_other = identity().is_some_and(|number| number != own && number != 0);
+            kernel::end_process(if is_other { 0 } else { 1 });
+        }
+        let mut status = 0;
+        // SAFETY: a child of ours, and a place for its status.
+        let waited = unsafe { libc::waitpid(child as libc::pid_t, &raw mut status, 0) };
+        assert_eq!((waited, status), (child as libc::pid_t, 0));
+        assert_eq!(identity(), Some(own));
     }
 
     #[test]

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 
 import machine
@@ -13,6 +14,8 @@ from strata import Failure
 from suite import ROOT, case
 
 POOL = "pages"
+# Of which a pool is full that hands it back.
+FULL_MIB = 2048
 SERVER = os.path.join(ROOT, "examples", "pool", "web_cache.py")
 MODULE = {"PYTHONPATH": os.path.join(ROOT, "python")}
 
@@ -120,3 +123,22 @@ def pool_programs(run):
         check(run)
         run.note(f"pool-{check.__name__}")
     run.tests = len(checks)
+
+
+@case("pool-hand-back", native=False, own_daemon=True, alone=True, soak=True, seconds=120)
+def hand_back(run):
+    """How long it takes to give memory back that a pool is full of. Measured, not asserted."""
+    run.daemon.strata("pool", "create", POOL, "--limit", f"{FULL_MIB * 5 // 4}MiB", "--admit",
+                      "first")
+    took = []
+    for _ in range(5):
+        run.start("pooled", "fill", POOL, str(FULL_MIB)).finish(pressed=False)
+        before = pool_stats(run)["cost_bytes"]
+        began = time.monotonic()
+        answer = run.daemon.ask({"request": "pool_empty", "name": POOL})
+        took.append(time.monotonic() - began)
+        after = pool_stats(run)["cost_bytes"]
+        if answer.get("reply") != "done" or before < FULL_MIB << 20 or after > 64 << 20:
+            raise Failure(f"{answer}: from {before} to {after} bytes")
+    run.note(f"{before / (1 << 30):.2f} GiB in " +
+             ", ".join(f"{seconds * 1000:.0f}" for seconds in sorted(took)) + " ms")

@@ -2,7 +2,8 @@
  * put last; that nothing is found is never wrong.
  *
  *     pooled edges POOL      what is refused, forked children, descriptors that are closed
- *     pooled threads POOL    threads put, get and flush until the gate "running" is answered */
+ *     pooled threads POOL    threads put, get and flush until the gate "running" is answered
+ *     pooled fill POOL MIB   puts so much that hardly compresses, says how much was taken */
 #include "../../include/strata.h"
 #include "../lib/t.h"
 
@@ -223,10 +224,27 @@ static void threads(void)
     fflush(stdout);
 }
 
+static void fill_up(unsigned long mib)
+{
+    uint64_t random = 1;
+    unsigned long taken = 0;
+    int number = open_file(pool, "full");
+    T_ASSERT(number >= 0, "%d %s", number, why());
+    for (unsigned long first = 0; first < mib * (MIB / PAGE); first += 64) {
+        for (size_t i = 0; i < 64 * PAGE / sizeof random; i++)
+            ((uint64_t *)(void *)pages)[i] = t_next(&random);
+        int result = put(number, first, pages, 64);
+        T_ASSERT(result >= 0, "%d %s", result, why());
+        taken += (unsigned long)result;
+    }
+    printf("taken %lu\n", taken);
+    fflush(stdout);
+}
+
 int main(int argc, char **argv)
 {
     t_start();
-    T_ASSERT(argc == 3, "which mode, and which pool?");
+    T_ASSERT(argc >= 3, "which mode, and which pool?");
     pool = argv[2];
     *(void **)&open_file = dlsym(RTLD_DEFAULT, "strata_pool_open");
     *(void **)&get = dlsym(RTLD_DEFAULT, "strata_pool_get");
@@ -237,6 +255,8 @@ int main(int argc, char **argv)
     T_ASSERT(open_file && get && put && flush && close_file && why, "no library?");
     if (strcmp(argv[1], "edges") == 0)
         edges();
+    else if (strcmp(argv[1], "fill") == 0)
+        fill_up(strtoul(argv[3], NULL, 10));
     else
         threads();
     t_done();

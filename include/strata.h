@@ -156,16 +156,17 @@ int strata_free(void *memory, size_t bytes);
  *
  * What is opened is the process's own: a forked child and what comes back from a
  * snapshot open anew (-EBADF, -ECONNRESET). Threads may share it; their calls follow
- * one after the other. It holds a descriptor (close-on-exec). While one is open, the
- * tenant has a connection to somebody outside, which a snapshot refuses: close it
- * before. Not to be called from a signal handler. Negative results, besides the above:
+ * one after the other. It holds a descriptor (close-on-exec). Not to be called from a
+ * signal handler. Negative results, besides the above:
  *
  *   -EINVAL      no such name (a pool's has 1 to 64 bytes, a file's 1 to 56), or pages;
  *   -EBADF       nothing of this process's is open under that number;
  *   -EMFILE      64 are open;
  *   -ECANCELED   refused: the user has no such pool, too many connections, ...
- *   -ECONNRESET  the connection has ended, and with the worker, or the pool, all pages
- *                that were in it: close this one and open it anew. */
+ *   -ECONNRESET  the connection has ended: the worker was replaced or the pool removed,
+ *                and all pages are gone; or the process has come back from a snapshot,
+ *                and they are there. Close this one, open it anew, and flush again what
+ *                was to be flushed. */
 #define STRATA_POOL_PAGE 4096
 
 /* Opens a file of one of the user's pools: a number that is not negative. */

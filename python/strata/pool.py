@@ -105,7 +105,7 @@ class Cache:
                     if self._pool is not None:
                         self._pool.close()
                         self._pool = None
-                    # The daemon's worker was replaced, or this is a forked child.
+                    # The worker was replaced, or this is a forked child or came from a snapshot.
                     if is_last or error.errno not in (errno.ECONNRESET, errno.EBADF):
                         return None
 

@@ -35,8 +35,9 @@ pub struct Pool(ProgramPool);
 pub enum PoolError {
     /// There is no Strata in this process, or nobody who manages it.
     NotManaged,
-    /// The connection has ended, and with the daemon's worker, or the pool, all pages that
-    /// were in it; or it is a parent's. Open it anew.
+    /// The connection has ended: the daemon's worker was replaced or the pool removed, and all
+    /// pages are gone; or this process came back from a snapshot, or has it from its parent,
+    /// and they are there. Open it anew.
     Gone(String),
     /// No such name, or no such range of pages.
     Invalid(String),
@@ -107,7 +108,7 @@ impl Pool {
     /// Has pages be there no more.
     ///
     /// # Errors
-    /// See [`PoolError`]: nobody gets them any more where it is [`PoolError::Gone`].
+    /// See [`PoolError`]: where it is [`PoolError::Gone`] they may be there; flush again.
     pub fn flush(&self, first: u64, count: u64) -> Result<(), PoolError> {
         Ok(self.0.flush(first, count)?)
     }

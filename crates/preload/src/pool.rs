@@ -9,7 +9,8 @@
 //!
 //! There is no limit of time for an answer: a program whose daemon stands still waits at its
 //! next evicted page, too. If there is no answer, the worker is dead or the pool removed, and
-//! with either all pages of it are gone.
+//! with either all pages of it are gone; or the process has come back from a snapshot, without
+//! its connection, and they are not.
 
 use core::ffi::{CStr, c_char, c_int, c_void};
 use core::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
@@ -83,9 +84,7 @@ impl Failure {
                 Some("this process has nothing open under that number; a forked child opens anew")
             }
             Self::TooMany => Some("the process has 64 connections to pools, or there is no memory"),
-            Self::Lost => {
-                Some("the pool has gone, with all its pages: close this and open it anew")
-            }
+            Self::Lost => Some("the connection to the pool has ended: close this and open it anew"),
             Self::Protocol => Some("the daemon speaks another protocol (versions differ?)"),
         }
     }

@@ -675,14 +675,14 @@ static void give_back(void)
  * the kernel (MADV_FREE), and written again without a fault, because it had not
  * taken the pages yet */
 
-static void quiet(void)
+static void quiet_in(size_t part)
 {
     uint64_t random = 3;
     fill_all();
     ready();
     for (;;) {
         tick();
-        check_page(t_next(&random) % pages);
+        check_page(t_next(&random) % (pages / part));
         unsigned what = order();
         if (what == NOTHING)
             continue;
@@ -699,6 +699,12 @@ static void quiet(void)
         carried_out_or_end(what);
     }
 }
+
+static void quiet(void) { quiet_in(1); }
+
+/* --- corner: quiet, and reads a sixteenth of its memory until it is told to check */
+
+static void corner(void) { quiet_in(16); }
 
 /* --- reserved: quiet, beside an address space as databases and runtimes reserve */
 
@@ -722,6 +728,7 @@ static const struct {
     {"wipe", wipe},
     {"gives-back", give_back},
     {"quiet", quiet},
+    {"corner", corner},
     {"reserved", reserved},
 };
 

@@ -186,6 +186,10 @@ pub struct Stats {
     pub deduplicated_pages: u64,
     /// Stored pages that are all one value and cost no data.
     pub zero_pages: u64,
+    /// Original size of what is stored and still lies in the file of a persisted snapshot,
+    /// where it is read when it is asked for. It costs no DRAM.
+    #[serde(default)]
+    pub snapshot_file_bytes: u64,
     /// Missing-page faults served.
     pub faults_total: u64,
     /// Part of them that needed no decompression (staged or just leaving).

@@ -76,6 +76,7 @@ pub(crate) fn stats(name: &str) -> strata_api::Stats {
         stored_objects: 200_000,
         deduplicated_pages: 1000,
         zero_pages: 2000,
+        snapshot_file_bytes: 0,
         faults_total: 50_000,
         soft_faults_total: 5000,
         file_faults_total: 0,

@@ -356,6 +356,10 @@ fn figures(stats: &Stats, guest: &GuestStats) -> String {
         rows.push(["swapped out".to_owned(), bytes(swap.page_bytes)]);
         rows.push(["swapped out, costs".to_owned(), bytes(swap.cost_bytes)]);
     }
+    if stats.snapshot_file_bytes > 0 {
+        let what = "stored, in a snapshot's file";
+        rows.push([what.to_owned(), bytes(stats.snapshot_file_bytes)]);
+    }
     if stats.merged_bytes > 0 {
         rows.push(["merged (KSM)".to_owned(), bytes(stats.merged_bytes)]);
         rows.push(["merged, saves it".to_owned(), bytes(stats.merged_saved_bytes)]);

@@ -27,7 +27,7 @@ macro_rules! metrics {
 
 /// Every number in [`Stats`] but the user id, which is a label, and the
 /// latencies, which have a quantile. Names that end in `_total` are counters.
-const METRICS: [Metric; 35] = metrics! {
+const METRICS: [Metric; 36] = metrics! {
     budget_bytes: "DRAM budget of the tenant.",
     resident_bytes: "Managed pages in DRAM, staged ones included.",
     staged_bytes: "Part of resident_bytes that is out of the address space, kept raw.",
@@ -48,6 +48,7 @@ const METRICS: [Metric; 35] = metrics! {
     stored_objects: "Distinct pages in the store.",
     deduplicated_pages: "Pages stored as another reference to the same content.",
     zero_pages: "Stored pages that are all one value and cost no data.",
+    snapshot_file_bytes: "Stored bytes that still lie in the file of a persisted snapshot.",
     faults_total: "Missing-page faults served.",
     soft_faults_total: "Faults that needed no decompression.",
     file_faults_total: "Faults that read the file tier.",
@@ -340,6 +341,7 @@ mod tests {
             stored_objects: 20,
             deduplicated_pages: 21,
             zero_pages: 22,
+            snapshot_file_bytes: 80,
             faults_total: 23,
             soft_faults_total: 24,
             file_faults_total: 25,

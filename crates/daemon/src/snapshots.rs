@@ -12,6 +12,7 @@ mod forward;
 mod guest;
 mod guest_disks;
 mod guest_files;
+mod in_file;
 mod lineage;
 mod machine;
 mod preparing;
@@ -45,6 +46,7 @@ use crate::lock::lock;
 use crate::tenants::{Tenants, Wish};
 use disk::{Disk, Known, Line, Place, Process};
 pub(crate) use files::ImportWish;
+pub(crate) use in_file::open_page_file;
 use lineage::life_of;
 pub(crate) use revive::{CloneWish, Revived, helper};
 

@@ -66,6 +66,7 @@ pub(crate) fn by_then(tenant: &Tenant, by: Instant) -> Stats {
         stored_objects: store.objects,
         deduplicated_pages: store.deduplicated_pages,
         zero_pages: store.fill_pages,
+        snapshot_file_bytes: store.filed_pages * PAGE_SIZE as u64,
         faults_total: count(Counter::Faults),
         soft_faults_total: count(Counter::SoftFaults),
         file_faults_total: count(Counter::FileFaults),

@@ -22,7 +22,7 @@ use crate::pulse::Pulse;
 use crate::reload::Followers;
 use crate::shares::Shares;
 use crate::snapshots::schedules::Schedules;
-use crate::snapshots::{Snapshots, ready};
+use crate::snapshots::{Snapshots, open_page_file, ready};
 use crate::supervisor::Inheritance;
 use crate::tenants::Tenants;
 use crate::watcher::Watcher;
@@ -69,7 +69,7 @@ fn start(inheritance: &Inheritance) -> anyhow::Result<()> {
     adopt_orphans();
     let current = Current::new(inheritance.config.clone());
     let tenants = Arc::new(Tenants::new(inheritance, &current));
-    let recovered = Tenant::recover_all(&inheritance.registry);
+    let recovered = Tenant::recover_all(&inheritance.registry, open_page_file);
     if let Some(from) = inheritance.taken_from {
         takeover::report(&inheritance.registry, inheritance.supervisor_pid, from, &recovered);
     }

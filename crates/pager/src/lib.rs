@@ -36,8 +36,9 @@ pub use map::registry::{
 pub use map::settings::{MOST_SETTINGS, Setting};
 pub use regions::place::{Refused, Whereabouts, Wish};
 pub use snapshot::held_memory::HeldMemory;
+pub use snapshot::in_file::{Filed, OpenPageFile, SnapshotFile};
 pub use snapshot::prepared::Prepared;
-pub use strata_store::StoreStats;
+pub use strata_store::{GetError, PageFile, ReadBytes, StoreStats};
 pub use tenant::advisor::{Advice, AdviceState};
 pub use tenant::claim::{Claim, Demand};
 pub use tenant::ending::Revival;

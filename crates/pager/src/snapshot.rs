@@ -6,6 +6,7 @@
 
 pub(crate) mod fill;
 pub(crate) mod held_memory;
+pub(crate) mod in_file;
 mod pages;
 pub(crate) mod prepared;
 pub(crate) mod restore;

@@ -202,12 +202,15 @@ impl Tenant {
     pub fn create(registry: &Arc<Registry>, spec: TenantSpec) -> io::Result<Arc<Self>> {
         let map = Arc::new(PageMap::create()?);
         let store = Store::create(store_config(&spec.tier)).map_err(io::Error::other)?;
-        Self::make(registry, spec, map, Arc::new(store))
+        let family = spec.token;
+        Self::make(registry, spec, family, map, Arc::new(store))
     }
 
+    /// `family` names those that share map and store.
     pub(crate) fn make(
         registry: &Arc<Registry>,
         spec: TenantSpec,
+        family: u64,
         map: Arc<PageMap>,
         store: Arc<Store>,
     ) -> io::Result<Arc<Self>> {
@@ -226,6 +229,7 @@ impl Tenant {
             node: spec.node,
             tier_order: spec.tier_order,
             starter: spec.starter,
+            family,
             map_fds: map.fds(),
             store_fds: store_fds(&store),
         };
@@ -370,7 +374,7 @@ impl Tenant {
     /// How its file tier is read.
     #[must_use]
     pub fn file_access(&self) -> &'static str {
-        if !self.store.has_slow_file() {
+        if !self.store.has_slow_tier() {
             return "DAX";
         }
         static RING: OnceLock<bool> = OnceLock::new();

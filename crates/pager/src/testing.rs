@@ -53,6 +53,7 @@ pub(crate) fn record(name: &str) -> TenantRecord {
         node: Some(NodeSpec { node: 1, home: 0, limit_bytes: 7, bytes_per_second: 8 }),
         tier_order: TierOrder::default(),
         starter: Some(6),
+        family: 2,
         map_fds: Vec::new(),
         store_fds: Vec::new(),
     }

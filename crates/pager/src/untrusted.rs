@@ -74,7 +74,7 @@ pub fn take_over(
     store: Descriptors,
     config: StoreConfig,
 ) -> io::Result<TakenOver> {
-    let Files { map, store, .. } = Files::of(PageMap::of_files(map)?, store, config)?;
+    let Files { map, store, .. } = Files::of(PageMap::of_files(map)?, store, config, |_| Ok(()))?;
     Ok(TakenOver { map, store })
 }
 

@@ -27,6 +27,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod blocks;
 mod dedup;
 mod directory;
 mod extract;
@@ -43,10 +44,12 @@ mod testing;
 #[cfg(test)]
 mod tests;
 
+pub use blocks::{PageBlocks, ReadBytes, Scratch};
 pub use directory::{FileInfo, ProcessInfo};
 pub use extract::sum_of;
+pub use format::Content;
 pub use part::{PartFile, Sink};
-pub use read::{Pages, ReadError, Reader, Scratch};
+pub use read::{Pages, ReadError, Reader};
 pub use write::{WriteError, Writer, Written};
 
 /// One page of memory.

@@ -156,6 +156,8 @@ pub struct StoreStats {
     pub deduplicated_pages: u64,
     /// Part of `stored_pages` that is one value throughout and costs nothing.
     pub fill_pages: u64,
+    /// Part of `stored_pages` that lies in page files, and costs nothing here.
+    pub filed_pages: u64,
     /// What data costs in DRAM: staged pages, unused ends of slots, unused
     /// slots and empty slabs included.
     pub dram_bytes: u64,

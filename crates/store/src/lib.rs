@@ -42,6 +42,7 @@ mod dictionary;
 mod id_set;
 mod location;
 mod maintain;
+mod page_files;
 mod read;
 mod recover;
 mod references;
@@ -57,6 +58,7 @@ pub use config::{
     BorrowedDescriptors, Compacted, Descriptors, FileConfig, Fingerprint, Foretelling, GetError,
     Put, PutError, RecoverError, Source, StoreConfig, StoreError, StoreStats, Training,
 };
+pub use page_files::{PageFile, ReadBytes};
 pub use read::{FileRead, Unread};
 pub use recover::Recovery;
 pub use references::Retained;

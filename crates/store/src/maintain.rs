@@ -125,7 +125,7 @@ impl Store {
             .iter()
             .filter_map(|&handle| match Target::of(handle) {
                 Target::Object(id) => Some(id),
-                Target::Fill(_) => None,
+                Target::Fill(_) | Target::InFile { .. } => None,
             })
             .collect();
         // An object is moved once, however many pages it is.

@@ -45,24 +45,46 @@ impl Reuses {
     }
 }
 
-/// Where the bytes of a page were in the tier file, and what to read for them.
+/// Where the bytes of a page were in a file, and what to read for them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct FileRead {
-    location: Location,
-    reuses: u32,
+pub struct FileRead(Place);
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Place {
+    /// In the tier file.
+    Tier { location: Location, reuses: u32 },
+    /// In a page file.
+    InFile { file: u16, start: u64, len: u32 },
 }
 
 impl FileRead {
-    /// First byte to read; a multiple of 4096.
+    /// First byte to read.
     #[must_use]
     pub fn start(&self) -> u64 {
-        self.location.offset() / CLUSTER_BYTES * CLUSTER_BYTES
+        match self.0 {
+            Place::Tier { location, .. } => location.offset() / CLUSTER_BYTES * CLUSTER_BYTES,
+            Place::InFile { start, .. } => start,
+        }
     }
 
-    /// Byte after the last one to read; a multiple of 4096.
+    /// Byte after the last one to read.
     #[must_use]
     pub fn end(&self) -> u64 {
-        (self.location.offset() + self.location.len as u64).next_multiple_of(CLUSTER_BYTES)
+        match self.0 {
+            Place::Tier { location, .. } => {
+                (location.offset() + location.len as u64).next_multiple_of(CLUSTER_BYTES)
+            }
+            Place::InFile { start, len, .. } => start + u64::from(len),
+        }
+    }
+
+    /// The number of the page file; none: the tier file.
+    #[must_use]
+    pub fn page_file(&self) -> Option<u16> {
+        match self.0 {
+            Place::Tier { .. } => None,
+            Place::InFile { file, .. } => Some(file),
+        }
     }
 }
 
@@ -78,8 +100,14 @@ pub enum Unread {
 impl Store {
     /// Whether there is a tier file, and reading it waits for a device.
     #[must_use]
-    pub fn has_slow_file(&self) -> bool {
+    pub fn has_slow_tier(&self) -> bool {
         self.file.as_ref().is_some_and(|file| file.waiting() != Waiting::Never)
+    }
+
+    /// Whether reading some page may wait for a device.
+    #[must_use]
+    pub fn has_slow_file(&self) -> bool {
+        self.has_slow_tier() || self.page_files.any_is_slow()
     }
 
     /// What has to be read for the page, if [`Store::get`] would have to wait for
@@ -89,10 +117,16 @@ impl Store {
     /// When the handle names no referenced object.
     #[must_use]
     pub fn file_read(&self, handle: Handle) -> Option<FileRead> {
-        let Target::Object(id) = Target::of(handle) else { return None };
-        if !self.has_slow_file() {
-            return None;
-        }
+        let id = match Target::of(handle) {
+            Target::Object(id) if self.has_slow_tier() => id,
+            Target::InFile { file, page } => {
+                let opened = self.page_files.get(file)?;
+                let (start, len) = opened.place(page)?;
+                let is_slow = opened.backing.waiting() != Waiting::Never;
+                return is_slow.then_some(FileRead(Place::InFile { file, start, len: len as u32 }));
+            }
+            Target::Object(_) | Target::Fill(_) => return None,
+        };
         let word = self.table.word(id);
         let mut before = Word(word.load(Acquire));
         loop {
@@ -106,19 +140,29 @@ impl Store {
             let reuses = self.reuses.of(segment_of(location.offset())).load(Acquire);
             let now = Word(word.load(Acquire));
             if now.location_bits() == before.location_bits() {
-                return Some(FileRead { location, reuses });
+                return Some(FileRead(Place::Tier { location, reuses }));
             }
             before = now;
         }
     }
 
-    /// Begins to read the tier file from `start` to `end`, multiples of 4096 at
-    /// most [`READ_BYTES`] apart. None: the queue has no room.
+    /// Begins to read the file that `read` is of from `start` to `end`, at most
+    /// [`READ_BYTES`] apart: begin and end of reads of that file. None: the queue
+    /// has no room.
     ///
     /// # Panics
-    /// When there is no tier file, or the range is none.
-    pub fn begin_read(&self, queue: &mut ReadQueue, start: u64, end: u64) -> Option<ReadId> {
-        let file = self.file.as_ref().expect("what is read lies in a file that exists");
+    /// When there is no such file, or the range is none.
+    pub fn begin_read(
+        &self,
+        queue: &mut ReadQueue,
+        read: &FileRead,
+        (start, end): (u64, u64),
+    ) -> Option<ReadId> {
+        let file = match read.page_file() {
+            None => self.file.clone(),
+            Some(number) => self.page_files.get(number).map(|file| Arc::clone(&file.backing)),
+        };
+        let file = &file.expect("what is read lies in a file that exists");
         assert!(start < end && end - start <= READ_BYTES as u64, "a read of {start} to {end}");
         let descriptor = match file.waiting() {
             Waiting::OnDescriptor => Some(file.descriptor()),
@@ -129,8 +173,8 @@ impl Store {
     }
 
     /// The page of `read`, from `bytes` that were read from `start` on. With it its
-    /// fingerprint, for [`Store::is_unchanged`]. The caller has owned a reference
-    /// since before [`Store::file_read`].
+    /// fingerprint as of [`Store::get_with_fingerprint`]. The caller has owned a
+    /// reference since before [`Store::file_read`].
     ///
     /// # Errors
     /// See [`Unread`]; `out` is then unspecified.
@@ -144,9 +188,16 @@ impl Store {
         start: u64,
         bytes: &[u8],
         out: &mut Page,
-    ) -> Result<Fingerprint, Unread> {
-        let Target::Object(id) = Target::of(handle) else { return Err(Unread::Moved) };
-        let FileRead { location, reuses } = *read;
+    ) -> Result<Option<Fingerprint>, Unread> {
+        let (id, location, reuses) = match (Target::of(handle), read.0) {
+            (Target::Object(id), Place::Tier { location, reuses }) => (id, location, reuses),
+            (Target::InFile { file, page }, Place::InFile { .. }) => {
+                let opened = self.page_files.get(file).ok_or(Unread::Moved)?;
+                let got = opened.get_from(page, start, bytes, out);
+                return got.map(|()| None).map_err(|_| Unread::Corrupt);
+            }
+            _ => return Err(Unread::Moved),
+        };
         let at = (location.offset() - start) as usize;
         let bytes = &bytes[at..at + location.len];
         fence(Acquire);
@@ -163,11 +214,16 @@ impl Store {
             }
             self.unpacked(scratch, location, hash, out)
         });
-        digest.map(|digest| digest.fingerprint()).ok_or(Unread::Corrupt)
+        digest.map(|digest| Some(digest.fingerprint())).ok_or(Unread::Corrupt)
     }
 
     /// A read of `read` failed for the last time: counted, and shown.
     pub fn note_failed_read(&self, read: &FileRead, error: &dyn std::fmt::Display) {
-        self.note_tier_error("read", read.location.offset(), error);
+        match read.0 {
+            Place::Tier { location, .. } => self.note_tier_error("read", location.offset(), error),
+            Place::InFile { start, .. } => {
+                self.note_tier_error("read of a snapshot's file", start, error);
+            }
+        }
     }
 }

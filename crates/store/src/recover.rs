@@ -5,7 +5,9 @@
 //! from the two. The argument why each instant is recoverable is in
 //! docs/store-format.md.
 
+use std::any::Any;
 use std::fs::File;
+use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -15,6 +17,7 @@ use strata_units::Handle;
 use crate::backing::{self, Backing, FileBacking, MemoryBacking};
 use crate::config::{Descriptors, RecoverError, StoreConfig, StoreError};
 use crate::location::{Codec, Tier, Word};
+use crate::page_files::PageFile;
 use crate::segments::SEGMENT_BYTES;
 use crate::store::{Store, Target, check_file_limit, create_file};
 use crate::table::{IndexSize, Table};
@@ -82,6 +85,21 @@ impl Store {
 }
 
 impl Recovery {
+    /// A page file that the dead worker had, before any of its pages is referred to. Of
+    /// one whose `pages` are not known any more each page is lost when it is asked for.
+    ///
+    /// # Errors
+    /// There is no such number.
+    pub fn page_file(
+        &mut self,
+        number: u16,
+        pages: Option<Box<dyn PageFile>>,
+        backing: Box<dyn Backing>,
+        record: Box<dyn Any + Send + Sync>,
+    ) -> io::Result<()> {
+        self.store.page_files.recover(number, pages, backing, record)
+    }
+
     /// One occurrence of `handle` in the page map.
     ///
     /// # Errors
@@ -92,6 +110,13 @@ impl Recovery {
         let id = match Target::of(handle) {
             Target::Fill(_) => {
                 store.counters.fill_pages.fetch_add(1, Relaxed);
+                return Ok(());
+            }
+            Target::InFile { file, .. } => {
+                if !store.page_files.retain(file, 1) {
+                    return Err(RecoverError::Unknown);
+                }
+                store.counters.filed_pages.fetch_add(1, Relaxed);
                 return Ok(());
             }
             Target::Object(id) => id,
@@ -127,6 +152,7 @@ impl Recovery {
     #[must_use]
     pub fn finish(self) -> Store {
         let mut store = self.store;
+        store.page_files.finish();
         let allocator = store.allocator.get_mut().expect("no thread of the store has panicked");
         let table = &store.table;
         let objects = store.counters.objects.load(Relaxed) as u32;

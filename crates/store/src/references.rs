@@ -25,12 +25,15 @@ pub struct Retained {
     pub objects: u64,
     /// To pages of one value, which are no objects.
     pub fill_pages: u64,
+    /// To pages of page files, which are none either.
+    pub filed_pages: u64,
 }
 
 impl std::ops::AddAssign for Retained {
     fn add_assign(&mut self, other: Self) {
         self.objects += other.objects;
         self.fill_pages += other.fill_pages;
+        self.filed_pages += other.filed_pages;
     }
 }
 
@@ -49,6 +52,10 @@ impl Store {
                 assert!(self.try_reference(id), "{handle:?} names no referenced object");
                 self.counters.references.fetch_add(1, Relaxed);
             }
+            Target::InFile { file, .. } => {
+                assert!(self.page_files.retain(file, 1), "{handle:?} is of a file that is closed");
+                self.counters.filed_pages.fetch_add(1, Relaxed);
+            }
         }
     }
 
@@ -58,17 +65,34 @@ impl Store {
     /// As it does.
     pub fn retain_all(&self, handles: &[Handle]) -> Retained {
         self.prefetch_counts(handles.iter().copied());
-        let mut objects = 0;
+        let mut retained = Retained::default();
+        // Neighbours are mostly of one file: its count is everybody's.
+        let mut same_file = (0, 0);
+        let retain = |(file, pages): (u16, u64)| {
+            let retained = pages == 0 || self.page_files.retain(file, pages);
+            assert!(retained, "page file {file} is closed");
+        };
         for &handle in handles {
-            if let Target::Object(id) = Target::of(handle) {
-                assert!(self.try_reference(id), "{handle:?} names no referenced object");
-                objects += 1;
+            match Target::of(handle) {
+                Target::Object(id) => {
+                    assert!(self.try_reference(id), "{handle:?} names no referenced object");
+                    retained.objects += 1;
+                }
+                Target::InFile { file, .. } => {
+                    if same_file.0 != file {
+                        retain(std::mem::replace(&mut same_file, (file, 0)));
+                    }
+                    same_file.1 += 1;
+                    retained.filed_pages += 1;
+                }
+                Target::Fill(_) => retained.fill_pages += 1,
             }
         }
-        let fill_pages = handles.len() as u64 - objects;
-        self.counters.references.fetch_add(objects, Relaxed);
-        self.counters.fill_pages.fetch_add(fill_pages, Relaxed);
-        Retained { objects, fill_pages }
+        retain(same_file);
+        self.counters.references.fetch_add(retained.objects, Relaxed);
+        self.counters.fill_pages.fetch_add(retained.fill_pages, Relaxed);
+        self.counters.filed_pages.fetch_add(retained.filed_pages, Relaxed);
+        retained
     }
 
     /// From now on [`Store::stats`] leaves these references out: nobody has the pages
@@ -76,12 +100,14 @@ impl Store {
     pub fn set_aside(&self, retained: Retained) {
         self.counters.references_aside.fetch_add(retained.objects, Relaxed);
         self.counters.fill_pages_aside.fetch_add(retained.fill_pages, Relaxed);
+        self.counters.filed_pages_aside.fetch_add(retained.filed_pages, Relaxed);
     }
 
     /// They count again.
     pub fn count_again(&self, retained: Retained) {
         self.counters.references_aside.fetch_sub(retained.objects, Relaxed);
         self.counters.fill_pages_aside.fetch_sub(retained.fill_pages, Relaxed);
+        self.counters.filed_pages_aside.fetch_sub(retained.filed_pages, Relaxed);
     }
 
     /// Adds a reference to a page to which another thread holds one, and may be giving
@@ -90,13 +116,15 @@ impl Store {
     /// caller can find out, who knows where the name stood.
     #[must_use]
     pub fn try_retain(&self, handle: Handle) -> bool {
-        let Target::Object(id) = Target::of(handle) else {
-            self.retain(handle);
-            return true;
+        let (retained, counter) = match Target::of(handle) {
+            Target::Fill(_) => (true, &self.counters.fill_pages),
+            Target::Object(id) => (self.try_reference(id), &self.counters.references),
+            Target::InFile { file, .. } => {
+                (self.page_files.retain(file, 1), &self.counters.filed_pages)
+            }
         };
-        let retained = self.try_reference(id);
         if retained {
-            self.counters.references.fetch_add(1, Relaxed);
+            counter.fetch_add(1, Relaxed);
         }
         retained
     }
@@ -120,15 +148,19 @@ impl Store {
                 self.drop_reference(id);
                 self.counters.references.fetch_sub(1, Relaxed);
             }
+            Target::InFile { file, .. } => {
+                self.counters.filed_pages.fetch_sub(1, Relaxed);
+                self.page_files.release(file);
+            }
         }
     }
 
     /// How many references there are to the page of `handle`, or more than one if
-    /// there are very many; none: it costs nothing.
+    /// there are very many; none: it costs no memory.
     #[must_use]
     pub fn references(&self, handle: Handle) -> Option<u64> {
         match Target::of(handle) {
-            Target::Fill(_) => None,
+            Target::Fill(_) | Target::InFile { .. } => None,
             Target::Object(id) => Some(Word(self.table.word(id).load(Relaxed)).references()),
         }
     }
@@ -139,7 +171,7 @@ impl Store {
     pub fn prefetch_counts(&self, handles: impl Iterator<Item = Handle>) {
         let words = handles.filter_map(|handle| match Target::of(handle) {
             Target::Object(id) => Some(self.table.word(id).load(Relaxed)),
-            Target::Fill(_) => None,
+            Target::Fill(_) | Target::InFile { .. } => None,
         });
         black_box(words.fold(0, |all, word| all ^ word));
     }

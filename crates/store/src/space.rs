@@ -32,10 +32,12 @@ pub(crate) struct Allocator {
 #[derive(Default)]
 pub(crate) struct Counters {
     pub(crate) references: AtomicU64,
-    /// Those of them that are nobody's yet, and the same of fill pages.
+    /// Those of them that are nobody's yet, and the same of fill pages and of page files'.
     pub(crate) references_aside: AtomicU64,
     pub(crate) fill_pages_aside: AtomicU64,
+    pub(crate) filed_pages_aside: AtomicU64,
     pub(crate) fill_pages: AtomicU64,
+    pub(crate) filed_pages: AtomicU64,
     pub(crate) objects: AtomicU64,
     pub(crate) dead: AtomicU64,
     pub(crate) dram_bytes: AtomicU64,
@@ -247,14 +249,16 @@ impl Store {
         };
         let references = without(&counters.references, &counters.references_aside);
         let fill_pages = without(&counters.fill_pages, &counters.fill_pages_aside);
+        let filed_pages = without(&counters.filed_pages, &counters.filed_pages_aside);
         let objects = counters.objects.load(Relaxed);
-        let stored_pages = references + fill_pages;
+        let stored_pages = references + fill_pages + filed_pages;
         StoreStats {
             stored_pages,
             stored_bytes: stored_pages * PAGE_SIZE as u64,
             objects,
             deduplicated_pages: references.saturating_sub(objects),
             fill_pages,
+            filed_pages,
             dram_bytes: counters.dram_bytes.load(Relaxed),
             payload_bytes: counters.dram_payload.load(Relaxed),
             staged_bytes: counters.staged_objects.load(Relaxed) * PAGE_SIZE as u64,

@@ -21,6 +21,7 @@ use crate::config::{
 use crate::dictionary::Dictionaries;
 use crate::location::{Codec, Location, TIER_SPAN_BYTES, Tier, UNIT_BYTES, Word};
 use crate::maintain::Maintenance;
+use crate::page_files::{self, PageFiles};
 use crate::read::Reuses;
 use crate::segments::{CLUSTER_BYTES, MIN_FILE_BYTES, Segments};
 use crate::slabs::Slabs;
@@ -38,7 +39,9 @@ const LEAST_SPAN_BYTES: u64 = 16 << 30;
 const _: () = assert!(DATA_SPAN_BYTES <= TIER_SPAN_BYTES);
 
 /// Marks a handle whose low 32 bits are the page.
-const FILL_HANDLE: u64 = 1 << (Handle::BITS - 1);
+pub(crate) const FILL_HANDLE: u64 = 1 << (Handle::BITS - 1);
+/// Marks a handle of a page in a page file.
+pub(crate) const PAGE_FILE_HANDLE: u64 = 1 << (Handle::BITS - 2);
 /// Objects of equal hash that a put compares with. The second is there by an
 /// accident of 32 bits or by the tenant's design.
 const MAX_CANDIDATES: usize = 4;
@@ -66,6 +69,7 @@ pub struct Store {
     pub(crate) counters: Counters,
     pub(crate) dictionaries: Dictionaries,
     pub(crate) schedule: Schedule,
+    pub(crate) page_files: PageFiles,
     pub(crate) last_tier_error: Mutex<Option<String>>,
 }
 
@@ -144,6 +148,7 @@ impl Store {
             counters: Counters::default(),
             dictionaries,
             schedule: Schedule::default(),
+            page_files: PageFiles::default(),
             last_tier_error: Mutex::default(),
         }
     }
@@ -318,7 +323,8 @@ impl Store {
     }
 
     /// [`Store::get`], and the page's fingerprint for [`Store::is_unchanged`];
-    /// none for a page of one value, which costs nothing to store again.
+    /// none for a page of one value, which costs nothing to store again, and for one of
+    /// a page file.
     ///
     /// # Errors
     /// As [`Store::get`].
@@ -337,6 +343,14 @@ impl Store {
             }
             Target::Object(id) => with_scratch(|scratch| self.read_object(scratch, id, out))
                 .map(|(source, digest)| (source, Some(digest.fingerprint()))),
+            Target::InFile { file, page } => {
+                let opened = self.page_files.get(file);
+                let opened = opened.expect("a file whose pages are referred to is open");
+                opened.get(page, out).map(|()| (Source::File, None)).inspect_err(|error| {
+                    let (start, _) = opened.place(page).unwrap_or_default();
+                    self.note_tier_error("read of a snapshot's file", start, error);
+                })
+            }
         }
     }
 
@@ -363,6 +377,7 @@ impl Store {
                 assert!(word.references() > 0, "{handle:?} names no referenced object");
                 source_of(word.location())
             }
+            Target::InFile { .. } => Source::File,
         }
     }
 
@@ -465,12 +480,17 @@ pub(crate) enum Target {
     Fill(u32),
     /// An object.
     Object(u32),
+    /// A page of a page file.
+    InFile { file: u16, page: u32 },
 }
 
 impl Target {
     pub(crate) fn of(handle: Handle) -> Self {
         if handle.0 & FILL_HANDLE != 0 {
             Self::Fill(handle.0 as u32)
+        } else if handle.0 & PAGE_FILE_HANDLE != 0 {
+            let (file, page) = page_files::named(handle);
+            Self::InFile { file, page }
         } else {
             // Out-of-range ids are refused by the table.
             Self::Object(u32::try_from(handle.0).unwrap_or(u32::MAX))

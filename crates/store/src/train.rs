@@ -261,6 +261,7 @@ impl Store {
                 Some(page)
             }
             Target::Object(id) => self.glance_at(id),
+            Target::InFile { .. } => None,
         }
     }
 

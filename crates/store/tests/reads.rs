@@ -37,7 +37,7 @@ fn read_once(
     read: &FileRead,
     out: &mut Page,
 ) -> Result<(), Unread> {
-    let id = store.begin_read(queue, read.start(), read.end()).expect("room");
+    let id = store.begin_read(queue, read, (read.start(), read.end())).expect("room");
     finished(queue, id);
     let got = store.get_from(handle, read, read.start(), queue.bytes(id), out);
     queue.give_back(id);
@@ -83,7 +83,8 @@ fn a_place_that_was_used_again_is_not_the_page() {
     let reads: Vec<FileRead> =
         handles.iter().map(|&handle| store.file_read(handle).expect("in the file")).collect();
     let (mut queue, _bell) = queue();
-    let id = store.begin_read(&mut queue, reads[0].start(), reads[0].end()).expect("room");
+    let id =
+        store.begin_read(&mut queue, &reads[0], (reads[0].start(), reads[0].end())).expect("room");
     finished(&mut queue, id);
     for &handle in &handles {
         store.release(handle);

@@ -17,8 +17,8 @@ use io_uring::{IoUring, opcode, types};
 use crate::event::EventFd;
 
 /// Longest read: more in one go is hardly faster on any device, and whoever waits
-/// for its first page would wait for all of it.
-pub const READ_BYTES: usize = 64 << 10;
+/// for its first page would wait for all of it. 64 KiB of pages, and what describes them.
+pub const READ_BYTES: usize = (64 + 4) << 10;
 /// Threads of a queue without io_uring: as many slow reads go on at a time.
 const THREADS: usize = 4;
 

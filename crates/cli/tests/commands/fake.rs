@@ -156,6 +156,7 @@ pub(crate) fn stats(name: &str) -> Stats {
         stored_objects: 0,
         deduplicated_pages: 0,
         zero_pages: 0,
+        snapshot_file_bytes: 0,
         faults_total: 3,
         soft_faults_total: 0,
         file_faults_total: 0,

@@ -9,6 +9,7 @@ use std::path::PathBuf;
 
 use super::guest::GuestPart;
 use super::guest_files::described;
+use super::in_file::AsWritten;
 use super::machine::Machine;
 use super::remove_flat;
 use serde::de::DeserializeOwned;
@@ -16,6 +17,7 @@ use serde::{Deserialize, Serialize};
 use strata_api::{PortForward, SnapshotId, SnapshotInfo, SnapshotState};
 use strata_snapshot::archive::Reader;
 use strata_sys::{Access, Directory, Priority, log};
+use strata_units::SpaceId;
 
 const META: &str = "snapshot.json";
 const IMAGES: &str = "images";
@@ -61,12 +63,22 @@ pub(super) struct Known {
     /// Of a virtual machine: what there is beside its memory.
     #[serde(default)]
     pub(super) guest: Option<GuestPart>,
+    /// Its file, if it is persisted.
+    #[serde(default)]
+    pub(super) as_written: Option<AsWritten>,
 }
 
 impl Known {
     /// Whether the pager has all of its memory.
     pub(super) fn is_in_memory(&self) -> bool {
         self.processes.iter().all(|process| process.memory.is_some())
+    }
+
+    /// The pager has it, by these numbers.
+    pub(super) fn has_memories(&mut self, memories: Vec<SpaceId>) {
+        for (process, memory) in self.processes.iter_mut().zip(memories) {
+            process.memory = Some(memory.0);
+        }
     }
 }
 

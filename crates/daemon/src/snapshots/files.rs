@@ -15,6 +15,7 @@ use strata_units::{PAGE_SIZE, PageBuffer, SpaceId};
 use super::disk::Known;
 use super::guest::GuestPart;
 use super::guest_files::described;
+use super::in_file::{self, AsWritten};
 use super::machine::Machine;
 use super::vouch::Author;
 use super::{Snapshots, Tell, lock, wish_of};
@@ -59,6 +60,7 @@ impl Snapshots {
         let mut tell = self.stepping(&known, "persisting", tell);
         known.info.file_bytes = write_file(&known, &holder, files, &path, "persisting", &mut tell)?;
         self.guests.step("persisted");
+        known.as_written = AsWritten::now(&path);
         known.info.state = SnapshotState::Persisted;
         self.disk.write(&known).inspect_err(|_| {
             // Nobody knows of it; what stays all the same is removed by the next attempt.
@@ -100,7 +102,8 @@ impl Snapshots {
         }
     }
 
-    /// Has the pager take the memory of a persisted snapshot in again; the images
+    /// Has the pager take the memory of a persisted snapshot in again, without reading it if
+    /// the file is as it was written; the images
     /// come from its file as well, if no worker has had them since.
     pub(super) fn load(
         &self,
@@ -116,7 +119,12 @@ impl Snapshots {
             None => extract(&reader, &images)?,
         }
         let holder = self.with_holder(&known.info.clone(), |holder| {
-            self.take_in(&reader, &mut known, holder, tell)?;
+            if known.as_written.as_ref().is_some_and(|then| then.is(reader.file())) {
+                let memories = in_file::adopt(&reader, &known.processes, holder);
+                known.has_memories(memories.map_err(|error| crate::tenants::chain(&error))?);
+            } else {
+                self.take_in(&reader, &mut known, holder, tell)?;
+            }
             self.disk.write(&known)
         })?;
         lock(&self.known).insert(known.info.id.clone(), known.clone());
@@ -175,9 +183,7 @@ impl Snapshots {
                 }
             }
         }
-        for (process, memory) in known.processes.iter_mut().zip(memories) {
-            process.memory = Some(memory.0);
-        }
+        known.has_memories(memories);
         Ok(())
     }
 
@@ -228,6 +234,7 @@ impl Snapshots {
         {
             return Err(why);
         }
+        known.as_written = None;
         known.info.guest = known.guest.is_some();
         known.info.disks = Vec::new();
         // Numbers of another pager's, which may be those of other memory here.

@@ -182,6 +182,7 @@ impl Snapshots {
             machine: Some(Machine::here().clone()),
             place: line.place,
             guest: None,
+            as_written: None,
         }
     }
 

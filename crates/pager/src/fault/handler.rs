@@ -133,7 +133,7 @@ fn run(space: &Arc<Space>, tenant: &Arc<Tenant>) {
     let mut deferred: Vec<FaultMessage> = Vec::new();
     let mut waiting_since: Option<Instant> = None;
     let mut ahead = Ahead::default();
-    let mut reads = Reads::new(space, tenant);
+    let mut reads = Reads::new(space);
     let mut served = false;
     let mut changes_after: Option<Duration> = None;
     // Since when some thread here waits for a page.

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use strata_store::{FileRead, Source, Unread};
-use strata_sys::{READ_BYTES, ReadId, ReadQueue};
+use strata_sys::{EventFd, READ_BYTES, ReadId, ReadQueue};
 use strata_units::{Handle, PageBuffer, PageId};
 
 use crate::fault::events::{Asker, FaultMessage};
@@ -113,8 +113,9 @@ enum Landing {
 
 /// See the module's text.
 pub(crate) struct Reads {
-    /// None: there is nothing to wait for.
+    /// None: there was nothing to wait for yet.
     queue: Option<ReadQueue>,
+    bell: Arc<EventFd>,
     /// Not begun yet.
     waiting: VecDeque<Want>,
     /// To be tried again, and when.
@@ -145,11 +146,10 @@ impl Tally {
 }
 
 impl Reads {
-    pub(crate) fn new(space: &Space, tenant: &Tenant) -> Self {
-        let slow = tenant.store.has_slow_file();
-        let queue = slow.then(|| ReadQueue::new(READS, &space.kick));
+    pub(crate) fn new(space: &Space) -> Self {
         Self {
-            queue,
+            queue: None,
+            bell: Arc::clone(&space.kick),
             waiting: VecDeque::new(),
             failed: Vec::new(),
             clusters: Vec::new(),
@@ -160,9 +160,6 @@ impl Reads {
     /// Sees to a page that is to come: `page` is claimed, or `why` is
     /// [`Why::Spare`]. False: it is not in the file; whoever asks has it at once.
     pub(crate) fn take(&mut self, tenant: &Tenant, swap_in: SwapIn, why: Why) -> bool {
-        if self.queue.is_none() {
-            return false;
-        }
         let SwapIn { page, address, handle } = swap_in;
         let begun = self.clusters.iter_mut().flat_map(|cluster| &mut cluster.wants);
         let failed = self.failed.iter_mut().map(|(_, want)| want);
@@ -182,6 +179,7 @@ impl Reads {
             return true;
         }
         let Some(read) = tenant.store.file_read(handle) else { return false };
+        self.queue.get_or_insert_with(|| ReadQueue::new(READS, &self.bell));
         tenant.store.retain(handle);
         self.tally.add(why);
         self.waiting.push_back(Want { page, address, handle, read, why, tries: 0, alone: false });
@@ -195,7 +193,7 @@ impl Reads {
 
     /// Whether more may be kept at hand.
     pub(crate) fn has_room_for_spares(&self) -> bool {
-        self.queue.is_some() && self.tally.spares < MOST_AHEAD_PAGES
+        self.tally.spares < MOST_AHEAD_PAGES
     }
 
     /// Pages that will need DRAM when they have come.
@@ -244,7 +242,9 @@ impl Reads {
         if self.waiting.is_empty() {
             return;
         }
-        self.waiting.make_contiguous().sort_by_key(|want| (want.why.rank(), want.read.start()));
+        self.waiting
+            .make_contiguous()
+            .sort_by_key(|want| (want.why.rank(), want.read.page_file(), want.read.start()));
         while let Some(&first) = self.waiting.front() {
             let Some(room) = self.queue.as_ref().map(ReadQueue::room) else { return };
             let urgent = matches!(first.why, Why::Fault { .. });
@@ -254,7 +254,7 @@ impl Reads {
             }
             let (start, end, wants) = self.gather();
             let Some(queue) = &mut self.queue else { return };
-            match tenant.store.begin_read(queue, start, end) {
+            match tenant.store.begin_read(queue, &first.read, (start, end)) {
                 Some(id) => self.clusters.push(Cluster { id, start, ended: None, wants }),
                 None => {
                     self.waiting.extend(wants);
@@ -275,6 +275,7 @@ impl Reads {
             self.waiting.retain(|want| {
                 let (low, high) = (want.read.start().min(start), want.read.end().max(end));
                 let near = !(first.alone || want.alone)
+                    && want.read.page_file() == first.read.page_file()
                     && want.read.start() <= end + GAP_BYTES
                     && start <= want.read.end() + GAP_BYTES
                     && high - low <= most;
@@ -458,9 +459,7 @@ fn land(
     }
     let swap_in = SwapIn { page, address, handle };
     let filled = match tenant.store.get_from(handle, &want.read, start, bytes, &mut buffer.0) {
-        Ok(fingerprint) => {
-            space.put_in_place(tenant, swap_in, buffer, (Source::File, Some(fingerprint)))
-        }
+        Ok(fingerprint) => space.put_in_place(tenant, swap_in, buffer, (Source::File, fingerprint)),
         Err(Unread::Moved) => match tenant.store.file_read(handle) {
             Some(read) => return Landing::Moved(Want { read, ..want }),
             // It has come back to DRAM meanwhile.

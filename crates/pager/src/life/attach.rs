@@ -24,7 +24,7 @@ impl Tenant {
         let tier = self.record.tier.as_ref().map(|(path, limit)| (PathBuf::from(path), *limit));
         let spec = TenantSpec { tier, ..spec };
         let (map, store) = (Arc::clone(&self.map), Arc::clone(&self.store));
-        let tenant = Self::make(&self.registry, spec, map, store)?;
+        let tenant = Self::make(&self.registry, spec, self.record.family, map, store)?;
         // Its processes come at once, and with memory.
         tenant.start_keeper();
         Ok(tenant)

@@ -11,7 +11,8 @@
 //! 7. handlers start, and every waiting thread is woken: faults that the old
 //!    worker had read are not delivered again, so their threads fault again.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fs::File;
 use std::io;
 use std::os::fd::RawFd;
 use std::path::PathBuf;
@@ -20,7 +21,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use strata_store::{Descriptors, Store, StoreConfig};
 use strata_sys::{
-    ControlBlock, EventFd, PROCESS_FDS, Process, Range, SeqPacket, Urgent, Userfaultfd, adopt_fd,
+    ControlBlock, EventFd, PROCESS_FDS, Priority, Process, Range, SeqPacket, Urgent, Userfaultfd,
+    adopt_fd, log,
 };
 use strata_units::{LeafIndex, PAGE_SIZE, SpaceId, TenantId};
 
@@ -33,6 +35,7 @@ use crate::map::page_map::{PageMap, Piece};
 use crate::map::registry::{
     PROCESS_FIELDS, RING_MESSAGES, Registry, SpaceAddress, SpaceField, TenantRecord,
 };
+use crate::snapshot::in_file::{OpenPageFile, PageFileNote, backing_of};
 use crate::tenant::space::{Agent, AgentRanges, Space};
 use crate::tenant::{Tenant, store_config};
 
@@ -52,18 +55,26 @@ pub(crate) struct Files {
 }
 
 impl Files {
-    fn recover(record: &TenantRecord) -> io::Result<Self> {
+    fn recover(
+        registry: &Arc<Registry>,
+        record: &TenantRecord,
+        open: OpenPageFile,
+    ) -> io::Result<Self> {
         let map = PageMap::attach(&record.map_fds)?;
         let tier = record.tier.as_ref().map(|(path, limit)| (PathBuf::from(path), *limit));
-        Self::of(map, store_descriptors(record)?, store_config(&tier))
+        Self::of(map, store_descriptors(record)?, store_config(&tier), |recovering| {
+            recover_page_files(registry, record, recovering, open)
+        })
     }
 
     pub(crate) fn of(
         map: PageMap,
         descriptors: Descriptors,
         config: StoreConfig,
+        page_files: impl FnOnce(&mut strata_store::Recovery) -> io::Result<()>,
     ) -> io::Result<Self> {
         let mut recovering = Store::recover(descriptors, config).map_err(io::Error::other)?;
+        page_files(&mut recovering)?;
         // The store counts references from the page map before it serves; the
         // events of step 3 release and retain, so they wait for it.
         let mut directories: HashMap<SpaceId, BTreeMap<Piece, LeafIndex>> = HashMap::new();
@@ -79,13 +90,39 @@ impl Files {
     }
 }
 
+fn recover_page_files(
+    registry: &Arc<Registry>,
+    record: &TenantRecord,
+    recovering: &mut strata_store::Recovery,
+    open: OpenPageFile,
+) -> io::Result<()> {
+    let files = registry.page_files();
+    for (slot, _, number, fd) in files.into_iter().filter(|file| file.1 == record.family) {
+        let gone = || io::Error::new(io::ErrorKind::NotFound, "a snapshot's file is gone");
+        let file = File::from(adopt_fd(fd).ok_or_else(gone)?);
+        let pages = open(&file).inspect_err(|error| {
+            let what = "what is read from a snapshot's file is lost";
+            log(Priority::Error, format_args!("{}: {what}: {error}", record.name));
+        });
+        let note = PageFileNote::of(registry, slot);
+        recovering.page_file(number, pages.ok(), backing_of(file), Box::new(note))?;
+    }
+    Ok(())
+}
+
 impl Tenant {
-    /// Every tenant of the registry, taken over and at work again.
-    pub fn recover_all(registry: &Arc<Registry>) -> Vec<(String, io::Result<Arc<Self>>)> {
+    /// Every tenant of the registry, taken over and at work again; `open` opens the files
+    /// that their pages are read from.
+    pub fn recover_all(
+        registry: &Arc<Registry>,
+        open: OpenPageFile,
+    ) -> Vec<(String, io::Result<Arc<Self>>)> {
         let mut families: BTreeMap<Vec<RawFd>, Vec<(TenantId, TenantRecord)>> = BTreeMap::new();
         for (id, record) in registry.tenants() {
             families.entry(record.map_fds.clone()).or_default().push((id, record));
         }
+        let known: HashSet<u64> = families.values().flatten().map(|(_, one)| one.family).collect();
+        registry.forget_page_files(|family| known.contains(&family));
         // Programs wait meanwhile: as many at a time as there are processors.
         let waiting = Mutex::new(families.into_values());
         let recovered = Mutex::new(Vec::new());
@@ -93,7 +130,7 @@ impl Tenant {
             let _urgent = Urgent::begin();
             loop {
                 let Some(family) = lock(&waiting).next() else { return };
-                let outcome = Self::recover_family(registry, family);
+                let outcome = Self::recover_family(registry, family, open);
                 lock(&recovered).extend(outcome);
             }
         };
@@ -113,8 +150,9 @@ impl Tenant {
     fn recover_family(
         registry: &Arc<Registry>,
         family: Vec<(TenantId, TenantRecord)>,
+        open: OpenPageFile,
     ) -> Vec<(String, io::Result<Arc<Self>>)> {
-        match Files::recover(&family[0].1) {
+        match Files::recover(registry, &family[0].1, open) {
             Ok(mut files) => family
                 .into_iter()
                 .map(|(id, record)| {

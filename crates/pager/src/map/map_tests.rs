@@ -242,12 +242,18 @@ fn every_descriptor_that_a_record_names_is_claimed() {
         let offset = strata_sys::Userfaultfd::ring_bytes(slot) as u64;
         ring.write(at + offset, &Message::Fork { fd }.bytes());
     }
+    let file = registry.add_page_file(7, 3, 1014).expect("room");
+    assert_eq!(registry.page_files(), [(file, 7, 3, 1014)]);
     let mut claimed = registry.claimed_fds();
     claimed.sort_unstable();
-    let mut expected: Vec<RawFd> = (1001..=1013).collect();
+    let mut expected: Vec<RawFd> = (1001..=1014).collect();
     expected.push(registry.descriptor().as_raw_fd());
     expected.sort_unstable();
     assert_eq!(claimed, expected);
+    registry.forget_page_files(|family| family == 7);
+    assert!(registry.claimed_fds().contains(&1014));
+    registry.forget_page_files(|family| family == 8);
+    assert!(!registry.claimed_fds().contains(&1014));
     // A slot that is used again names nothing of its former space.
     registry.remove_space(live);
     let again = registry.add_space(id, Some(1020)).expect("room");

@@ -24,6 +24,8 @@ pub const TENANTS: u32 = 1024;
 pub const SPACES: u32 = 8192;
 /// Of these, so many are for tenants of root alone.
 pub const RESERVED_SPACES: u32 = 512;
+/// Files at a time that pages are read from where they lie.
+pub(crate) const PAGE_FILES: u32 = 1024;
 /// Messages taken from a userfaultfd at a time.
 pub(crate) const RING_MESSAGES: usize = 16;
 
@@ -34,7 +36,9 @@ const TENANTS_LIVE_AT: u64 = HEADER_BYTES;
 const SPACES_LIVE_AT: u64 = TENANTS_LIVE_AT + 4 * TENANTS as u64;
 const TENANTS_AT: u64 = SPACES_LIVE_AT + 4 * SPACES as u64;
 const SPACES_AT: u64 = TENANTS_AT + TENANTS as u64 * TENANT_BYTES;
-const REGISTRY_BYTES: u64 = SPACES_AT + SPACES as u64 * SPACE_BYTES;
+const PAGE_FILES_AT: u64 = SPACES_AT + SPACES as u64 * SPACE_BYTES;
+const PAGE_FILE_BYTES: u64 = 32;
+const REGISTRY_BYTES: u64 = PAGE_FILES_AT + PAGE_FILES as u64 * PAGE_FILE_BYTES;
 
 // Within a tenant's slot.
 const T_RELEASED: u64 = 0;
@@ -72,7 +76,13 @@ const MAGIC: u64 = u64::from_le_bytes(*b"strataRG");
 /// Raised when anything that a record leads to gets another meaning (records, entries of
 /// page maps, ages, settings) without another length. The store's files have a version of
 /// their own.
-const VERSION: u64 = 2;
+const VERSION: u64 = 3;
+
+// Within a page file's slot.
+const P_LIVE: u64 = 0;
+const P_FD: u64 = 4;
+const P_NUMBER: u64 = 8;
+const P_FAMILY: u64 = 16;
 
 // Within a space's slot.
 const S_SETTINGS: u64 = 64;
@@ -131,6 +141,8 @@ pub struct TenantRecord {
     /// The process that `strata run` became; none where a rule of the
     /// configuration made the tenant.
     pub starter: Option<u32>,
+    /// Those that share page map and store: the token of the first of them.
+    pub(crate) family: u64,
     /// Descriptors: page map.
     pub(crate) map_fds: Vec<RawFd>,
     /// Descriptors: store.
@@ -489,6 +501,58 @@ impl Registry {
         self.space_field(id, field).store(fd.unwrap_or(-1) as u32, Ordering::Release);
     }
 
+    fn page_file(&self, slot: u32, field: u64) -> &AtomicU32 {
+        self.memory.atomic_u32(PAGE_FILES_AT + u64::from(slot) * PAGE_FILE_BYTES + field)
+    }
+
+    fn page_file_family(&self, slot: u32) -> &AtomicU64 {
+        self.memory.atomic_u64(PAGE_FILES_AT + u64::from(slot) * PAGE_FILE_BYTES + P_FAMILY)
+    }
+
+    /// Notes a file that pages of `family` are read from; its slot. None: all are taken.
+    pub(crate) fn add_page_file(&self, family: u64, number: u16, fd: RawFd) -> Option<u32> {
+        let slot = (0..PAGE_FILES).find(|&slot| {
+            self.page_file(slot, P_LIVE)
+                .compare_exchange(FREE, BUILDING, Ordering::AcqRel, Ordering::Relaxed)
+                .is_ok()
+        })?;
+        self.page_file(slot, P_FD).store(fd as u32, Ordering::Relaxed);
+        self.page_file(slot, P_NUMBER).store(u32::from(number), Ordering::Relaxed);
+        self.page_file_family(slot).store(family, Ordering::Relaxed);
+        self.page_file(slot, P_LIVE).store(LIVE, Ordering::Release);
+        Some(slot)
+    }
+
+    pub(crate) fn remove_page_file(&self, slot: u32) {
+        self.page_file(slot, P_LIVE).store(FREE, Ordering::Release);
+    }
+
+    /// Slot, family, number and descriptor of each of them.
+    pub(crate) fn page_files(&self) -> Vec<(u32, u64, u16, RawFd)> {
+        (0..PAGE_FILES)
+            .filter(|&slot| self.page_file(slot, P_LIVE).load(Ordering::Acquire) == LIVE)
+            .map(|slot| {
+                let field = |field| self.page_file(slot, field).load(Ordering::Relaxed);
+                let family = self.page_file_family(slot).load(Ordering::Relaxed);
+                (slot, family, field(P_NUMBER) as u16, field(P_FD) as RawFd)
+            })
+            .collect()
+    }
+
+    /// Frees the slots of files that no tenant of a `family` can have, and those that
+    /// were never filled.
+    pub(crate) fn forget_page_files(&self, family: impl Fn(u64) -> bool) {
+        for slot in 0..PAGE_FILES {
+            let is_live = match self.page_file(slot, P_LIVE).load(Ordering::Acquire) {
+                FREE => continue,
+                state => state == LIVE,
+            };
+            if !is_live || !family(self.page_file_family(slot).load(Ordering::Relaxed)) {
+                self.remove_page_file(slot);
+            }
+        }
+    }
+
     /// How many settings of a space are kept, and in which bank.
     pub(crate) fn settings_word(&self, id: SpaceId) -> &AtomicU32 {
         self.memory.atomic_u32(Self::space_at(id) + S_SETTINGS)
@@ -515,6 +579,7 @@ impl Registry {
     pub fn claimed_fds(&self) -> Vec<RawFd> {
         let mut fds = vec![self.memory.as_fd().as_raw_fd()];
         fds.extend(self.settings_fd());
+        fds.extend(self.page_files().into_iter().map(|(.., fd)| fd));
         for (id, record) in self.tenants() {
             fds.extend(&record.map_fds);
             fds.extend(&record.store_fds);

@@ -3,7 +3,7 @@
 use std::io;
 
 use strata_store::Put;
-use strata_units::{PAGES_PER_LEAF, PageBuffer, PageId, PageNumber, SpaceId};
+use strata_units::{Handle, PAGES_PER_LEAF, PageBuffer, PageId, PageNumber, SpaceId};
 
 use crate::map::address::{address_of, piece_of};
 use crate::map::entry::Entry;
@@ -13,6 +13,9 @@ use crate::tenant::snapshots::Memory;
 
 /// Highest address that a managed process can have (47 bits).
 const HIGHEST: u64 = (1 << 47) - 1;
+
+/// Says the next page's address and its handle, with a reference; none: that was the last.
+pub(super) type NextPage<'a> = &'a mut dyn FnMut() -> io::Result<Option<(u64, Handle)>>;
 
 impl Tenant {
     /// Calls `each(address, page)` for the pages of the snapshot `memory` that
@@ -58,12 +61,23 @@ impl Tenant {
         &self,
         mut next: impl FnMut(&mut PageBuffer) -> io::Result<Option<u64>>,
     ) -> io::Result<SpaceId> {
+        let mut buffer = PageBuffer::zeroed();
+        self.take_in(&mut || {
+            let Some(address) = next(&mut buffer)? else { return Ok(None) };
+            let handle = self.store.put(&buffer.0, Put::Fast).map_err(io::Error::other)?;
+            Ok(Some((address, handle)))
+        })
+    }
+
+    /// Makes a snapshot of an address space of the pages that `next` names, each with a
+    /// reference.
+    pub(super) fn take_in(&self, next: NextPage<'_>) -> io::Result<SpaceId> {
         let id = self.registry.add_space(self.id, None);
         let id = id.ok_or_else(|| {
             io::Error::other("this daemon has 8192 processes and snapshots already")
         })?;
         let mut memory = Memory::default();
-        let outcome = self.import_pages(id, &mut memory, &mut next);
+        let outcome = self.take_pages_in(id, &mut memory, next);
         if let Err(error) = outcome {
             self.forget_leaves(id);
             self.registry.remove_space(id);
@@ -74,34 +88,35 @@ impl Tenant {
         Ok(id)
     }
 
-    fn import_pages(
+    fn take_pages_in(
         &self,
         id: SpaceId,
         memory: &mut Memory,
-        next: &mut dyn FnMut(&mut PageBuffer) -> io::Result<Option<u64>>,
+        next: NextPage<'_>,
     ) -> io::Result<()> {
-        let mut buffer = PageBuffer::zeroed();
-        while let Some(address) = next(&mut buffer)? {
-            if address > HIGHEST {
-                return Err(io::Error::other(
-                    "a page of it has no address that a program can have",
-                ));
-            }
-            let page = PageNumber::containing(address);
-            let piece = piece_of(page);
-            let leaf = match memory.directory.get(&piece) {
-                Some(&leaf) => leaf,
-                None => {
-                    let leaf = self.map.take(id, piece);
-                    let leaf = leaf.ok_or_else(|| io::Error::other("the page map is full"))?;
-                    memory.directory.insert(piece, leaf);
-                    leaf
-                }
-            };
-            let page = PageId::new(leaf, page.0 as usize % PAGES_PER_LEAF);
-            let handle = self.store.put(&buffer.0, Put::Fast).map_err(io::Error::other)?;
+        while let Some((address, handle)) = next()? {
+            let page = self.place_in(id, memory, address);
+            let page = page.inspect_err(|_| self.store.release(handle))?;
             self.overwrite(page, self.map.get(page), Entry::Stored(handle));
         }
         Ok(())
+    }
+
+    fn place_in(&self, id: SpaceId, memory: &mut Memory, address: u64) -> io::Result<PageId> {
+        if address > HIGHEST {
+            return Err(io::Error::other("a page of it has no address that a program can have"));
+        }
+        let page = PageNumber::containing(address);
+        let piece = piece_of(page);
+        let leaf = match memory.directory.get(&piece) {
+            Some(&leaf) => leaf,
+            None => {
+                let leaf = self.map.take(id, piece);
+                let leaf = leaf.ok_or_else(|| io::Error::other("the page map is full"))?;
+                memory.directory.insert(piece, leaf);
+                leaf
+            }
+        };
+        Ok(PageId::new(leaf, page.0 as usize % PAGES_PER_LEAF))
     }
 }

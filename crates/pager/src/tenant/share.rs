@@ -50,6 +50,7 @@ impl Share {
             objects: part(stats.objects),
             deduplicated_pages: part(stats.deduplicated_pages),
             fill_pages: part(stats.fill_pages),
+            filed_pages: part(stats.filed_pages),
             dram_bytes: part(stats.dram_bytes),
             payload_bytes: part(stats.payload_bytes),
             staged_bytes: part(stats.staged_bytes),

@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use strata_units::PAGE_SIZE;
 use xxhash_rust::xxh3::Xxh3;
 
-use super::read::{ReadError, Reader, Scratch};
+use super::blocks::Scratch;
+use super::read::{ReadError, Reader};
 
 /// Of a file that is summed up, at a time.
 const SUMMED_BYTES: usize = 1 << 20;

@@ -269,7 +269,7 @@ pub(super) struct Extent {
 
 /// What an extent's pages hold.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Content {
+pub enum Content {
     /// Distinct pages: that of this number first, then the following ones.
     Stored(u32),
     /// All of them this value throughout.

@@ -6,25 +6,20 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use strata_units::PAGE_SIZE;
 use xxhash_rust::xxh3::Xxh3;
-use zstd::bulk::Decompressor;
 
+use super::blocks::{Block, PageBlocks, Scratch, read_head, unpack};
 use super::directory::{Directory, MAX_DIRECTORY_BYTES};
 use super::format::{
-    BLOCK_PAGES, BadHeader, BlockEntry, BlockHead, CHUNK_BYTES, Content, ENTRY_BYTES, EXTENT_BYTES,
-    Extent, FOOTER_BYTES, Footer, HEAD_BYTES, HEADER_BYTES, Kind, MAX_PAGES, decode_header, fill,
-    page_sum, sum, u64_at,
+    BLOCK_PAGES, BadHeader, BlockEntry, CHUNK_BYTES, Content, ENTRY_BYTES, EXTENT_BYTES, Extent,
+    FOOTER_BYTES, Footer, HEAD_BYTES, HEADER_BYTES, Kind, MAX_PAGES, decode_header, fill, sum,
 };
 use super::{FileInfo, Page, ProcessInfo};
 
 /// Of the block table, read at a time.
 const TABLE_READ_BYTES: usize = 64 << 10;
-/// Blocks that a [`Scratch`] keeps unpacked: processes that were forked from each
-/// other refer to each other's pages.
-const SCRATCH_BLOCKS: usize = 4;
 
 /// Why a snapshot file, or something of it, is refused.
 #[derive(Debug, thiserror::Error)]
@@ -122,76 +117,14 @@ pub(super) struct Place {
 pub struct Reader {
     file: File,
     pub(super) path: PathBuf,
-    /// Tells this reader from others of this process.
-    id: u64,
     pub(super) seed: u64,
     pub(super) len_bytes: u64,
-    pub(super) contents: u64,
     pub(super) directory: Directory,
     /// By process: its pages, in order.
     pub(super) extents: Vec<Vec<Extent>>,
-    pub(super) page_blocks: Vec<Place>,
+    pub(super) blocks: PageBlocks,
     /// With the file's position in the directory, in its order.
     pub(super) file_blocks: Vec<(u16, Place)>,
-}
-
-/// What one thread needs to read: buffers, and the blocks that it read last.
-#[derive(Default)]
-pub struct Scratch {
-    reader: u64,
-    pub(super) stored: Vec<u8>,
-    decompressor: Option<Decompressor<'static>>,
-    blocks: Vec<Block>,
-    next: usize,
-}
-
-impl std::fmt::Debug for Scratch {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Scratch").field("blocks", &self.blocks.len()).finish_non_exhaustive()
-    }
-}
-
-/// An unpacked block of pages.
-#[derive(Default)]
-pub(super) struct Block {
-    index: usize,
-    pub(super) pages: Vec<u8>,
-    sums: Vec<u8>,
-    /// Whether all of it was as it was written, not only the pages.
-    pub(super) is_whole: bool,
-}
-
-impl Block {
-    pub(super) fn count(&self) -> usize {
-        self.pages.len() / PAGE_SIZE
-    }
-
-    /// The page at `index`, if its bytes are those that were written.
-    pub(super) fn page(&self, index: usize, seed: u64) -> Option<&Page> {
-        let page = self.pages.as_chunks::<PAGE_SIZE>().0.get(index)?;
-        (page_sum(page, seed) == u64_at(&self.sums, 8 * index)).then_some(page)
-    }
-}
-
-/// What a block holds, unpacked into `out`. False: not all of it.
-fn unpack(
-    decompressor: &mut Option<Decompressor<'static>>,
-    stored: &[u8],
-    raw_bytes: usize,
-    out: &mut Vec<u8>,
-) -> io::Result<bool> {
-    out.clear();
-    if stored.len() == raw_bytes {
-        out.extend_from_slice(stored);
-        return Ok(true);
-    }
-    out.resize(raw_bytes, 0);
-    let decompressor = match decompressor {
-        Some(decompressor) => decompressor,
-        empty => empty.insert(Decompressor::new()?),
-    };
-    let unpacked = decompressor.decompress_to_buffer(stored, &mut out[..]);
-    Ok(unpacked.is_ok_and(|len| len == raw_bytes))
 }
 
 impl Reader {
@@ -214,7 +147,6 @@ impl Reader {
     /// # Errors
     /// See [`ReadError`].
     pub fn from_file(file: File, path: &Path) -> Result<Self, ReadError> {
-        static NEXT: AtomicU64 = AtomicU64::new(1);
         let path = path.to_owned();
         let io = |source| ReadError::Io { path: path.clone(), source };
         let metadata = file.metadata().map_err(io)?;
@@ -246,13 +178,11 @@ impl Reader {
         let mut reader = Self {
             file,
             path,
-            id: NEXT.fetch_add(1, Ordering::Relaxed),
             seed,
             len_bytes,
-            contents: footer.contents,
             directory: Directory::default(),
             extents: Vec::new(),
-            page_blocks: Vec::new(),
+            blocks: PageBlocks::new(seed, footer.contents),
             file_blocks: Vec::new(),
         };
         reader.load(&footer)?;
@@ -311,7 +241,7 @@ impl Reader {
         {
             return Err(bad_table());
         }
-        self.page_blocks = page_blocks;
+        self.blocks.places = page_blocks;
         self.file_blocks = file_blocks;
         let mut scratch = Scratch::default();
         self.directory = self.load_directory(&directory_blocks, &mut scratch)?;
@@ -370,7 +300,7 @@ impl Reader {
             })?;
             let list = extents.get_mut(usize::from(owner)).ok_or_else(damaged)?;
             for bytes in chunk.chunks_exact(EXTENT_BYTES) {
-                let extent = Extent::decode(bytes, self.contents).ok_or_else(damaged)?;
+                let extent = Extent::decode(bytes, self.blocks.count).ok_or_else(damaged)?;
                 if list.last().is_some_and(|last| last.end() > extent.first) {
                     return Err(damaged());
                 }
@@ -391,21 +321,6 @@ impl Reader {
         Ok(extents)
     }
 
-    /// Reads a block into `stored` and checks its head.
-    fn head(
-        &self,
-        place: Place,
-        kind: Kind,
-        owner: u16,
-        stored: &mut Vec<u8>,
-    ) -> Result<BlockHead, Fault> {
-        stored.resize(place.len_bytes as usize, 0);
-        self.file.read_exact_at(stored, place.offset).map_err(Fault::Io)?;
-        BlockHead::decode(stored, self.seed)
-            .filter(|head| (head.kind, head.owner, head.number) == (kind, owner, place.number))
-            .ok_or(Fault::Damaged)
-    }
-
     /// Reads a block that is not of pages into `out`.
     pub(super) fn chunk(
         &self,
@@ -415,7 +330,10 @@ impl Reader {
         scratch: &mut Scratch,
         out: &mut Vec<u8>,
     ) -> Result<(), Fault> {
-        let head = self.head(place, kind, owner, &mut scratch.stored)?;
+        let head =
+            read_head((place, kind, owner), self.seed, &mut scratch.stored, &mut |at, out| {
+                self.file.read_exact_at(out, at)
+            })?;
         let stored = &scratch.stored[HEAD_BYTES..];
         if sum(stored, self.seed) != head.stored_sum
             || (kind == Kind::Extents && stored.len() != head.raw_bytes as usize)
@@ -429,42 +347,35 @@ impl Reader {
         }
     }
 
-    /// Reads the block of pages at `index`. What of it is damaged shows at its
-    /// pages; the fault is for a head that cannot be trusted.
+    /// See [`PageBlocks::block`].
     pub(super) fn page_block<'a>(
         &self,
         index: usize,
         scratch: &'a mut Scratch,
     ) -> Result<&'a Block, Fault> {
-        if scratch.reader != self.id {
-            scratch.reader = self.id;
-            scratch.blocks.clear();
-        }
-        if let Some(at) = scratch.blocks.iter().position(|block| block.index == index) {
-            return Ok(&scratch.blocks[at]);
-        }
-        let head = self.head(self.page_blocks[index], Kind::Pages, 0, &mut scratch.stored)?;
-        let pages = (self.contents - (index * BLOCK_PAGES) as u64).min(BLOCK_PAGES as u64);
-        if u64::from(head.items) != pages {
-            return Err(Fault::Damaged);
-        }
-        let mut block = match scratch.blocks.len() {
-            SCRATCH_BLOCKS => {
-                scratch.next = (scratch.next + 1) % SCRATCH_BLOCKS;
-                scratch.blocks.swap_remove(scratch.next)
-            }
-            _ => Block::default(),
-        };
-        let (sums, stored) = scratch.stored[HEAD_BYTES..].split_at(head.sums_bytes());
-        block.index = index;
-        block.sums.clear();
-        block.sums.extend_from_slice(sums);
-        let unpacked =
-            unpack(&mut scratch.decompressor, stored, head.raw_bytes as usize, &mut block.pages)
-                .map_err(Fault::Io)?;
-        block.is_whole = unpacked && sum(stored, self.seed) == head.stored_sum;
-        scratch.blocks.push(block);
-        scratch.blocks.last().ok_or(Fault::Damaged)
+        self.blocks.block(index, scratch, &mut |offset, out| self.file.read_exact_at(out, offset))
+    }
+
+    /// Where its distinct pages are.
+    #[must_use]
+    pub fn page_blocks(&self) -> &PageBlocks {
+        &self.blocks
+    }
+
+    /// The file itself.
+    #[must_use]
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// What each page of process `pid` is, in order of their addresses, nothing of them
+    /// read.
+    pub fn contents_of(&self, pid: u32) -> impl Iterator<Item = (u64, Content)> {
+        let extents = self.process(pid).map_or(&[][..], |process| &self.extents[process]);
+        extents.iter().flat_map(|extent| {
+            (extent.first..extent.end())
+                .map(|number| (number * PAGE_SIZE as u64, extent.at(number)))
+        })
     }
 
     /// What the caller said of the snapshot.

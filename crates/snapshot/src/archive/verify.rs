@@ -3,8 +3,9 @@
 
 use strata_units::PAGE_SIZE;
 
+use super::blocks::Scratch;
 use super::format::{BLOCK_PAGES, Content};
-use super::read::{Fault, ReadError, Reader, Scratch};
+use super::read::{Fault, ReadError, Reader};
 
 /// How many blocks of pages (at most a megabyte) are checked before `tell` hears
 /// of them.
@@ -18,16 +19,16 @@ impl Reader {
     /// See [`ReadError`]; the first damage that is found.
     pub fn verify(&self, tell: &mut dyn FnMut(u64, u64)) -> Result<(), ReadError> {
         let mut scratch = Scratch::default();
-        for index in 0..self.page_blocks.len() {
+        for index in 0..self.blocks.places.len() {
             self.verify_block(index, &mut scratch)?;
             if index % TELL_BLOCKS == 0 {
-                tell((index * BLOCK_PAGES) as u64, self.contents);
+                tell((index * BLOCK_PAGES) as u64, self.blocks.count);
             }
         }
         for file in 0..self.files().len() {
             self.read_file(file, &mut scratch, |_| Ok(()))?;
         }
-        tell(self.contents, self.contents);
+        tell(self.blocks.count, self.blocks.count);
         Ok(())
     }
 
@@ -45,7 +46,7 @@ impl Reader {
             Some(page) => Err(self.damaged_pages(index, first + page..first + page + 1)),
             None if block.is_whole => Ok(()),
             // Every page can be read all the same.
-            None => Err(self.damaged("what packs some pages", self.page_blocks[index].offset)),
+            None => Err(self.damaged("what packs some pages", self.blocks.places[index].offset)),
         }
     }
 
@@ -65,6 +66,6 @@ impl Reader {
                 }
             }
         }
-        self.damaged("pages that no process has", self.page_blocks[index].offset)
+        self.damaged("pages that no process has", self.blocks.places[index].offset)
     }
 }

@@ -6,12 +6,16 @@ import os
 import shutil
 import signal
 import struct
+import time
 
 import machine
+from guest_files import NAME, daemon as guest_daemon
+from guest_snapshots import reborn
 from moment import Moment
 from snapshot_files import Machine, flipped
 from strata import Failure, worker_of
 from suite import case
+from under import Guest
 
 PAGE = 4096
 
@@ -140,3 +144,76 @@ def changed(run):
         # The daemon lives, and so does who has nothing to do with it.
         other = Moment(run, "quiet", 16, "16MiB")
         other.check()
+
+
+@case("snapshot-in-file-times", native=False, own_daemon=True, soak=True, seconds=600)
+def times(run):
+    """What measures the machine: a program of 2 GiB, until it answers, from a file that is
+    trusted, with and without knowing what it asked for the last time, and from one that is
+    read first. The file is not in the page cache."""
+    here = Machine(run, "here")
+    megabytes = 2048
+    with here.daemon():
+        program = Moment(run, "corner", megabytes, "3GiB")
+        snapshot = program.take("--persist")
+        program.report()
+        program.kill()
+    kept = os.path.join(here.directory, snapshot, "memory")
+    size = os.stat(kept).st_size >> 20
+    for what in ("from the file", "from the file, the second time", "read first"):
+        if what == "read first":
+            os.utime(kept)
+        drop_from_page_cache(kept)
+        with here.daemon():
+            reports, began = program.reports, time.monotonic()
+            program.restore(snapshot)
+            ready = time.monotonic() - began
+            program.until(lambda: program.reports > reports, "it answers")
+            answer = time.monotonic() - began
+            before = program.count
+            time.sleep(1.5)  # What it asks for is noted.
+            run.note(f"{what}: restored after {ready * 1000:.0f} ms, first answer after "
+                     f"{answer * 1000:.0f} ms, then {(program.count - before) / 1.5:.0f} rounds/s; "
+                     f"{megabytes} MiB in {size} MiB")
+            program.report()
+            program.kill()
+
+
+def drop_from_page_cache(path):
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@case("guest-in-file-times", native=False, own_daemon=True, soak=True, seconds=600)
+def guest_times(run):
+    """The same of a guest with 2 GiB of touched memory."""
+    kept = os.path.join(run.directory, "kept")
+    with guest_daemon(run, kept):
+        guest = Guest(run, NAME, ["--memory", "2560MiB", "--dram", "3GiB"], ["-machine", "q35"])
+        try:
+            guest.hear(r"^up\n")
+            guest.tell("fill 2048")
+            guest.hear(r"^filled\n")
+            guest.tell("rest")
+            guest.hear(r"^rests\n")
+            run.daemon.strata("snapshot", NAME, "--persist", timeout_s=120)
+        finally:
+            guest.kill()
+    file = os.path.join(kept, f"{NAME}@1", "memory")
+    size = os.stat(file).st_size >> 20
+    for what in ("from the file", "from the file, the second time", "read first"):
+        if what == "read first":
+            os.utime(file)
+        drop_from_page_cache(file)
+        with guest_daemon(run, kept):
+            began = time.monotonic()
+            run.daemon.strata("restore", f"{NAME}@1", timeout_s=120)
+            ready = time.monotonic() - began
+            line = reborn(run, NAME)
+            line.tell("killed")
+            line.hear(r"^killed 0\n")
+            run.note(f"{what}: runs after {ready * 1000:.0f} ms, first answer after "
+                     f"{(time.monotonic() - began) * 1000:.0f} ms; 2048 MiB in {size} MiB")
+            time.sleep(1.5)
+            line.end()

@@ -53,7 +53,7 @@ pub fn handshake(mut data: &[u8]) {
 /// written to. Whatever its program writes, a page that it says to be a thread's or a
 /// mutex's stays in place.
 pub fn block(data: &[u8]) {
-    let block = ControlBlock::create().expect("a memory file");
+    let block = ControlBlock::create(strata_units::wire::MAGIC).expect("a memory file");
     let descriptor = block.as_fd().try_clone_to_owned().expect("a descriptor");
     let memory = SharedMemory::from_fd(descriptor).expect("the same file");
     for piece in data.chunks_exact(10) {

@@ -73,6 +73,10 @@ pub fn control(data: &[u8]) {
 pub fn agent(data: &[u8]) {
     let hello = wire::Hello::from_bytes(data);
     assert_eq!(hello.is_some(), data.len() == size_of::<wire::Hello>());
+    if let Some(heard) = wire::Hello::heard(data) {
+        let before = wire::HelloBefore::from(heard).to_bytes();
+        assert!(heard.to_bytes() == data || (before == data && heard.library == 0));
+    }
     let _ = (wire::Userfaultfd::from_bytes(data), wire::Ready::from_bytes(data));
     let _ = wire::Welcome::from_bytes(data);
     // A page of a process that is to be restored, and where it is to call.

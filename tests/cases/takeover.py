@@ -188,6 +188,36 @@ def snapshots(run):
     program.check()
 
 
+@case("library-before", native=False, own_daemon=True, seconds=120)
+def library_before(run):
+    """A program keeps the library that it was started with. One that speaks the version of
+    the protocol before is managed as any other: it forks, is snapshotted and brought back, and
+    taken over by the next worker and the next daemon; strata stats says that it is older."""
+    new = Moment(run, "quiet", 16, "16MiB")
+    environment = {**os.environ, "STRATA_AGENT_PROTOCOL": "5"}
+    program = Moment(run, "plain", 48, "20MiB", env=environment)
+    program.pressed()
+    program.order("fork")
+    snapshot = program.take()
+    program.roll(snapshot)
+    worker = run.daemon.worker()
+    os.kill(worker, signal.SIGKILL)
+    run.daemon.wait_until(lambda: run.daemon.worker() not in (None, worker), "another worker")
+    program.goes_on()
+    run.daemon.kill_whole()
+    run.daemon.begin_again()
+    program.goes_on()
+    program.order("fork")
+    program.roll(snapshot)
+    program.order("exec")
+    program.goes_on()
+    program.assert_clean()
+    version = run.daemon.strata("--version").stdout.split()[-1]
+    found = [run.daemon.stats(one.name)["libraries"] for one in (new, program)]
+    if found != [[version], ["older"]]:
+        raise Failure(f"their libraries are {found}")
+
+
 @case("upgrade", native=False, own_daemon=True, seconds=120)
 def upgrade(run):
     """The daemon becomes the stratad that is installed by then, under load; one that does

@@ -129,6 +129,10 @@ pub struct Stats {
     pub group: Option<String>,
     /// What it was started with.
     pub command: Vec<String>,
+    /// The versions of `libstrata.so` in its processes, from the oldest on: a program keeps
+    /// the one that it was started with. `older`: one that does not tell.
+    #[serde(default)]
+    pub libraries: Vec<String>,
     /// What it does.
     pub state: TenantState,
     /// Its budget.

@@ -48,6 +48,7 @@ pub(crate) fn stats(name: &str) -> strata_api::Stats {
         pids: vec![10, 11],
         uid: 1000,
         group: None,
+        libraries: vec![],
         command: vec!["server".into(), "--fast".into()],
         state: strata_api::TenantState::Managed,
         budget_bytes: 1 << 30,

@@ -19,7 +19,7 @@ use strata_sys::{
 use strata_units::SpaceId;
 use strata_units::handshake::{Amiss, Handshake, Heard};
 use strata_units::wire::{
-    AsBytes, Hello, HelloKind, MAGIC, Ready, Userfaultfd as UffdMessage, Verdict, Welcome,
+    AsBytes, Hello, HelloKind, Ready, Userfaultfd as UffdMessage, Verdict, Welcome,
 };
 
 use crate::admission::{Deadline, Room};
@@ -148,29 +148,30 @@ fn hail_of(hello: &Hello, process: &Arc<Process>) -> Hail {
         transfer: hello.transfer,
         own: Range { start: hello.own_start, end: hello.own_end },
         restart: hello.restart,
+        library: hello.library,
     }
 }
 
 impl Reception {
     fn welcome(
         &self,
-        socket: &SeqPacket,
+        (socket, magic): (&SeqPacket, u64),
         verdict: Verdict,
         space: u32,
         fds: &[&dyn AsFd],
     ) -> io::Result<()> {
-        self.answer(socket, verdict as u32, space, fds)
+        self.answer((socket, magic), verdict as u32, space, fds)
     }
 
-    /// `verdict`: with [`REQUIRED`] where the program must not run without.
+    /// In the version that it speaks. `verdict`: with [`REQUIRED`] where the program must not run without.
     fn answer(
         &self,
-        socket: &SeqPacket,
+        (socket, magic): (&SeqPacket, u64),
         verdict: u32,
         space: u32,
         fds: &[&dyn AsFd],
     ) -> io::Result<()> {
-        let message = Welcome { magic: MAGIC, verdict, space, back: self.back };
+        let message = Welcome { magic, verdict, space, back: self.back };
         let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
         socket.send(&message.to_bytes(), &fds)
     }
@@ -199,22 +200,34 @@ impl Reception {
         }
         if kind == HelloKind::Resumed {
             drop(fds);
-            return self.resume(socket, known);
+            return self.resume(socket, known, hello.magic);
         }
         if kind == HelloKind::Restored {
             return self.restored(socket, known, &hello);
         }
         let (arriving, required) = match self.tenant_of(&hello, kind, known)? {
             Belongs::To(arriving, required) => (arriving, required),
-            Belongs::Nowhere => return self.welcome(&socket, Verdict::Unmanaged, 0, &[]),
+            Belongs::Nowhere => {
+                return self.welcome((&socket, hello.magic), Verdict::Unmanaged, 0, &[]);
+            }
             Belongs::ToButMayNot { name, required } => {
                 say_not_allowed(&name, peer);
-                return self.answer(&socket, Verdict::NotAllowed as u32 | required, 0, &[]);
+                return self.answer(
+                    (&socket, hello.magic),
+                    Verdict::NotAllowed as u32 | required,
+                    0,
+                    &[],
+                );
             }
             Belongs::Refused { why, required } => {
                 let line = format!("process {} of user {} is refused: {why}", peer.pid, peer.uid);
                 logbook::tell_of(peer.uid, "refused", Priority::Warning, line);
-                return self.answer(&socket, Verdict::Refused as u32 | required, 0, &[]);
+                return self.answer(
+                    (&socket, hello.magic),
+                    Verdict::Refused as u32 | required,
+                    0,
+                    &[],
+                );
             }
         };
         let tenant = &arriving.tenant;
@@ -223,40 +236,50 @@ impl Reception {
             io::Error::new(error.kind(), format!("it cannot be looked at: {error}"))
         })?);
         let comer = self.comes(&process)?;
-        let control = ControlBlock::create()?;
+        let control = ControlBlock::create(hello.magic)?;
         let hail = hail_of(&hello, &process);
         if kind == HelloKind::Forked
             && let Some(space) = tenant.orphan_with(hello.probe, None)
         {
             space.prove(&process, hello.probe).map_err(disproved)?;
             let uffd = space.userfaultfd()?;
-            self.welcome(&socket, Verdict::Adopt, space.id().0, &[&control, &uffd])?;
+            self.welcome((&socket, hello.magic), Verdict::Adopt, space.id().0, &[&control, &uffd])?;
             tenant.attach_orphan(&space, control, socket, hail)?;
             drop(comer);
-            return ready(tenant, space.id());
+            return ready(tenant, space.id(), hello.magic);
         }
         // It has been answered before, and has not heard it: a worker died over it.
         let known = tenant.space_of(peer.pid).filter(|_| kind == HelloKind::Forked);
         if let Some(space) = known {
             let uffd = space.userfaultfd()?;
             tenant.resume(&space, socket, |socket, control| {
-                self.welcome(socket, Verdict::Adopt, space.id().0, &[control, &uffd])
+                self.welcome((socket, hello.magic), Verdict::Adopt, space.id().0, &[control, &uffd])
             })?;
             drop(comer);
-            return ready(tenant, space.id());
+            return ready(tenant, space.id(), hello.magic);
         }
         if !self.may_have_device(peer) {
             say_not_allowed(&tenant.record().name, peer);
-            return self.answer(&socket, Verdict::NotAllowed as u32 | required, 0, &[]);
+            return self.answer(
+                (&socket, hello.magic),
+                Verdict::NotAllowed as u32 | required,
+                0,
+                &[],
+            );
         }
         // Before the process has made anything; counted again when it is attached.
         if let Err(why) = self.tenants.attach(tenant, peer.pid, || Ok(())) {
             let line = format!("process {} of user {} is refused: {why}", peer.pid, peer.uid);
             logbook::tell_of(peer.uid, "refused", Priority::Warning, line);
-            return self.answer(&socket, Verdict::Refused as u32 | required, 0, &[]);
+            return self.answer((&socket, hello.magic), Verdict::Refused as u32 | required, 0, &[]);
         }
         let device = open_device()?;
-        self.answer(&socket, Verdict::Create as u32 | required, 0, &[&control, &device])?;
+        self.answer(
+            (&socket, hello.magic),
+            Verdict::Create as u32 | required,
+            0,
+            &[&control, &device],
+        )?;
         handshake.asked_for_userfaultfd();
         socket.set_timeout(deadline.time_left()?)?;
         let mut bytes = [0; size_of::<UffdMessage>()];
@@ -277,7 +300,7 @@ impl Reception {
         let space = self.tenants.attach(tenant, peer.pid, attach)?;
         // From here on it may execute another program, whose agent then comes.
         drop(comer);
-        ready(tenant, space.id())
+        ready(tenant, space.id(), hello.magic)
     }
 
     /// A process that came back from a snapshot. Whom it belongs to is known by
@@ -298,12 +321,12 @@ impl Reception {
             return Err(disproved(Disproof::Known(0)));
         }
         space.prove(&process, hello.probe).map_err(disproved)?;
-        let control = ControlBlock::create()?;
+        let control = ControlBlock::create(hello.magic)?;
         let uffd = space.userfaultfd()?;
-        self.welcome(&socket, Verdict::Adopt, space.id().0, &[&control, &uffd])?;
+        self.welcome((&socket, hello.magic), Verdict::Adopt, space.id().0, &[&control, &uffd])?;
         tenant.attach_restored(&space, control, socket, hail_of(hello, &process))?;
         drop(comer);
-        ready(&tenant, space.id())?;
+        ready(&tenant, space.id(), hello.magic)?;
         tenant.settle_restored(&space)
     }
 
@@ -399,7 +422,7 @@ impl Reception {
     /// An agent lost its connection. Only a process that is known is answered:
     /// to be told that it is not managed would make it close its userfaultfd,
     /// and its missing pages would read as zero.
-    fn resume(&self, socket: SeqPacket, known: &KnownPeer) -> io::Result<()> {
+    fn resume(&self, socket: SeqPacket, known: &KnownPeer, magic: u64) -> io::Result<()> {
         let is_it = |space: &Space| space.process().is_some_and(|process| process.is(known));
         let found = self.tenants.list().into_iter().find_map(|tenant| {
             Some((tenant.space_of(known.peer().pid).filter(|space| is_it(space))?, tenant))
@@ -408,9 +431,9 @@ impl Reception {
             return Err(invalid("it belongs to a daemon that is gone"));
         };
         tenant.resume(&space, socket, |socket, control| {
-            self.welcome(socket, Verdict::Resume, space.id().0, &[control])
+            self.welcome((socket, magic), Verdict::Resume, space.id().0, &[control])
         })?;
-        ready(&tenant, space.id())
+        ready(&tenant, space.id(), magic)
     }
 }
 
@@ -456,6 +479,6 @@ fn say_not_allowed(name: &str, peer: Peer) {
     logbook::tell_of(uid, "not allowed", Priority::Warning, line);
 }
 
-fn ready(tenant: &Tenant, space: SpaceId) -> io::Result<()> {
-    tenant.tell_agent(space, &Ready { magic: MAGIC }.to_bytes())
+fn ready(tenant: &Tenant, space: SpaceId, magic: u64) -> io::Result<()> {
+    tenant.tell_agent(space, &Ready { magic }.to_bytes())
 }

@@ -317,6 +317,7 @@ mod tests {
             pids: vec![7, 8, 9],
             uid: 1001,
             group: None,
+            libraries: vec![],
             command: vec!["server".into()],
             state: TenantState::Managed,
             budget_bytes: 11,

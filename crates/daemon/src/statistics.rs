@@ -42,6 +42,7 @@ pub(crate) fn by_then(tenant: &Tenant, by: Instant) -> Stats {
         pids: tenant.pids(),
         uid: record.uid,
         group: record.group.clone(),
+        libraries: tenant.libraries().into_iter().map(library).collect(),
         command: record.command.clone(),
         state: state(tenant),
         budget_bytes: tenant.budget_bytes(),
@@ -117,6 +118,14 @@ fn unmanaged_by(survey: &Survey) -> UnmanagedBy {
         executable_bytes,
         files_bytes,
         unattended_bytes,
+    }
+}
+
+/// A version as it is written.
+fn library(number: u64) -> String {
+    match number {
+        0 => "older".to_owned(),
+        _ => format!("{}.{}.{}", number >> 32, number >> 16 & 0xffff, number & 0xffff),
     }
 }
 

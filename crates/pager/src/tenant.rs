@@ -100,6 +100,8 @@ pub struct Hail {
     pub own: Range,
     /// Address of its `wire::Restart`; 0: none.
     pub restart: u64,
+    /// The version of its library, by `wire::version_number`; 0: it was not told.
+    pub library: u64,
 }
 
 /// Why `release` was refused. What is stored stays managed; processes of the
@@ -439,6 +441,7 @@ impl Agent {
             socket: Mutex::new(Some(socket)),
             process: hail.process,
             restart: (hail.restart != 0).then_some(hail.restart),
+            library: hail.library,
         }
     }
 }

@@ -22,8 +22,7 @@ use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 use strata_units::PAGE_SIZE;
 use strata_units::wire::{
-    CONTROL_BYTES, Control, MAGIC, PINNED_SLOTS, Restart, SOCKET_PATH_BYTES, TRANSFER_PAGES,
-    ThreadSlot,
+    CONTROL_BYTES, Control, PINNED_SLOTS, Restart, SOCKET_PATH_BYTES, TRANSFER_PAGES, ThreadSlot,
 };
 
 use crate::kernel;
@@ -182,18 +181,23 @@ impl Block {
         self.layout.start + (seat * GUARDED_BYTES + PAGE_SIZE) as u64
     }
 
-    /// Stores the daemon's socket and the tenant's token; false: the path is too
+    /// Stores the daemon's socket, the tenant's token and the version that is spoken; false: the path is too
     /// long. Only for the constructor: afterwards only a restorer changes them,
     /// while no thread runs.
-    pub(crate) fn introduce(&self, socket: &CStr, token: u64) -> bool {
+    pub(crate) fn introduce(&self, socket: &CStr, token: u64, magic: u64) -> bool {
         let path = socket.to_bytes_with_nul();
         let Some(room) = self.restart.socket.get(..path.len()) else { return false };
         for (to, from) in room.iter().zip(path) {
             to.store(*from, Ordering::Relaxed);
         }
         self.restart.token.store(token, Ordering::Relaxed);
-        self.restart.magic.store(MAGIC, Ordering::Release);
+        self.restart.magic.store(magic, Ordering::Release);
         true
+    }
+
+    /// The version of the protocol that this process speaks: the first word of what it says.
+    pub(crate) fn magic(&self) -> u64 {
+        self.restart.magic.load(Ordering::Acquire)
     }
 
     /// Where the daemon listens for this process.

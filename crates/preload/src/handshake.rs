@@ -8,8 +8,8 @@ use core::time::Duration;
 
 use strata_units::PAGE_SIZE;
 use strata_units::wire::{
-    CONTROL_BYTES, Control, Hello, HelloKind, MAGIC, REQUIRED, Ready, Userfaultfd, Verdict,
-    Welcome, back_name,
+    CONTROL_BYTES, Control, Hello, HelloBefore, HelloKind, MAGIC_BEFORE, REQUIRED, Ready,
+    Userfaultfd, Verdict, Welcome, back_name, version_number,
 };
 
 use crate::block::Block;
@@ -22,6 +22,9 @@ pub(crate) const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
 /// Where to look for a place for the probe page: the lower half of what the
 /// smallest usual user address space has.
 const PROBE_ADDRESSES: u64 = 1 << 46;
+
+/// What this library is.
+const LIBRARY: u64 = version_number(env!("CARGO_PKG_VERSION"));
 
 /// Why there is no connection. The numbers travel in `Shared::outcome`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -106,8 +109,9 @@ pub(crate) fn shake(
 ) -> Result<Connection, Failure> {
     let deadline = Deadline::after(HANDSHAKE_TIME);
     let socket = reach(block, kind, deadline)?;
+    let magic = block.magic();
     let hello = Hello {
-        magic: MAGIC,
+        magic,
         kind: kind as u32,
         pid: kernel::process_id(),
         token: block.restart.token.load(Ordering::Relaxed),
@@ -116,12 +120,17 @@ pub(crate) fn shake(
         own_start: block.start(),
         own_end: block.end(),
         restart: (&raw const block.restart) as u64,
+        library: LIBRARY,
     };
     let held = held.as_slice();
-    message::send(&socket, &hello, held)?;
+    if magic == MAGIC_BEFORE {
+        message::send(&socket, &HelloBefore::from(hello), held)?;
+    } else {
+        message::send(&socket, &hello, held)?;
+    }
 
     let (welcome, [first, second]) = message::receive::<Welcome>(&socket, deadline)?;
-    if welcome.magic != MAGIC {
+    if welcome.magic != magic {
         return Err(Failure::Protocol);
     }
     if welcome.verdict & REQUIRED != 0 {
@@ -141,7 +150,7 @@ pub(crate) fn shake(
             let userfaultfd =
                 kernel::new_userfaultfd(&device).map_err(|_| Failure::NoUserfaultfd)?;
             drop((control, device));
-            message::send(&socket, &Userfaultfd { magic: MAGIC }, &[&userfaultfd])?;
+            message::send(&socket, &Userfaultfd { magic }, &[&userfaultfd])?;
             Some(userfaultfd)
         }
         (
@@ -161,7 +170,7 @@ pub(crate) fn shake(
     };
 
     let (ready, _) = message::receive::<Ready>(&socket, deadline)?;
-    if ready.magic != MAGIC {
+    if ready.magic != magic {
         return Err(Failure::Protocol);
     }
     block.restart.back.store(welcome.back, Ordering::Relaxed);
@@ -222,7 +231,7 @@ fn use_control(block: &Block, file: &Fd) -> Result<(), Failure> {
     // SAFETY: a mapping of full length, page-aligned, never unmapped; all
     // fields are atomic and take any bytes.
     let control = unsafe { &*(place as *const Control) };
-    if control.magic.load(Ordering::Acquire) != MAGIC {
+    if control.magic.load(Ordering::Acquire) != block.magic() {
         return Err(Failure::Protocol);
     }
     records::publish(block, control);

@@ -6,7 +6,7 @@
 use core::mem::MaybeUninit;
 
 use libc::{c_int, c_uint, c_void};
-use strata_units::wire::{Hello, Ready, Userfaultfd, Welcome};
+use strata_units::wire::{Hello, HelloBefore, Ready, Userfaultfd, Welcome};
 
 use crate::kernel::{Deadline, Fd, timespec, word};
 use crate::syscall::call;
@@ -36,6 +36,8 @@ pub(crate) enum MessageError {
 pub(crate) unsafe trait Message: Default {}
 // SAFETY: integers alone, sizes asserted beside their definitions.
 unsafe impl Message for Hello {}
+// SAFETY: as that.
+unsafe impl Message for HelloBefore {}
 // SAFETY: u64, u32, u32.
 unsafe impl Message for Welcome {}
 // SAFETY: one u64.

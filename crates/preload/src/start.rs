@@ -6,8 +6,8 @@ use core::sync::atomic::{AtomicU32, Ordering};
 use core::time::Duration;
 
 use strata_units::wire::{
-    CONTROL_BYTES, DEFAULT_AGENT_SOCKET, ENV_GUEST, ENV_REQUIRED, ENV_SOCKET, ENV_TOKEN, HelloKind,
-    UNMANAGED_STATUS,
+    CONTROL_BYTES, DEFAULT_AGENT_SOCKET, ENV_GUEST, ENV_PROTOCOL, ENV_REQUIRED, ENV_SOCKET,
+    ENV_TOKEN, HelloKind, MAGIC, MAGIC_BEFORE, UNMANAGED_STATUS,
 };
 
 use crate::agent;
@@ -137,6 +137,8 @@ fn stranger(wishes: &Wishes) -> Option<&'static str> {
 struct Wishes<'environment> {
     socket: &'environment CStr,
     token: u64,
+    /// The version of the protocol.
+    magic: u64,
     /// Valgrind preloads libraries of its own.
     is_under_valgrind: bool,
     /// This process must not run unmanaged.
@@ -157,6 +159,7 @@ impl Wishes<'_> {
         let mut token = 0;
         let mut is_under_valgrind = false;
         let mut is_required = false;
+        let mut magic = MAGIC;
         let mut entry = environment;
         // SAFETY: the array is null-terminated, says the caller.
         while !entry.is_null() && unsafe { !(*entry).is_null() } {
@@ -166,6 +169,10 @@ impl Wishes<'_> {
                 socket = Some(value);
             } else if let Some(value) = value_of(variable, ENV_TOKEN) {
                 token = parse_token(value.to_bytes());
+            } else if let Some(value) = value_of(variable, ENV_PROTOCOL) {
+                if value == c"5" {
+                    magic = MAGIC_BEFORE;
+                }
             } else if let Some(value) = value_of(variable, ENV_REQUIRED) {
                 is_required = is_meant(value.to_bytes(), kernel::process_id(), kernel::parent_id());
             } else if let Some(value) = value_of(variable, "LD_PRELOAD") {
@@ -180,7 +187,7 @@ impl Wishes<'_> {
             None if kernel::exists(DEFAULT_SOCKET) => DEFAULT_SOCKET,
             None => return None,
         };
-        Some(Self { socket, token, is_under_valgrind, is_required })
+        Some(Self { socket, token, magic, is_under_valgrind, is_required })
     }
 }
 
@@ -258,7 +265,7 @@ fn start_program(wishes: &Wishes) -> bool {
         go_without(reason(failure), wishes.is_required || said)
     };
     let Some(block) = recording() else { return without(Failure::NoMemory) };
-    if !block.introduce(wishes.socket, wishes.token) {
+    if !block.introduce(wishes.socket, wishes.token, wishes.magic) {
         let why = "STRATA_AGENT_SOCKET is too long for a socket's path";
         return go_without(why, wishes.is_required);
     }
@@ -427,8 +434,8 @@ mod tests {
         let longest = std::ffi::CString::new(vec![b'a'; 107]).expect("no zero byte");
         let longer = std::ffi::CString::new(vec![b'a'; 108]).expect("no zero byte");
         let block = block::obtain().expect("memory");
-        assert!(!block.introduce(&longer, 1));
-        assert!(block.introduce(&longest, 1));
+        assert!(!block.introduce(&longer, 1, MAGIC));
+        assert!(block.introduce(&longest, 1, MAGIC));
         assert_eq!(block.socket().sun_path[106..], [b'a' as c_char, 0]);
     }
 

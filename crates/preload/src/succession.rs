@@ -24,7 +24,7 @@
 use core::sync::atomic::{AtomicU32, Ordering};
 use core::time::Duration;
 
-use strata_units::wire::{MAGIC, Userfaultfd};
+use strata_units::wire::Userfaultfd;
 
 use crate::agent;
 use crate::block::{Block, Shared};
@@ -180,7 +180,7 @@ pub(crate) fn hand_over(block: &Block, socket: &Fd, userfaultfd: &Fd) -> bool {
             OFFERED if !given => {
                 let deadline = Deadline::after(LISTEN_FOR);
                 given = message::accept_own(&listener, deadline).is_ok_and(|other| {
-                    let message = Userfaultfd { magic: MAGIC };
+                    let message = Userfaultfd { magic: block.magic() };
                     message::send(&other, &message, &[userfaultfd, socket]).is_ok()
                 });
             }

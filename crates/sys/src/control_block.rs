@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
 
-use strata_units::wire::{CONTROL_BYTES, Control, MAGIC};
+use strata_units::wire::{CONTROL_BYTES, Control};
 
 use crate::uffd::own;
 
@@ -26,7 +26,7 @@ unsafe impl Sync for ControlBlock {}
 
 impl ControlBlock {
     /// A new block for a new agent, sealed: nobody can shrink it under us.
-    pub fn create() -> io::Result<Self> {
+    pub fn create(magic: u64) -> io::Result<Self> {
         let name = CString::new("strata-control").expect("no zero byte inside");
         // SAFETY: a live C string and flags.
         let fd = unsafe {
@@ -49,7 +49,7 @@ impl ControlBlock {
             return Err(io::Error::last_os_error());
         }
         let this = Self::attach(fd)?;
-        this.control().magic.store(MAGIC, Ordering::Relaxed);
+        this.control().magic.store(magic, Ordering::Relaxed);
         Ok(this)
     }
 

@@ -4,7 +4,7 @@
 use core::{error, fmt};
 
 use crate::PAGE_SIZE;
-use crate::wire::{AsBytes, Hello, HelloKind, MAGIC, TRANSFER_PAGES, Userfaultfd};
+use crate::wire::{AsBytes, Hello, HelloKind, TRANSFER_PAGES, Userfaultfd, is_spoken};
 
 /// Highest address of a process that is managed (47 bits).
 const HIGHEST: u64 = 1 << 47;
@@ -61,11 +61,13 @@ enum Next {
 #[derive(Debug)]
 pub struct Handshake {
     next: Next,
+    /// The version in which the agent has begun.
+    magic: u64,
 }
 
 impl Default for Handshake {
     fn default() -> Self {
-        Self { next: Next::Hello }
+        Self { next: Next::Hello, magic: 0 }
     }
 }
 
@@ -79,11 +81,12 @@ impl Handshake {
         let (heard, next) = match core::mem::replace(&mut self.next, Next::Nothing) {
             Next::Hello if bytes.is_empty() => (Heard::Nothing, Next::Nothing),
             Next::Hello => {
-                let hello = Hello::from_bytes(bytes).ok_or(Amiss::CutShort)?;
+                let hello = Hello::heard(bytes).ok_or(Amiss::CutShort)?;
+                self.magic = hello.magic;
                 (Heard::Hello(hello, checked(&hello)?), Next::Answer)
             }
             Next::Userfaultfd => {
-                let whole = Userfaultfd::from_bytes(bytes).is_some_and(|m| m.magic == MAGIC);
+                let whole = Userfaultfd::from_bytes(bytes).is_some_and(|m| m.magic == self.magic);
                 if descriptors == 0 || !whole {
                     return Err(Amiss::NoUserfaultfd);
                 }
@@ -115,7 +118,7 @@ fn checked(hello: &Hello) -> Result<HelloKind, Amiss> {
         4 => HelloKind::Restored,
         _ => return Err(Amiss::UnknownKind),
     };
-    let sane = hello.magic == MAGIC
+    let sane = is_spoken(hello.magic)
         && aligned(hello.transfer)
         && aligned(hello.probe)
         && hello.transfer != 0
@@ -131,6 +134,7 @@ fn checked(hello: &Hello) -> Result<HelloKind, Amiss> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::wire::{HelloBefore, MAGIC, MAGIC_BEFORE};
 
     const HELLO: Hello = Hello {
         magic: MAGIC,
@@ -142,6 +146,7 @@ mod tests {
         own_start: 1 << 40,
         own_end: (1 << 40) + 8192,
         restart: (1 << 40) + 4096,
+        library: 1,
     };
 
     #[test]
@@ -186,6 +191,15 @@ mod tests {
             assert_eq!(handshake.hear(message, descriptors).is_ok(), fits);
             handshake.asked_for_userfaultfd();
             assert_eq!(handshake.hear(&uffd, 1).err(), Some(Amiss::TooMuch));
+        }
+        // In the version in which it has begun.
+        let before = HelloBefore::from(Hello { magic: MAGIC_BEFORE, ..HELLO }).to_bytes();
+        for (magic, fits) in [(MAGIC, false), (MAGIC_BEFORE, true)] {
+            let mut handshake = Handshake::default();
+            assert!(matches!(handshake.hear(&before, 0), Ok(Heard::Hello(..))));
+            handshake.asked_for_userfaultfd();
+            let uffd = Userfaultfd { magic }.to_bytes();
+            assert_eq!(handshake.hear(&uffd, 1).is_ok(), fits);
         }
         assert!(matches!(Handshake::default().hear(&[], 0), Ok(Heard::Nothing)));
         assert_eq!(Handshake::default().hear(&hello[1..], 0).err(), Some(Amiss::CutShort));

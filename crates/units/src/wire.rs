@@ -14,8 +14,22 @@ use core::{error, fmt, mem::offset_of};
 
 use crate::Hints;
 
-/// First word of [`Hello`], [`Control`] and [`Restart`]: "STRATA" and the layout's version.
-pub const MAGIC: u64 = 0x5354_5241_5441_0005;
+/// First word of every message, of [`Control`] and of [`Restart`]: "STRATA" and the protocol's
+/// version.
+pub const MAGIC: u64 = 0x5354_5241_5441_0006;
+/// The same of the version before. Programs keep the library that they were started with, so
+/// a daemon speaks this one, too: it answers as it was addressed. Its hello is
+/// [`HelloBefore`]; everything else is as it was.
+pub const MAGIC_BEFORE: u64 = MAGIC - 1;
+/// Environment variable: `5` has the library speak [`MAGIC_BEFORE`], as one that was
+/// installed before; for tests of that.
+pub const ENV_PROTOCOL: &str = "STRATA_AGENT_PROTOCOL";
+
+/// Whether a daemon knows the version.
+#[must_use]
+pub const fn is_spoken(magic: u64) -> bool {
+    magic == MAGIC || magic == MAGIC_BEFORE
+}
 
 /// Most pages of one batch.
 pub const BATCH_PAGES: usize = 256;
@@ -87,6 +101,71 @@ pub struct Hello {
     pub own_end: u64,
     /// First byte of the [`Restart`] page, inside the agent's own memory.
     pub restart: u64,
+    /// The library's version ([`version_number`]); 0: one before it was told.
+    pub library: u64,
+}
+
+/// [`Hello`] in the version before: without what came last.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+#[expect(missing_docs, reason = "as in Hello")]
+pub struct HelloBefore {
+    pub magic: u64,
+    pub kind: u32,
+    pub pid: u32,
+    pub token: u64,
+    pub transfer: u64,
+    pub probe: u64,
+    pub own_start: u64,
+    pub own_end: u64,
+    pub restart: u64,
+}
+
+impl From<Hello> for HelloBefore {
+    fn from(hello: Hello) -> Self {
+        let Hello { magic, kind, pid, token, transfer, probe, own_start, own_end, restart, .. } =
+            hello;
+        Self { magic, kind, pid, token, transfer, probe, own_start, own_end, restart }
+    }
+}
+
+impl Hello {
+    /// A hello of any version that is spoken; none: it is not as long as its version's.
+    #[must_use]
+    pub fn heard(bytes: &[u8]) -> Option<Self> {
+        let Some(before) = HelloBefore::from_bytes(bytes) else { return Self::from_bytes(bytes) };
+        let HelloBefore { magic, kind, pid, token, transfer, probe, own_start, own_end, restart } =
+            before;
+        (magic == MAGIC_BEFORE).then_some(Self {
+            magic,
+            kind,
+            pid,
+            token,
+            transfer,
+            probe,
+            own_start,
+            own_end,
+            restart,
+            library: 0,
+        })
+    }
+}
+
+/// A version as one number, later ones larger: `major.minor.patch`, 16 bits each.
+#[must_use]
+pub const fn version_number(version: &str) -> u64 {
+    let (mut number, mut part, mut at) = (0u64, 0u64, 0);
+    let bytes = version.as_bytes();
+    while at < bytes.len() && (bytes[at] == b'.' || bytes[at].is_ascii_digit()) {
+        if bytes[at] == b'.' {
+            number = (number | part & 0xffff) << 16;
+            part = 0;
+        } else {
+            part = part * 10 + (bytes[at] - b'0') as u64;
+        }
+        at += 1;
+    }
+    number | part & 0xffff
 }
 
 /// What the daemon answers.
@@ -305,7 +384,8 @@ pub fn patch_restart(
 ) -> Result<(), RestartError> {
     let page: &mut [u8; crate::PAGE_SIZE] = page.try_into().map_err(|_| RestartError::Unknown)?;
     let (head, rest) = page.split_at_mut(offset_of!(Restart, socket));
-    if head.get(..8) != Some(&MAGIC.to_le_bytes()) {
+    let magic = head.first_chunk().map(|bytes| u64::from_le_bytes(*bytes));
+    if !magic.is_some_and(is_spoken) {
         return Err(RestartError::Unknown);
     }
     let (before_token, token_bytes) = head.split_at_mut(offset_of!(Restart, token));
@@ -451,6 +531,18 @@ as_bytes!(Hello {
     probe: u64,
     own_start: u64,
     own_end: u64,
+    restart: u64,
+    library: u64
+});
+as_bytes!(HelloBefore {
+    magic: u64,
+    kind: u32,
+    pid: u32,
+    token: u64,
+    transfer: u64,
+    probe: u64,
+    own_start: u64,
+    own_end: u64,
     restart: u64
 });
 as_bytes!(Welcome { magic: u64, verdict: u32, space: u32, back: u64 });
@@ -485,13 +577,23 @@ mod tests {
             own_start: 7,
             own_end: 8,
             restart: 9,
+            library: 10,
         };
         let bytes = hello.to_bytes();
         assert_eq!(bytes.len(), size_of::<Hello>());
         let again = Hello::from_bytes(&bytes).expect("whole");
         assert_eq!(again.to_bytes(), bytes);
-        assert_eq!((again.kind, again.own_end, again.restart), (2, 8, 9));
+        assert_eq!((again.kind, again.own_end, again.restart, again.library), (2, 8, 9, 10));
         assert!(Hello::from_bytes(&bytes[1..]).is_none());
+        assert_eq!(Hello::heard(&bytes).map(|hello| hello.to_bytes()), Some(bytes.clone()));
+        // As the version before says it, and that alone.
+        let before = HelloBefore::from(Hello { magic: MAGIC_BEFORE, ..hello }).to_bytes();
+        let heard = Hello::heard(&before).expect("whole");
+        assert_eq!((heard.magic, heard.restart, heard.library), (MAGIC_BEFORE, 9, 0));
+        assert!(Hello::heard(&HelloBefore::from(hello).to_bytes()).is_none(), "cut short");
+        assert!(Hello::heard(&before[1..]).is_none());
+        let versions = ["0.1.0", "0.1.1", "0.2.0", "1.0.0", "1.0.10", "70.1"].map(version_number);
+        assert!(versions[..5].is_sorted() && versions[4] == 1 << 32 | 10, "{versions:x?}");
         assert!(Welcome::from_bytes(&bytes).is_none());
     }
 
@@ -530,6 +632,14 @@ mod tests {
     }
 
     #[test]
+    fn so_is_one_of_the_version_before() {
+        let mut page = parked();
+        page[..8].copy_from_slice(&MAGIC_BEFORE.to_le_bytes());
+        patch_restart(&mut page, 0, None).expect("parked");
+        assert_eq!(page[..8], MAGIC_BEFORE.to_le_bytes());
+    }
+
+    #[test]
     fn only_a_parked_agents_page_is_patched() {
         let refused = |change: &dyn Fn(&mut Vec<u8>), path: &[u8]| {
             let mut page = parked();
@@ -539,7 +649,7 @@ mod tests {
             assert!(page == before, "changed on {error}");
             error
         };
-        assert_eq!(refused(&|page| page[0] ^= 1, b"/new"), RestartError::Unknown);
+        assert_eq!(refused(&|page| page[0] ^= 0x10, b"/new"), RestartError::Unknown);
         assert_eq!(refused(&|page| page.truncate(100), b"/new"), RestartError::Unknown);
         assert_eq!(refused(&|page| page[8] = 0, b"/new"), RestartError::NotParked);
         assert_eq!(refused(&|page| page[9] = 1, b"/new"), RestartError::NotParked);

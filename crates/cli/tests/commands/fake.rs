@@ -132,6 +132,7 @@ pub(crate) fn stats(name: &str) -> Stats {
         pids: vec![1],
         uid: 0,
         group: None,
+        libraries: vec![],
         command: vec!["server".into()],
         state: TenantState::Managed,
         budget_bytes: 1 << 30,

@@ -142,7 +142,7 @@ impl World {
         for range in [memory.range(), transfer.range()] {
             assert_eq!(uffd.register(range), Registration::Done);
         }
-        let block = ControlBlock::create().expect("a control block");
+        let block = ControlBlock::create(strata_units::wire::MAGIC).expect("a control block");
         let copy = block.as_fd().try_clone_to_owned().expect("a copy");
         let (ours, _) = UnixDatagram::pair().expect("sockets");
         let own = Range { start: 0, end: 0 };
@@ -151,6 +151,7 @@ impl World {
             transfer: transfer.range().start,
             own,
             restart: 0,
+            library: 0,
         };
         tenant.under_pressure.store(true, Ordering::Relaxed);
         let space = tenant

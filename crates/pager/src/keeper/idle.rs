@@ -364,8 +364,8 @@ mod tests {
         let (socket, _) = UnixDatagram::pair().expect("sockets");
         let own = Range { start: 0, end: 0 };
         let process = Arc::new(Process::open(child.id()).expect("a child"));
-        let hail = Hail { process, transfer: 4096, own, restart: 0 };
-        let block = ControlBlock::create().expect("a control block");
+        let hail = Hail { process, transfer: 4096, own, restart: 0, library: 0 };
+        let block = ControlBlock::create(strata_units::wire::MAGIC).expect("a control block");
         tenant.attach_unkept(uffd, block, SeqPacket::adopt(socket.into()), hail).expect("a space");
         Some((tenant, child))
     }

@@ -290,6 +290,7 @@ impl Tenant {
                 socket: Mutex::new(fd(SpaceField::Socket).map(SeqPacket::adopt)),
                 process,
                 restart: Some(address(SpaceAddress::Restart)).filter(|&at| at != 0),
+                library: address(SpaceAddress::Library),
             };
             agent.remind();
             *space.agent.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(agent));

@@ -187,6 +187,8 @@ pub(crate) enum SpaceAddress {
     OwnEnd = 48,
     /// 0: none.
     Restart = 56,
+    /// Not an address: the version of its library.
+    Library = 96,
 }
 
 /// See the module's text.
@@ -202,7 +204,8 @@ fn layout() -> u64 {
     let of_spaces = [u64::from(SPACES), SPACE_BYTES, S_SETTINGS, S_SERIAL, S_RING];
     let counted = [COUNTERS, ALL_BUCKETS, RING_MESSAGES, MOST_SETTINGS].map(|count| count as u64);
     let ring = Userfaultfd::ring_bytes(RING_MESSAGES) as u64;
-    let others = [VERSION, ring, PROCESS_FDS as u64, strata_units::wire::MAGIC];
+    let control = strata_units::wire::CONTROL_BYTES as u64;
+    let others = [VERSION, ring, PROCESS_FDS as u64, control];
     let all = of_tenants.iter().chain(&of_spaces).chain(&counted).chain(&others);
     mixed(all.copied())
 }

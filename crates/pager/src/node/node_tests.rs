@@ -110,8 +110,8 @@ fn world(spec: NodeSpec, count: u64) -> Option<World> {
     let tenant = testing::tenant();
     let (ours, _) = UnixDatagram::pair().expect("sockets");
     let (transfer, own) = (BASE / 2, Range { start: 0, end: 0 });
-    let hail = Hail { process: testing::own_process(), transfer, own, restart: 0 };
-    let block = ControlBlock::create().expect("a control block");
+    let hail = Hail { process: testing::own_process(), transfer, own, restart: 0, library: 0 };
+    let block = ControlBlock::create(strata_units::wire::MAGIC).expect("a control block");
     let space =
         tenant.attach_unkept(uffd, block, SeqPacket::adopt(ours.into()), hail).expect("a space");
     let mut gate = lock(&space.gate);

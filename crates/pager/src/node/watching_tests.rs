@@ -22,8 +22,9 @@ fn process(tenant: &Arc<Tenant>, base: u64, runs: &[(u64, bool)]) -> Option<Arc<
     let uffd = testing::userfaultfd()?;
     let (ours, _) = UnixDatagram::pair().expect("sockets");
     let own = Range { start: 0, end: 0 };
-    let hail = Hail { process: testing::own_process(), transfer: 1 << 20, own, restart: 0 };
-    let block = ControlBlock::create().expect("a control block");
+    let hail =
+        Hail { process: testing::own_process(), transfer: 1 << 20, own, restart: 0, library: 0 };
+    let block = ControlBlock::create(strata_units::wire::MAGIC).expect("a control block");
     let space =
         tenant.attach_unkept(uffd, block, SeqPacket::adopt(ours.into()), hail).expect("a space");
     let mut page = base;

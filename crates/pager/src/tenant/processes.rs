@@ -1,5 +1,6 @@
 //! A tenant's processes: which there are, and what is sent to them.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
@@ -107,6 +108,15 @@ impl Tenant {
         let gone = || io::Error::from(io::ErrorKind::NotConnected);
         let agent = self.space(id).and_then(|space| space.agent()).ok_or_else(gone)?;
         lock(&agent.socket).as_ref().ok_or_else(gone)?.send(bytes, &[])
+    }
+
+    /// The versions of the library in its processes, from the oldest on; 0: one that does
+    /// not tell.
+    #[must_use]
+    pub fn libraries(&self) -> Vec<u64> {
+        let spaces = self.space_list();
+        let versions = spaces.iter().filter_map(|space| Some(space.agent()?.library));
+        versions.collect::<BTreeSet<_>>().into_iter().collect()
     }
 
     /// Whether a process that was released still runs.

@@ -41,6 +41,8 @@ pub(crate) struct Agent {
     pub(crate) process: Arc<Process>,
     /// Where it reads, in a restored process, what its new life is.
     pub(crate) restart: Option<u64>,
+    /// The version of its library; 0: it was not told.
+    pub(crate) library: u64,
 }
 
 /// What only the holder of the gate may touch.
@@ -343,6 +345,7 @@ impl Space {
             (SpaceAddress::OwnStart, agent.ranges.own.start),
             (SpaceAddress::OwnEnd, agent.ranges.own.end),
             (SpaceAddress::Restart, agent.restart.unwrap_or(0)),
+            (SpaceAddress::Library, agent.library),
         ] {
             registry.space_address(self.id, field).store(value, Ordering::Relaxed);
         }

@@ -222,14 +222,15 @@ def worker_killed(run):
 
 def restored_if_gone(run, program, snapshot, where):
     """Whether nothing was left and it had to be restored. What is still on its
-    way (`is running`, without a process yet) must arrive or go."""
+    way (`is running`, without a process yet), or on its way out (half made, its numbers
+    in use), must arrive or go."""
     def settled():
         if program.pids():
             return "there"
         done = program.restore(snapshot, check=False)
         if done.returncode == 0:
             return "restored"
-        if "is running" not in done.stderr:
+        if not any(why in done.stderr for why in ("is running", "numbers of it are in use")):
             raise Failure(f"{where}, then: {done.stderr.strip()}")
         return None
     return run.daemon.wait_until(settled, f"{where}: it is there or can be restored") == "restored"

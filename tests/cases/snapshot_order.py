@@ -253,8 +253,8 @@ def restored(double, program, snapshot, step):
     double.assert_done()
     if done.returncode:
         told(done)
-        if program.pids():
-            raise Failure(f"{program.pids()} are there after {step}")
+        # They are killed by then, and gone in a moment.
+        program.daemon.wait_until(lambda: not program.pids(), f"nothing is there after {step}")
         double.plan()
         program.restore(snapshot)
     elif step not in HARMLESS:

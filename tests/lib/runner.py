@@ -5,6 +5,7 @@ nobody should be.
 
 Nothing here knows what a case is about."""
 
+import glob
 import os
 import shutil
 import subprocess
@@ -160,6 +161,8 @@ class Runner:
                     log.write(run.daemon.strata("ps", "--json", check=False).stdout)
                 except subprocess.TimeoutExpired:
                     log.write("strata ps hangs\n")
+            for log in glob.glob(os.path.join(run.daemon.directory, "snapshots", "criu-*.log")):
+                shutil.copy(log, run.log_directory)
         for program in run.programs:
             program.close(verdict == "FAIL")
         reason = self.after(registered, slot, run, verdict, reason)

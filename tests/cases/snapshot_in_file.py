@@ -3,6 +3,7 @@ file when they are asked for, whatever happens to daemon, file and program meanw
 
 import json
 import os
+import random
 import shutil
 import signal
 import struct
@@ -101,6 +102,32 @@ def middle_block(data):
         found += [offset] * (kind == 1)
         offset += length
     return found[len(found) // 2]
+
+
+@case("snapshot-in-file-killed", native=False, own_daemon=True, seconds=120)
+def killed(run):
+    """The worker is killed at random moments while a clone reads all of its memory out of
+    the file, five times (hundreds in a soak): every page is right."""
+    here = Machine(run, "here")
+    program, snapshot = persisted(run, here)
+    chance = random.Random(6)
+    with here.daemon() as daemon:
+        for number in range(run.times(5)):
+            program.name = f"twin-{number}"
+            program.command("clone", snapshot, "--name", program.name)
+            program.orders += 1
+            order = program.orders << 8 | program.COMMANDS["check"]
+            program.put(24, order)
+            for _ in range(2):
+                time.sleep(chance.uniform(0, 0.05))
+                worker = run.daemon.wait_until(lambda: worker_of(daemon), "there is a worker")
+                os.kill(worker, signal.SIGKILL)
+                run.daemon.wait_until(lambda: not machine.alive(worker), "it is gone")
+            program.until(lambda: program.word(28) == order, "all of it was read, and is right")
+            program.put(24, 0)
+            program.goes_on()
+            program.assert_clean()
+            program.kill()
 
 
 @case("snapshot-in-file-changed", native=False, own_daemon=True)

@@ -1,0 +1,158 @@
+//! How many guests fit into a given DRAM: each has a Redis with data of its own, all of
+//! them are asked at a fixed rate, none is idle. Each window of load is answered by as
+//! many guests with all their DRAM, by the same under Strata with a quarter of it, and by
+//! the same under the kernel with that much, beside zram.
+
+use super::{
+    Bench,
+    report::{PartResults, Series, Side},
+};
+use crate::{
+    cgroup::Group,
+    guest::{
+        machine::{Guest, Shape, Under},
+        site::Site,
+        words::{Drive, Order, Served},
+    },
+    interrupt,
+    progress::Progress,
+    strata::Strata,
+    zram::Zram,
+};
+use anyhow::{Context, Result};
+use std::{process, time::Duration};
+
+/// Guests, and how many of them the DRAM that all share would hold whole.
+const GUESTS: u64 = 4;
+const WHOLE: u64 = 1;
+/// What each was promised, and QEMU's own beside it.
+const MEMORY_MIB: u64 = 448;
+const OWN_MIB: u64 = 48;
+const DRAM_MIB: u64 = WHOLE * (MEMORY_MIB + OWN_MIB);
+/// About 200 MiB in each guest.
+const RECORDS: u64 = 150_000;
+/// Of each guest; emulated, they share two processors.
+const PER_SECOND: u64 = 40;
+const WINDOW_SECONDS: u64 = 8;
+const PATIENCE: Duration = Duration::from_secs(300);
+const ACCELERATOR: &str = "tcg,thread=single,tb-size=16";
+
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum With {
+    AllDram,
+    Strata,
+    Zram,
+}
+
+/// All three, window by window.
+pub(super) fn density(bench: &Bench, results: &mut PartResults) -> Result<()> {
+    let site = Site::find(&bench.plan.binaries)?;
+    let windows = if bench.quick { 1 } else { bench.repetitions as u64 };
+    let mut sides = Vec::new();
+    for (with, name) in
+        [(With::AllDram, "all DRAM"), (With::Strata, "Strata"), (With::Zram, "zram")]
+    {
+        interrupt::check()?;
+        let in_time = fleet(bench, &site, with, name, windows, results)?;
+        sides.push(Side { name: name.to_owned(), samples: in_time });
+    }
+    let all = sides.remove(0);
+    for side in sides {
+        results.series.push(Series {
+            name: format!("{GUESTS} guests in the DRAM of {WHOLE}, answers in time"),
+            unit: "a window".to_owned(),
+            left: side,
+            right: Some(all.clone()),
+        });
+    }
+    Ok(())
+}
+
+/// Answers in time of all guests together, in each window.
+fn fleet(
+    bench: &Bench,
+    site: &Site,
+    with: With,
+    name: &str,
+    windows: u64,
+    results: &mut PartResults,
+) -> Result<Vec<f64>> {
+    let what = format!("density: {GUESTS} guests, {name}");
+    let progress = Progress::start(&what);
+    let strata = match with {
+        With::Strata => Some(Strata::start(&bench.janitor, &bench.plan.binaries)?),
+        With::AllDram | With::Zram => None,
+    };
+    let limited = match with {
+        With::Zram => {
+            let zram = Zram::start(&bench.janitor, "lz4", (GUESTS * MEMORY_MIB) << 20)?;
+            let group = format!("strata-density-{}", process::id());
+            Some((Group::create(&bench.janitor, &group, DRAM_MIB << 20, false)?, zram))
+        }
+        With::AllDram | With::Strata => None,
+    };
+    let claims = ["--dram".to_owned(), format!("{}MiB", DRAM_MIB / GUESTS)];
+    let under = match (&strata, &limited) {
+        (Some(strata), _) => Under::Strata(strata, &claims),
+        (None, Some((group, _))) => Under::Group(group),
+        (None, None) => Under::Nothing,
+    };
+    let mut guests = Vec::new();
+    for number in 0..GUESTS {
+        let shape = Shape::new(&format!("density-{number}"), MEMORY_MIB);
+        guests.push(Guest::start(&bench.janitor, site, &shape, ACCELERATOR, under)?);
+    }
+    guests.iter_mut().try_for_each(Guest::up)?;
+    progress.set(0.3, "filling".to_owned());
+    let redis = Order::Redis { name: "r".into(), records: RECORDS, dram_mebibytes: None };
+    let _: Vec<serde_json::Value> = together(&mut guests, |_| redis.clone())?;
+    let mut in_time = Vec::new();
+    // The first one warms up, and is not counted.
+    for window in 0..=windows {
+        interrupt::check()?;
+        progress.set(0.5 + 0.4 * window as f64 / windows as f64, format!("window {window}"));
+        let load = |number: u64| {
+            Order::Drive(Drive {
+                name: "r".into(),
+                pattern: "gaussian".into(),
+                reads: 0.9,
+                per_second: PER_SECOND,
+                seconds: WINDOW_SECONDS,
+                seed: window * GUESTS + number,
+            })
+        };
+        let seen: Vec<Served> = together(&mut guests, load)?;
+        let sum = |of: fn(&Served) -> u64| seen.iter().map(of).sum::<u64>();
+        let (answered, late, due) =
+            (sum(|one| one.answered), sum(|one| one.late), sum(|one| one.due));
+        if window > 0 {
+            in_time.push((answered - late) as f64);
+        }
+        let stored = limited.as_ref().map(|(_, zram)| zram.stored());
+        results.raw.push(serde_json::json!({
+            "with": name, "window": window, "due": due, "answered": answered, "late": late,
+            "zram": stored, "guests": seen,
+        }));
+    }
+    let _: Vec<serde_json::Value> = together(&mut guests, |_| Order::Verify { name: "r".into() })?;
+    guests.into_iter().try_for_each(Guest::end)?;
+    if let Some((group, zram)) = limited {
+        group.remove()?;
+        zram.stop()?;
+    }
+    strata.map_or(Ok(()), Strata::stop)?;
+    progress.finish(&what);
+    Ok(in_time)
+}
+
+/// Tells each of them, and hears all.
+fn together<T: serde::de::DeserializeOwned>(
+    guests: &mut [Guest],
+    order: impl Fn(u64) -> Order,
+) -> Result<Vec<T>> {
+    for (number, guest) in (0..).zip(&mut *guests) {
+        guest.tell(&order(number))?;
+    }
+    let heard = guests.iter_mut().map(|guest| guest.hear(PATIENCE));
+    heard.collect::<Result<_>>().context("guests at once")
+}

@@ -16,9 +16,11 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use strata_api::{PortForward, SnapshotId, SnapshotInfo, SnapshotState};
 use strata_snapshot::archive::Reader;
-use strata_sys::{Access, Directory, Priority, log};
-use strata_units::SpaceId;
+use strata_sys::{Access, Directory, Priority, Range, log};
+use strata_units::{PAGE_SIZE, SpaceId};
 
+/// Pages so near to each other are remembered with what lies between them.
+const SAME_RANGE_BYTES: u64 = 4 * PAGE_SIZE as u64;
 const META: &str = "snapshot.json";
 const IMAGES: &str = "images";
 const ARCHIVE: &str = "memory";
@@ -44,9 +46,44 @@ pub(super) struct Process {
     /// `strata_pager::Setting`.
     #[serde(default)]
     pub(super) settings: Vec<(u64, u64, u64)>,
-    /// Pages that it asked for first when it was restored last.
+    /// What it asked for first when it was restored last: pages, in that order, and what
+    /// came after them: first bytes and ends.
     #[serde(default)]
     pub(super) touched: Vec<u64>,
+    #[serde(default)]
+    pub(super) touched_then: Vec<(u64, u64)>,
+}
+
+/// Pages that are remembered in the order in which they were asked for: those before the
+/// first answers. Of the rest, which is much of the working set, there are ranges.
+const MOST_IN_ORDER: usize = 1024;
+/// So few that a description holds those of many processes.
+const MOST_RANGES: usize = 2048;
+
+impl Process {
+    /// Remembers what it asked for, which is forgotten with the next time.
+    pub(super) fn asked_for(&mut self, mut pages: Vec<u64>) {
+        let mut rest = pages.split_off(pages.len().min(MOST_IN_ORDER));
+        rest.sort_unstable();
+        let mut ranges: Vec<(u64, u64)> = Vec::new();
+        for start in rest {
+            match ranges.last_mut() {
+                Some((_, end)) if start <= *end + SAME_RANGE_BYTES => {
+                    *end = start + PAGE_SIZE as u64;
+                }
+                _ => ranges.push((start, start + PAGE_SIZE as u64)),
+            }
+        }
+        ranges.truncate(MOST_RANGES);
+        (self.touched, self.touched_then) = (pages, ranges);
+    }
+
+    /// That, in the order in which it is to be brought.
+    pub(super) fn wanted(&self) -> Vec<Range> {
+        let page = |&start: &u64| Range { start, end: start + PAGE_SIZE as u64 };
+        let range = |&(start, end): &(u64, u64)| Range { start, end };
+        self.touched.iter().map(page).chain(self.touched_then.iter().map(range)).collect()
+    }
 }
 
 /// A snapshot.

@@ -274,7 +274,7 @@ impl Snapshots {
             ));
         }
         let to = memory_at(tenant, pid, start, length)?;
-        tenant.fill(&origin, Filling { pid, memory, from, to, wanted: process.touched.clone() })?;
+        tenant.fill(&origin, Filling { pid, memory, from, to, wanted: process.wanted() })?;
         self.guests.step("filled");
         give_state(&mut talk, bytes)?;
         self.guests.step("given");

@@ -372,7 +372,7 @@ impl Snapshots {
                 space,
                 range(&process.own),
                 &needed,
-                &process.touched,
+                &process.wanted(),
                 (process.restart, &agent_socket),
             );
             match prepared {
@@ -432,7 +432,7 @@ impl Snapshots {
                 let process = known.processes.iter_mut().find(|process| process.pid == pid);
                 // Brought ahead, they were not asked for: what is known stays known.
                 if let Some(process) = process.filter(|process| process.touched.is_empty()) {
-                    process.touched = touched;
+                    process.asked_for(touched);
                 }
             }
             // For the next worker; this one knows.

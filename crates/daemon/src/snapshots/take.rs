@@ -304,6 +304,7 @@ impl Known {
                 .map(|&(range, setting)| (range.start, range.end, setting as u64))
                 .collect(),
             touched: Vec::new(),
+            touched_then: Vec::new(),
         };
         self.processes = freeze.processes.iter().map(process).collect();
     }

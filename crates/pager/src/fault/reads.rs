@@ -325,8 +325,8 @@ impl Reads {
             }
             let bytes = queue.bytes(cluster.id);
             let mut wants = std::mem::take(&mut cluster.wants);
-            // Those first for whom threads wait.
-            wants.sort_by_key(|want| want.why.rank());
+            // Those first for whom threads wait; neighbours may be unpacked together.
+            wants.sort_by_key(|want| (want.why.rank(), want.read.start()));
             for want in wants {
                 if want.why == Why::Spare {
                     cluster.wants.push(want);

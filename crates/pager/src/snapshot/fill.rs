@@ -15,7 +15,7 @@ use std::sync::{Arc, mpsc};
 use strata_sys::{Process, Range};
 use strata_units::{Handle, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageId, PageNumber};
 
-use crate::map::address::{address_of, ids_in, one_page, piece_of};
+use crate::map::address::{address_of, ids_in, piece_of};
 use crate::map::entry::Entry;
 use crate::map::lock;
 use crate::tenant::Tenant;
@@ -156,8 +156,11 @@ impl Space {
         }
         self.copy_pages(tenant, gate, known, filling, there)?;
         *lock(&self.touched) = Some(Vec::new());
-        let wanted = filling.wanted.iter().filter_map(|&source| filling.target(source));
-        lock(&self.hot).extend(wanted.map(one_page));
+        let wanted = filling.wanted.iter().filter_map(|range| {
+            let start = filling.target(range.start)?;
+            Some(Range { start, end: start + range.len() })
+        });
+        lock(&self.hot).extend(wanted);
         self.kick.ring();
         Ok(())
     }

@@ -20,7 +20,7 @@ use strata_sys::{ControlBlock, EventFd, Process, Range, Registration, SeqPacket,
 use strata_units::PageBuffer;
 use strata_units::wire::{RestartError, patch_restart};
 
-use crate::map::address::{ids_in, one_page};
+use crate::map::address::ids_in;
 use crate::map::entry::Entry;
 use crate::map::lock;
 use crate::map::registry::SpaceField;
@@ -125,7 +125,7 @@ impl Tenant {
         space: &Space,
         own: Range,
         needed: &[Range],
-        wanted: &[u64],
+        wanted: &[Range],
         (restart, socket): (Option<u64>, &Path),
     ) -> io::Result<()> {
         let mut ranges = needed.to_vec();
@@ -136,7 +136,7 @@ impl Tenant {
         }
         self.let_go(space, &[own])?;
         // After what it asks for itself.
-        lock(&space.hot).extend(wanted.iter().map(|&address| one_page(address)));
+        lock(&space.hot).extend(wanted);
         space.kick.ring();
         Ok(())
     }

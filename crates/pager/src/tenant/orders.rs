@@ -162,8 +162,8 @@ pub struct Filling {
     pub from: Range,
     /// Where it goes: as long.
     pub to: Range,
-    /// Addresses of the snapshot that are probably wanted first.
-    pub wanted: Vec<u64>,
+    /// What of the snapshot is probably wanted first, in this order.
+    pub wanted: Vec<Range>,
 }
 
 impl Filling {

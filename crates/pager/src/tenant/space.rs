@@ -74,9 +74,8 @@ pub(crate) struct Gate {
     pub(crate) settings: Settings,
 }
 
-/// Pages that a restored process asks for first and that are remembered: those
-/// that come before its first answers, not its working set.
-const MOST_TOUCHED: usize = 2048;
+/// Pages that a restored process asks for first and that are remembered, at most: 256 MiB.
+const MOST_TOUCHED: usize = 1 << 16;
 
 /// No CPU's number.
 pub(crate) const NO_CPU: u32 = u32::MAX;

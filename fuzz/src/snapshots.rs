@@ -6,6 +6,8 @@ use std::path::Path;
 
 use strata_snapshot::archive::{Page, Reader};
 use strata_snapshot::claims::{Claim, Images, Owner, What, check, read};
+use strata_snapshot::coredump::Process;
+use strata_sys::Directory;
 
 /// Memory that a case may have for its images.
 const MOST_BYTES: u64 = 16 << 20;
@@ -84,6 +86,13 @@ pub fn claims(data: &[u8]) {
         rest = behind;
     }
     look_at(&images);
+    look_at_process(&images);
+}
+
+/// A core file of what they say can be begun, or is refused.
+fn look_at_process(images: &Images) {
+    let Ok(directory) = Directory::open(Path::new("/")) else { return };
+    let _ = Process::of(images, directory, 1, &(0..0));
 }
 
 /// Everything that is asked for can be said, and nobody has a right to what is not

@@ -114,6 +114,8 @@ def clone_of_a_clone(run, guest):
 def refusals(run, guest):
     """What would be wrong is refused by name, and the guest runs on."""
     refused(run, "is running", "restore", f"{NAME}@1")
+    core = os.path.join(run.directory, "core-of-a-guest")
+    refused(run, "dump-guest-memory", "snapshot", "core", f"{NAME}@1", "1", core)
     before = os.stat(guest.image)
     os.utime(guest.image)
     refused(run, "has changed since", "clone", f"{NAME}@1")

@@ -111,7 +111,9 @@ def rights(run):
             for command in (("snapshot", "rm", snapshot), ("snapshot", "rm", f"{program.name}@mine"),
                             ("restore", snapshot), ("restore", snapshot, "--name", "theirs"),
                             ("clone", snapshot), ("snapshot", "persist", snapshot),
-                            ("snapshot", "export", snapshot, "/tmp/strata-test-never")):
+                            ("snapshot", "export", snapshot, "/tmp/strata-test-never"),
+                            ("snapshot", "core", snapshot, str(program.program.pid),
+                             "/tmp/strata-test-never")):
                 refused_to_nobody(run, as_nobody(run, published.strata, *command, **socket),
                                   "no snapshot")
             for command in (("snapshot", program.name), ("rollback", program.name, snapshot),

@@ -350,6 +350,16 @@ pub enum Request {
         /// owner only.
         path: String,
     },
+    /// Write one process of a snapshot into a core file, for debuggers.
+    SnapshotCore {
+        /// Which.
+        snapshot: SnapshotRef,
+        /// The process's number when the snapshot was taken.
+        pid: u32,
+        /// The file, an absolute path; it must not be there yet. Made for its
+        /// owner only.
+        path: String,
+    },
     /// Take in a snapshot that another machine wrote.
     SnapshotImport {
         /// The file, an absolute path.
@@ -385,9 +395,9 @@ impl Request {
                     .or_else(|| snapshot::tcp_problem(*count, *net, *tcp))
                     .or_else(|| snapshot::copy_dirs_problem(copy_dirs))
             }
-            Self::SnapshotExport { path, .. } | Self::SnapshotImport { path, .. } => {
-                snapshot::path_problem(path)
-            }
+            Self::SnapshotExport { path, .. }
+            | Self::SnapshotCore { path, .. }
+            | Self::SnapshotImport { path, .. } => snapshot::path_problem(path),
             _ => None,
         }
     }
@@ -428,6 +438,7 @@ impl Request {
             | Self::SnapshotRemove { .. }
             | Self::SnapshotPersist { .. }
             | Self::SnapshotExport { .. }
+            | Self::SnapshotCore { .. }
             | Self::SnapshotImport { .. } => true,
             Self::Ping
             | Self::Reload

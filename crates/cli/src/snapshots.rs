@@ -40,6 +40,12 @@ pub(crate) fn snapshot(arguments: SnapshotArguments) -> Result<ExitCode> {
             let wish = |snapshot, path| Request::SnapshotExport { snapshot, path };
             write(&snapshot, &file, wish, &what)?;
         }
+        Some(SnapshotCommand::Core { snapshot, pid, file }) => {
+            let shown = file.display();
+            let what = format!("cannot write process {pid} of {snapshot} to {shown}");
+            let wish = |snapshot, path| Request::SnapshotCore { snapshot, pid, path };
+            write(&snapshot, &file, wish, &what)?;
+        }
         Some(SnapshotCommand::Import { file, name, any_cpu, trust, dry_run }) => {
             let wish = |path| Request::SnapshotImport { path, name, any_cpu, trust, dry_run };
             import(&file, wish, dry_run)?;

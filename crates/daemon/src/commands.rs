@@ -30,7 +30,7 @@ use crate::place;
 use crate::pools::Pools;
 use crate::reload::Reread;
 use crate::shares::{self, Shares};
-use crate::snapshots::{CloneWish, ImportWish, Revived, Snapshots, Tell};
+use crate::snapshots::{CloneWish, ImportWish, Refused, Revived, Snapshots, Tell};
 use crate::statistics;
 use crate::supervisor::Inheritance;
 use crate::tenants::{Key, Tenants, Wish};
@@ -230,6 +230,14 @@ impl Commands {
                 match self.snapshots.export(peer.uid, &snapshot, path.as_ref(), tell) {
                     Ok(note) => Reply::Done { note },
                     Err(why) => error(format!("{snapshot} was not exported: {why}"), ""),
+                }
+            }
+            Request::SnapshotCore { snapshot, pid, path } => {
+                match self.snapshots.core(peer.uid, &snapshot, pid, path.as_ref(), tell) {
+                    Ok(()) => Reply::Done { note: String::new() },
+                    Err(Refused { why, todo }) => {
+                        error(format!("process {pid} of {snapshot} was not written: {why}"), todo)
+                    }
                 }
             }
             Request::SnapshotImport { path, dry_run: true, trust, .. } => {

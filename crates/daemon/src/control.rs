@@ -393,7 +393,8 @@ fn parse(line: &[u8]) -> Result<Request, String> {
         | Request::Where { .. }
         | Request::SnapshotRemove { .. }
         | Request::SnapshotPersist { .. }
-        | Request::SnapshotExport { .. } => (None, None, None),
+        | Request::SnapshotExport { .. }
+        | Request::SnapshotCore { .. } => (None, None, None),
         Request::Run { name, dram_bytes, .. } => (name.as_ref(), None, *dram_bytes),
         Request::PoolCreate { name, .. } => (Some(name), None, None),
         Request::Set { name, dram_bytes } => (None, Some(name), Some(*dram_bytes)),

@@ -149,6 +149,9 @@ pub(crate) fn line(uid: u32, request: &Request, reply: &Reply) -> Option<(Priori
         (Request::SnapshotExport { snapshot, path }, _) => {
             format!("snapshot {snapshot} was exported to {path}")
         }
+        (Request::SnapshotCore { snapshot, pid, path }, _) => {
+            format!("process {pid} of snapshot {snapshot} was written to the core file {path}")
+        }
         _ => return None,
     };
     Some((Priority::Notice, format!("{text} (user {uid})")))

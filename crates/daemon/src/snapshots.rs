@@ -6,6 +6,7 @@
 //! the snapshot is whole: without it there is none. What the pager has and no
 //! file names is forgotten by the next worker, and the other way round.
 
+mod core_file;
 mod disk;
 mod files;
 mod forward;
@@ -44,6 +45,7 @@ use crate::current::Current;
 use crate::guests::Guests;
 use crate::lock::lock;
 use crate::tenants::{Tenants, Wish};
+pub(crate) use core_file::Refused;
 use disk::{Disk, Known, Line, Place, Process};
 pub(crate) use files::ImportWish;
 pub(crate) use in_file::open_page_file;

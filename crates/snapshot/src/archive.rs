@@ -40,7 +40,7 @@ mod write;
 #[cfg(test)]
 mod damage_tests;
 #[cfg(test)]
-mod testing;
+pub(crate) mod testing;
 #[cfg(test)]
 mod tests;
 
@@ -48,6 +48,7 @@ pub use blocks::{PageBlocks, ReadBytes, Scratch};
 pub use directory::{FileInfo, ProcessInfo};
 pub use extract::sum_of;
 pub use format::Content;
+pub(crate) use format::MAGIC;
 pub use part::{PartFile, Sink};
 pub use read::{Pages, ReadError, Reader};
 pub use write::{WriteError, Writer, Written};

@@ -16,6 +16,7 @@ mod breakpoints;
 pub mod claims;
 pub mod clone;
 mod connections;
+pub mod coredump;
 mod criu;
 mod dump;
 mod gate;

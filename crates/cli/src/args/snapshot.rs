@@ -52,6 +52,19 @@ pub(crate) enum SnapshotCommand {
         /// The file; it must not be there yet
         file: PathBuf,
     },
+    /// Write one process of a snapshot into a core file, for gdb
+    ///
+    /// The file holds all that the process had written to its memory, secrets
+    /// included; only its owner may read it. gdb PROGRAM FILE opens it.
+    Core {
+        /// The snapshot: NAME@N or NAME@LABEL
+        #[arg(value_name = "SNAP")]
+        snapshot: SnapshotRef,
+        /// The process's number when the snapshot was taken
+        pid: u32,
+        /// The file; it must not be there yet
+        file: PathBuf,
+    },
     /// Take in a snapshot that was exported
     ///
     /// Prints its identity here. The programs and files that the tenant had open

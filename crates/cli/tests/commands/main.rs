@@ -421,7 +421,7 @@ fn man_pages_and_completions_come_from_the_definition() {
         assert!(directory.0.join(format!("strata-{command}.1")).is_file(), "{command}");
         assert!(script.contains(&format!("strata__subcmd__{command}")), "{command}");
     }
-    for command in ["rm", "persist", "export", "import"] {
+    for command in ["rm", "persist", "export", "core", "import"] {
         assert!(directory.0.join(format!("strata-snapshot-{command}.1")).is_file(), "{command}");
     }
     let page = std::fs::read_to_string(directory.0.join("strata-run.1")).expect("page");

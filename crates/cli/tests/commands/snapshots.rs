@@ -215,6 +215,10 @@ fn files_are_made_and_read_only_where_they_can_be() {
     let expected =
         Request::SnapshotExport { snapshot: "db@2".parse().expect("named"), path: path("new") };
     assert_eq!(daemon.last_request(), Some(expected));
+    assert!(run(&["snapshot", "core", "db@good", "7", "new"]).status.success());
+    let snapshot = "db@2".parse().expect("named");
+    let expected = Request::SnapshotCore { snapshot, pid: 7, path: path("new") };
+    assert_eq!(daemon.last_request(), Some(expected));
     assert!(run(&["snapshot", "import", "there", "--name", "db2"]).status.success());
     let expected = Request::SnapshotImport {
         path: path("there"),
@@ -261,6 +265,8 @@ fn files_are_made_and_read_only_where_they_can_be() {
         let line = complaint(&run(&arguments), 1);
         assert!(line.contains(why), "{line}");
     }
+    let line = complaint(&run(&["snapshot", "core", "db@2", "7", "there"]), 1);
+    assert!(line.contains("there is a file of this name already"), "{line}");
     assert_eq!(daemon.last_request(), None, "refused before anyone is asked");
 }
 
@@ -277,6 +283,8 @@ fn what_is_typed_wrong_is_not_asked() {
         &["snapshot", "rm", "db@"],
         &["snapshot", "persist"],
         &["snapshot", "export", "db@2"],
+        &["snapshot", "core", "db@2", "new"],
+        &["snapshot", "core", "db@2", "x", "new"],
         &["snapshots", "a/b"],
         &["rollback", "db"],
         &["rollback", "db", "0"],

@@ -33,9 +33,9 @@ pub(crate) struct ImportWish {
 /// Process state of a snapshot that is imported has at most this.
 const MOST_IMAGE_BYTES: u64 = 16 << 30;
 /// Pages between two words on how far it is.
-const TELL_PAGES: u64 = 4096;
+pub(super) const TELL_PAGES: u64 = 4096;
 
-fn told(what: &str, pages: u64, total: Option<u64>) -> Progress {
+pub(super) fn told(what: &str, pages: u64, total: Option<u64>) -> Progress {
     let bytes = |pages: u64| pages * PAGE_SIZE as u64;
     Progress { what: what.into(), done: bytes(pages), total: total.map(bytes), unit: Unit::Bytes }
 }

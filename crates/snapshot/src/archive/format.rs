@@ -10,7 +10,7 @@ use xxhash_rust::xxh3::{xxh3_64_with_seed, xxh3_128_with_seed};
 use super::Page;
 
 /// Begins a file. The first byte and the last show a transfer as text.
-pub(super) const MAGIC: [u8; 8] = *b"\x89strata\n";
+pub(crate) const MAGIC: [u8; 8] = *b"\x89strata\n";
 /// Ends a file.
 pub(super) const END: [u8; 8] = *b"strata!\n";
 /// The version that this code writes and reads.

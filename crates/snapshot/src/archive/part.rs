@@ -6,7 +6,7 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 
 use rustix::fs::{Advice, FlockOperation};
@@ -106,6 +106,13 @@ impl PartFile {
             }
         }
         Err(io::Error::new(io::ErrorKind::ResourceBusy, "another process makes the same file"))
+    }
+}
+
+impl PartFile {
+    /// Writes at a place of its own; what nobody writes to is a hole.
+    pub(crate) fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        self.file.write_all_at(bytes, offset)
     }
 }
 

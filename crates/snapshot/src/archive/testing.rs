@@ -9,10 +9,10 @@ use strata_units::PAGE_SIZE;
 use super::Page;
 
 /// A directory of its own, removed with everything in it.
-pub(super) struct Place(PathBuf);
+pub(crate) struct Place(PathBuf);
 
 impl Place {
-    pub(super) fn new(name: &str) -> Self {
+    pub(crate) fn new(name: &str) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let name = format!("strata-archive-{name}-{}-{number}", std::process::id());
@@ -21,12 +21,12 @@ impl Place {
         Self(path)
     }
 
-    pub(super) fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.0.join(name)
     }
 
     /// Names of what is in it, in order.
-    pub(super) fn names(&self) -> Vec<String> {
+    pub(crate) fn names(&self) -> Vec<String> {
         let entries = fs::read_dir(&self.0).expect("the directory");
         let name = |entry: fs::DirEntry| entry.file_name().into_string().expect("a plain name");
         let mut names: Vec<String> = entries.map(|entry| name(entry.expect("an entry"))).collect();

@@ -37,6 +37,9 @@ const FULL_EIGHTHS: u64 = 7;
 const MAX_FILES: usize = 4096;
 /// Least limit: a store makes room in pieces of megabytes.
 pub(crate) const LEAST_LIMIT_BYTES: u64 = 16 << 20;
+/// From this limit on its memory is in huge pages: what they cost beyond what is in them
+/// is little of that, and small pools are handed back soon enough.
+const LEAST_HUGE_BYTES: u64 = 256 << 20;
 /// What is compacted and packed tighter each time that a pool is tended.
 const COMPACTED_BYTES: u64 = 8 << 20;
 const REPACKED_PAGES: usize = 512;
@@ -149,9 +152,13 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Content {
     fn new(limit_bytes: u64) -> Result<Self, StoreError> {
         let data = limit_bytes - (limit_bytes >> INDEX_SHIFT);
-        let config = StoreConfig { compressed_limit: Some(data), file: None };
+        let store = if limit_bytes >= LEAST_HUGE_BYTES {
+            Store::create_own(Some(data))?
+        } else {
+            Store::create(StoreConfig { compressed_limit: Some(data), file: None })?
+        };
         Ok(Self {
-            store: Store::create(config)?,
+            store,
             shards: (0..SHARDS).map(|_| Mutex::default()).collect(),
             seen: Seen::new(max_pages(limit_bytes)),
             pages: AtomicU64::new(0),
@@ -165,7 +172,7 @@ impl Content {
 
     fn cost_bytes(&self) -> u64 {
         let stats = self.store.stats();
-        stats.dram_bytes
+        self.store.held_bytes()
             + stats.metadata_bytes
             + self.seen.bytes()
             + self.pages.load(Relaxed) * (PAGE_COST_BYTES - 24)

@@ -43,8 +43,13 @@ pub trait Backing: Send + Sync + fmt::Debug {
     /// Offsets from here on are not used.
     fn capacity_bytes(&self) -> u64;
 
-    /// What must survive the worker for the bytes to survive it.
-    fn descriptor(&self) -> BorrowedFd<'_>;
+    /// What must survive the worker for the bytes to survive it; none: they do not.
+    fn descriptor(&self) -> Option<BorrowedFd<'_>>;
+
+    /// What it costs, where that is not what is written and not punched.
+    fn held_bytes(&self) -> Option<u64> {
+        None
+    }
 
     /// How [`Backing::read_at`] waits.
     fn waiting(&self) -> Waiting;
@@ -102,8 +107,8 @@ impl Backing for MemoryBacking {
         self.0.len_bytes()
     }
 
-    fn descriptor(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
+    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.0.as_fd())
     }
 
     fn waiting(&self) -> Waiting {
@@ -176,8 +181,8 @@ impl Backing for FileBacking {
         self.capacity_bytes
     }
 
-    fn descriptor(&self) -> BorrowedFd<'_> {
-        self.file.as_fd()
+    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.file.as_fd())
     }
 
     fn waiting(&self) -> Waiting {
@@ -223,8 +228,8 @@ impl Backing for MappedBacking {
         self.0.len_bytes()
     }
 
-    fn descriptor(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
+    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.0.as_fd())
     }
 
     fn waiting(&self) -> Waiting {
@@ -322,7 +327,7 @@ impl Backing for Faulty {
         self.inner.capacity_bytes()
     }
 
-    fn descriptor(&self) -> BorrowedFd<'_> {
+    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         self.inner.descriptor()
     }
 

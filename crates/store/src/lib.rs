@@ -42,6 +42,7 @@ mod dictionary;
 mod id_set;
 mod location;
 mod maintain;
+mod own_backing;
 mod page_files;
 mod read;
 mod recover;

@@ -165,7 +165,7 @@ impl Store {
         let file = &file.expect("what is read lies in a file that exists");
         assert!(start < end && end - start <= READ_BYTES as u64, "a read of {start} to {end}");
         let descriptor = match file.waiting() {
-            Waiting::OnDescriptor => Some(file.descriptor()),
+            Waiting::OnDescriptor => file.descriptor(),
             Waiting::InCall | Waiting::Never => None,
         };
         let own = Arc::clone(file);

@@ -21,6 +21,7 @@ use crate::config::{
 use crate::dictionary::Dictionaries;
 use crate::location::{Codec, Location, TIER_SPAN_BYTES, Tier, UNIT_BYTES, Word};
 use crate::maintain::Maintenance;
+use crate::own_backing::OwnBacking;
 use crate::page_files::{self, PageFiles};
 use crate::read::Reuses;
 use crate::segments::{CLUSTER_BYTES, MIN_FILE_BYTES, Segments};
@@ -107,6 +108,26 @@ impl Store {
         Self::create_on(config.compressed_limit, Box::new(data), file)
     }
 
+    /// Makes an empty store that ends with this process, and whose memory goes back to
+    /// the kernel at once when it is dropped: in huge pages, where there are such.
+    ///
+    /// # Errors
+    /// When the memory files cannot be made.
+    pub fn create_own(compressed_limit: Option<u64>) -> Result<Self, StoreError> {
+        match OwnBacking::create(data_span_bytes()) {
+            Ok(data) => Self::create_on(compressed_limit, Box::new(data), None),
+            // No huge pages, or no address space for what is no file.
+            Err(_) => Self::create(StoreConfig { compressed_limit, file: None }),
+        }
+    }
+
+    /// What the data in DRAM really costs: whole huge pages, where it is in such.
+    #[must_use]
+    pub fn held_bytes(&self) -> u64 {
+        let counted = self.counters.dram_bytes.load(Relaxed);
+        self.data.held_bytes().map_or(counted, |held| held.max(counted))
+    }
+
     /// Makes an empty store on given tiers: for tests with faults.
     ///
     /// # Errors
@@ -154,12 +175,15 @@ impl Store {
     }
 
     /// What must be kept open for [`Store::recover`].
+    ///
+    /// # Panics
+    /// When it was made to end with this process.
     #[must_use]
     pub fn descriptors(&self) -> BorrowedDescriptors<'_> {
         Descriptors {
             table: self.table.memory().as_fd(),
-            data: self.data.descriptor(),
-            file: self.file.as_ref().map(|file| file.descriptor()),
+            data: self.data.descriptor().expect("it is to be taken over"),
+            file: self.file.as_ref().and_then(|file| file.descriptor()),
         }
     }
 

@@ -134,7 +134,7 @@ impl Backing for Watched {
         self.inner.capacity_bytes()
     }
 
-    fn descriptor(&self) -> BorrowedFd<'_> {
+    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         self.inner.descriptor()
     }
 

@@ -30,6 +30,7 @@ pub mod peer;
 mod perf;
 mod placement;
 mod poll;
+mod private_memory;
 pub mod probe;
 mod process;
 mod program_pool;
@@ -48,6 +49,7 @@ mod tcp_diag;
 mod uffd;
 mod unix_diag;
 mod urgent;
+mod words;
 
 pub use answer::{IoctlCall, IoctlListener};
 pub use control_block::ControlBlock;
@@ -79,6 +81,7 @@ pub use own_memory::OwnMemory;
 pub use perf::idle_task_event;
 pub use placement::{MappedMemory, PlacementError, advise_memory, memory_tiers, placement_reason};
 pub use poll::{PollSet, Polled, Poller, poll_all, poll_readable};
+pub use private_memory::{HUGE_BYTES, PrivateMemory};
 pub use process::{
     Mapping, MappingFlags, Pidfd, Presence, ReadOutcome, SIGCONT, SIGHUP, SIGKILL, SIGSTOP,
     SIGTERM, SIGUSR1, SIGUSR2, ThreadFaults, available_bytes, is_zombie, note_of, noted, parent_of,

@@ -8,14 +8,12 @@
 use std::ffi::CString;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
-use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64};
 
 use strata_units::PAGE;
 
 use crate::images::next_data;
-
-const WORD: usize = size_of::<u64>();
+use crate::words::Words;
 
 /// A memory file of fixed length whose pages cost nothing until they are
 /// written, and nothing again after [`SharedMemory::punch`].
@@ -32,17 +30,8 @@ const WORD: usize = size_of::<u64>();
 #[derive(Debug)]
 pub struct SharedMemory {
     descriptor: OwnedFd,
-    base: NonNull<u8>,
-    len_bytes: u64,
+    words: Words,
 }
-
-// SAFETY: `base` points to a MAP_SHARED mapping that lives as long as the value
-// and is never handed out as a reference to plain bytes; every access through
-// it is atomic, so it may happen on any thread.
-unsafe impl Send for SharedMemory {}
-// SAFETY: see `Send`; all methods take `&self` and touch the mapping with
-// atomic operations only.
-unsafe impl Sync for SharedMemory {}
 
 impl SharedMemory {
     /// Makes a file of `len_bytes` zero bytes (rounded up to pages), none of
@@ -103,33 +92,8 @@ impl SharedMemory {
     }
 
     fn map(descriptor: OwnedFd, len_bytes: u64) -> io::Result<Self> {
-        let len =
-            usize::try_from(len_bytes).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
-        // SAFETY: a new mapping at an address of the kernel's choice; it aliases
-        // no Rust object. The length is that of the sealed file.
-        let base = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                len,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_SHARED | libc::MAP_NORESERVE,
-                descriptor.as_raw_fd(),
-                0,
-            )
-        };
-        if base == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
-        let base = NonNull::new(base.cast::<u8>())
-            .ok_or_else(|| io::Error::other("the kernel mapped memory at address zero"))?;
-        let memory = Self { descriptor, base, len_bytes };
-        // A tenant's pages do not belong into the daemon's core dump.
-        // SAFETY: the range is exactly the mapping just made; DONTDUMP changes
-        // no contents.
-        if unsafe { libc::madvise(base.as_ptr().cast(), len, libc::MADV_DONTDUMP) } != 0 {
-            return Err(io::Error::last_os_error());
-        }
-        Ok(memory)
+        let words = Words::map(len_bytes, Some(descriptor.as_fd()))?;
+        Ok(Self { descriptor, words })
     }
 
     /// The descriptor, to be kept where it survives this process.
@@ -141,7 +105,7 @@ impl SharedMemory {
     /// The file's length, holes included.
     #[must_use]
     pub fn len_bytes(&self) -> u64 {
-        self.len_bytes
+        self.words.len_bytes()
     }
 
     /// What the file costs now, page-exact.
@@ -158,7 +122,7 @@ impl SharedMemory {
     /// # Errors
     /// What `lseek` says.
     pub fn written(&self, offset: u64) -> io::Result<Option<std::ops::Range<u64>>> {
-        if offset >= self.len_bytes {
+        if offset >= self.len_bytes() {
             return Ok(None);
         }
         next_data(self.as_fd(), offset)
@@ -169,28 +133,7 @@ impl SharedMemory {
     /// # Panics
     /// When the range leaves the file.
     pub fn read(&self, offset: u64, out: &mut [u8]) {
-        self.check(offset, out.len());
-        let shift = offset as usize % WORD;
-        let mut at = offset - shift as u64;
-        let mut out = out;
-        if shift != 0 {
-            let bytes = self.word(at).load(Ordering::Relaxed).to_ne_bytes();
-            let count = out.len().min(WORD - shift);
-            let (head, rest) = out.split_at_mut(count);
-            head.copy_from_slice(&bytes[shift..shift + count]);
-            out = rest;
-            at += WORD as u64;
-        }
-        let mut words = out.chunks_exact_mut(WORD);
-        for chunk in &mut words {
-            chunk.copy_from_slice(&self.word(at).load(Ordering::Relaxed).to_ne_bytes());
-            at += WORD as u64;
-        }
-        let tail = words.into_remainder();
-        if !tail.is_empty() {
-            let bytes = self.word(at).load(Ordering::Relaxed).to_ne_bytes();
-            tail.copy_from_slice(&bytes[..tail.len()]);
-        }
+        self.words.read(offset, out);
     }
 
     /// Copies bytes in. Neighbouring bytes keep their values even when another
@@ -199,52 +142,7 @@ impl SharedMemory {
     /// # Panics
     /// When the range leaves the file.
     pub fn write(&self, offset: u64, bytes: &[u8]) {
-        self.check(offset, bytes.len());
-        let shift = offset as usize % WORD;
-        let mut at = offset - shift as u64;
-        let mut bytes = bytes;
-        if shift != 0 {
-            let (head, rest) = bytes.split_at(bytes.len().min(WORD - shift));
-            self.merge(at, shift, head);
-            bytes = rest;
-            at += WORD as u64;
-        }
-        let mut words = bytes.chunks_exact(WORD);
-        for chunk in &mut words {
-            let word = u64::from_ne_bytes(chunk.try_into().expect("chunks of a word's length"));
-            self.word(at).store(word, Ordering::Relaxed);
-            at += WORD as u64;
-        }
-        if !words.remainder().is_empty() {
-            self.merge(at, 0, words.remainder());
-        }
-    }
-
-    /// Replaces a part of the word at `at`.
-    fn merge(&self, at: u64, shift: usize, part: &[u8]) {
-        let word = self.word(at);
-        let mut seen = word.load(Ordering::Relaxed);
-        loop {
-            let mut bytes = seen.to_ne_bytes();
-            bytes[shift..shift + part.len()].copy_from_slice(part);
-            let new = u64::from_ne_bytes(bytes);
-            match word.compare_exchange_weak(seen, new, Ordering::Relaxed, Ordering::Relaxed) {
-                Ok(_) => return,
-                Err(now) => seen = now,
-            }
-        }
-    }
-
-    /// The aligned word at `at`, which the caller has checked.
-    fn word(&self, at: u64) -> &AtomicU64 {
-        debug_assert!(at.is_multiple_of(WORD as u64) && at < self.len_bytes);
-        // SAFETY: `at` is a multiple of 8 below `len_bytes`, itself a multiple of
-        // 4096: every caller checked its byte range with `check` and rounds down
-        // to the word that holds a byte of it. So the word lies inside the
-        // mapping, which is page-aligned, readable and writable, cannot shrink
-        // (sealed), and lives as long as `self`, whose lifetime the reference
-        // takes. The memory is only ever accessed atomically.
-        unsafe { AtomicU64::from_ptr(self.base.as_ptr().add(at as usize).cast()) }
+        self.words.write(offset, bytes);
     }
 
     /// The 8-byte word at `offset`.
@@ -254,10 +152,7 @@ impl SharedMemory {
     #[must_use]
     #[inline]
     pub fn atomic_u64(&self, offset: u64) -> &AtomicU64 {
-        self.check_aligned(offset, 8);
-        // SAFETY: `check_aligned` has shown the word to be inside the mapping and
-        // aligned; for the rest see `word`.
-        unsafe { AtomicU64::from_ptr(self.base.as_ptr().add(offset as usize).cast()) }
+        self.words.atomic_u64(offset)
     }
 
     /// The 4-byte word at `offset`. Threads that race on a word should agree on
@@ -268,11 +163,7 @@ impl SharedMemory {
     #[must_use]
     #[inline]
     pub fn atomic_u32(&self, offset: u64) -> &AtomicU32 {
-        self.check_aligned(offset, 4);
-        // SAFETY: as in `atomic_u64`. An access of another width to the same
-        // bytes is atomic too; all processors that Linux supports with 64-bit
-        // atomics define such mixtures (each access sees whole single writes).
-        unsafe { AtomicU32::from_ptr(self.base.as_ptr().add(offset as usize).cast()) }
+        self.words.atomic_u32(offset)
     }
 
     /// The 2-byte word at `offset`; see [`SharedMemory::atomic_u32`].
@@ -282,9 +173,14 @@ impl SharedMemory {
     #[must_use]
     #[inline]
     pub fn atomic_u16(&self, offset: u64) -> &AtomicU16 {
-        self.check_aligned(offset, 2);
-        // SAFETY: as in `atomic_u32`.
-        unsafe { AtomicU16::from_ptr(self.base.as_ptr().add(offset as usize).cast()) }
+        self.words.atomic_u16(offset)
+    }
+
+    /// Where `len` bytes at `offset` are mapped, for system calls of this crate
+    /// that write there.
+    #[inline]
+    pub(crate) fn raw_range(&self, offset: u64, len: usize) -> *mut u8 {
+        self.words.raw_range(offset, len)
     }
 
     /// Gives the pages inside the range back to the kernel; it reads zero
@@ -296,11 +192,7 @@ impl SharedMemory {
     /// # Panics
     /// When the range leaves the file.
     pub fn punch(&self, offset: u64, len_bytes: u64) -> io::Result<()> {
-        assert!(
-            offset.checked_add(len_bytes).is_some_and(|end| end <= self.len_bytes),
-            "hole {offset:#x}+{len_bytes:#x} outside a memory file of {:#x} bytes",
-            self.len_bytes
-        );
+        self.words.check(offset, len_bytes);
         punch_hole(self.as_fd(), offset, len_bytes)
     }
 
@@ -321,41 +213,6 @@ impl SharedMemory {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
         }
-    }
-
-    #[inline]
-    /// Where `len` bytes at `offset` are mapped, for system calls of this crate
-    /// that write there.
-    pub(crate) fn raw_range(&self, offset: u64, len: usize) -> *mut u8 {
-        self.check(offset, len);
-        // SAFETY: checked to lie inside the mapping.
-        unsafe { self.base.as_ptr().add(offset as usize) }
-    }
-
-    fn check(&self, offset: u64, len: usize) {
-        assert!(
-            offset.checked_add(len as u64).is_some_and(|end| end <= self.len_bytes),
-            "bytes {offset:#x}+{len:#x} outside a memory file of {:#x} bytes",
-            self.len_bytes
-        );
-    }
-
-    #[inline]
-    fn check_aligned(&self, offset: u64, width: u64) {
-        assert!(
-            offset.is_multiple_of(width) && offset < self.len_bytes,
-            "word at {offset:#x} unaligned or outside a memory file of {:#x} bytes",
-            self.len_bytes
-        );
-    }
-}
-
-impl Drop for SharedMemory {
-    fn drop(&mut self) {
-        // SAFETY: the range is exactly the mapping that `map` made; no reference
-        // into it outlives `self`. The length fitted a usize when it was mapped.
-        let status = unsafe { libc::munmap(self.base.as_ptr().cast(), self.len_bytes as usize) };
-        debug_assert_eq!(status, 0);
     }
 }
 
@@ -400,6 +257,8 @@ fn size_and_allocated(descriptor: BorrowedFd<'_>) -> io::Result<(u64, u64)> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::Ordering;
+
     use super::*;
 
     fn memory() -> SharedMemory {
@@ -502,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "outside a memory file")]
+    #[should_panic(expected = "outside memory")]
     fn outside_panics() {
         let memory = memory();
         memory.read(memory.len_bytes() - 4, &mut [0; 8]);

@@ -239,7 +239,7 @@ fn transparent_huge_pages(files: &Files) -> Finding {
     let text = files.read("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
     let mode = if text.is_empty() { "not in this kernel" } else { chosen(&text) };
     Finding::yes_or_no("huge pages", matches!(mode, "always" | "madvise"), mode)
-        .without("nothing of Strata's: programs far from their budgets run without huge pages")
+        .without("fast hand-backs of pools' memory; and programs far from their budgets run without huge pages")
 }
 
 fn io_uring() -> Finding {

@@ -29,6 +29,34 @@ fn got(pool: &Pool, file: u32, index: u64) -> Option<Page> {
 }
 
 #[test]
+fn a_large_pool_keeps_its_limit_and_hands_all_of_it_back() {
+    let pool = Pool::new(LEAST_HUGE_BYTES, Admission::First).expect("a pool");
+    let file = pool.open(&id(1)).expect("a file");
+    // More than it has room for, and then holes everywhere.
+    let count = 3 * LEAST_HUGE_BYTES / PAGE_SIZE as u64;
+    for index in 0..count {
+        pool.put(file, index, &page(index));
+    }
+    let figures = pool.figures();
+    assert!(figures.cost_bytes > LEAST_HUGE_BYTES / 2, "{figures:?}");
+    assert!(figures.cost_bytes <= LEAST_HUGE_BYTES + (16 << 20), "{figures:?}");
+    for index in (0..count).filter(|index| index % 4 != 0) {
+        pool.forget(file, index, 1);
+    }
+    for _ in 0..32 {
+        pool.tend();
+    }
+    let less = pool.figures();
+    assert!(less.cost_bytes < figures.cost_bytes, "{less:?} after {figures:?}");
+    for index in (0..count).step_by(4) {
+        assert!(got(&pool, file, index).is_none_or(|found| found == page(index)), "{index}");
+    }
+    let bytes = pool.empty().expect("an empty one");
+    assert_eq!((bytes, pool.figures().pages), (less.cost_bytes, 0));
+    assert!(pool.figures().cost_bytes < 8 << 20, "{:?}", pool.figures());
+}
+
+#[test]
 fn what_was_put_is_got_until_it_is_forgotten() {
     let pool = pool(Admission::First);
     let (a, b) = (pool.open(&id(1)).expect("a"), pool.open(&id(2)).expect("b"));

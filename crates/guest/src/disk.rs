@@ -27,6 +27,10 @@ const ZERO_PAGES: usize = 64;
 
 /// Where the bytes are.
 pub trait Image: Send + Sync {
+    /// Whether reading and writing may wait for a device.
+    fn waits(&self) -> bool {
+        true
+    }
     /// See [`ImageFile`], whose methods these are.
     fn size_bytes(&self) -> u64;
     /// See [`ImageFile::read_pages`].
@@ -192,6 +196,11 @@ impl Disk {
         self.info
     }
 
+    /// Whether its image is on a device, which may have to be waited for.
+    pub(crate) fn waits(&self) -> bool {
+        self.image.waits()
+    }
+
     /// What its pages are known by just now; none: they are in no cache.
     fn stamp(&self) -> Option<Stamp> {
         if !self.info.read_only {
@@ -204,7 +213,8 @@ impl Disk {
     }
 
     /// Reads bytes inside of the disk; has them answered, and then offers the cache what it
-    /// wants of them. `buffer` is what they are read into.
+    /// wants of them. `buffer` is what they are read into; `before_waiting` is called
+    /// before a device is waited for.
     ///
     /// # Errors
     /// The image cannot be read.
@@ -213,10 +223,11 @@ impl Disk {
         cache: &mut dyn Cache,
         buffer: &mut Vec<PageBuffer>,
         (offset, bytes): (u64, u32),
+        before_waiting: &mut dyn FnMut(),
         answer: impl FnOnce(&[u8]) -> R,
     ) -> Result<R, Failure> {
         let pages = pages_of(offset, bytes);
-        let _held = self.ranges.hold(pages.clone(), false);
+        let _held = self.ranges.hold(pages.clone(), false, before_waiting);
         let count = (pages.end - pages.start) as usize;
         buffer.resize(count, PageBuffer([0; PAGE_SIZE]));
         let mut found = vec![talk::MISSED; count];
@@ -230,6 +241,9 @@ impl Disk {
             }
         }
         for run in runs(&found, |found| found != talk::HIT) {
+            if self.waits() {
+                before_waiting();
+            }
             let offset = (pages.start + run.start as u64) * PAGE_SIZE as u64;
             let read = self.image.read_pages(offset, &mut buffer[run]);
             read.map_err(|error| failure("read", offset, &error))?;
@@ -265,7 +279,7 @@ impl Disk {
         sync: bool,
     ) -> Result<(), Failure> {
         let range = pages_of(offset, bytes);
-        let _held = self.ranges.hold(range.clone(), true);
+        let _held = self.ranges.hold(range.clone(), true, &mut || ());
         cache.forget(range.start, range.end - range.start);
         self.write_held(pages, (offset, bytes))?;
         if sync { self.flush() } else { Ok(()) }
@@ -324,7 +338,7 @@ impl Disk {
         sync: bool,
     ) -> Result<(), Failure> {
         let range = pages_of(offset, bytes);
-        let _held = self.ranges.hold(range.clone(), true);
+        let _held = self.ranges.hold(range.clone(), true, &mut || ());
         cache.forget(range.start, range.end - range.start);
         let whole = self.whole_pages(offset, bytes);
         if !whole.is_empty() {
@@ -347,7 +361,7 @@ impl Disk {
         sync: bool,
     ) -> Result<(), Failure> {
         let range = pages_of(offset, bytes);
-        let _held = self.ranges.hold(range.clone(), true);
+        let _held = self.ranges.hold(range.clone(), true, &mut || ());
         cache.forget(range.start, range.end - range.start);
         let end = offset + u64::from(bytes);
         let whole = self.whole_pages(offset, bytes);

@@ -125,7 +125,7 @@ impl Random {
 }
 
 fn read(disk: &Disk, cache: &mut dyn Cache, range: (u64, u32)) -> Vec<u8> {
-    disk.read(cache, &mut Vec::new(), range, <[u8]>::to_vec).expect("read")
+    disk.read(cache, &mut Vec::new(), range, &mut || (), <[u8]>::to_vec).expect("read")
 }
 
 fn write(

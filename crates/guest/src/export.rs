@@ -1,10 +1,11 @@
-//! A disk over NBD: one thread reads a connection's requests, some carry them out and
+//! A disk over NBD: some threads read a connection's requests in turns, carry them out and
 //! answer, in whatever order they are ready. Everything that is read here is untrusted.
 
-use std::io::{self, Read, Write};
+use std::cell::RefCell;
+use std::io::{self, BufReader, Read, Write};
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use strata_units::PageBuffer;
@@ -16,8 +17,8 @@ use crate::pool::lock;
 
 /// Threads that carry out one connection's requests.
 const WORKERS: usize = 4;
-/// Requests that wait for one of them.
-const WAITING: usize = 12;
+/// Of what a client sends, read at a time.
+const READ_BYTES: usize = 64 << 10;
 /// Bytes that all requests under way may hold; one alone may hold more.
 const MAX_UNDER_WAY_BYTES: u64 = 64 << 20;
 /// Connections at a time.
@@ -26,8 +27,6 @@ const MAX_CONNECTIONS: usize = 16;
 const HANDSHAKE_PATIENCE: Duration = Duration::from_secs(10);
 /// A thread keeps a buffer of so many pages, and gives a larger one back.
 const KEPT_PAGES: usize = 256;
-/// An answer of so many bytes goes out in one piece with what stands before it.
-const SMALL_BYTES: usize = 64 << 10;
 
 /// Bytes of requests under way.
 #[derive(Debug, Default)]
@@ -54,6 +53,36 @@ impl Drop for Bytes<'_> {
     fn drop(&mut self) {
         *lock(&self.0.bytes) -= self.1;
         self.0.less.notify_all();
+    }
+}
+
+/// What a client sends.
+struct Requests {
+    stream: BufReader<UnixStream>,
+    /// How it came to an end, for those whose turn it would be.
+    ended: Option<io::Result<()>>,
+}
+
+/// Whose turn it is to read requests. One thread reads a request, carries it out and reads
+/// the next, so that nobody has to be woken for it; it gives its turn to another before
+/// it waits for a device, and when the next request is there already.
+struct Turn<'a> {
+    requests: &'a Mutex<Requests>,
+    held: RefCell<Option<MutexGuard<'a, Requests>>>,
+}
+
+impl<'a> Turn<'a> {
+    /// Waits for it, unless this thread has it.
+    fn take(&self) -> MutexGuard<'a, Requests> {
+        self.held.take().unwrap_or_else(|| lock(self.requests))
+    }
+
+    fn keep(&self, turn: MutexGuard<'a, Requests>) {
+        self.held.replace(Some(turn));
+    }
+
+    fn give(&self) {
+        self.held.take();
     }
 }
 
@@ -130,49 +159,92 @@ impl Export {
         stream.set_read_timeout(None)?;
         stream.set_write_timeout(None)?;
         let answers = Mutex::new(stream.try_clone()?);
-        let (sender, receiver) = sync_channel(WAITING);
-        let receiver = Mutex::new(receiver);
+        let requests = Mutex::new(Requests {
+            stream: BufReader::with_capacity(READ_BYTES, stream),
+            ended: None,
+        });
         std::thread::scope(|scope| {
-            for _ in 0..WORKERS {
-                let (receiver, answers) = (&receiver, &answers);
+            for _ in 1..WORKERS {
+                let (requests, answers) = (&requests, &answers);
                 let made = std::thread::Builder::new()
                     .name("export-io".into())
-                    .spawn_scoped(scope, move || self.work(receiver, answers, agreed));
-                made?;
+                    .spawn_scoped(scope, move || self.work(requests, answers, agreed));
+                if let Err(error) = made {
+                    // Those that there are already would wait for the client.
+                    let _ = lock(answers).shutdown(Shutdown::Both);
+                    return Err(error);
+                }
             }
-            // When it returns the sender is gone: the workers finish what waits, and end.
-            let listened = self.listen(&mut stream, sender, &answers, agreed);
-            if listened.is_err() {
-                // Who waits for the client to take an answer waits no more.
-                let _ = stream.shutdown(std::net::Shutdown::Both);
-            }
-            listened
-        })
+            self.work(&requests, &answers, agreed);
+            Ok(())
+        })?;
+        let ended = lock(&requests).ended.take();
+        ended.unwrap_or(Ok(()))
     }
 
-    /// Reads requests until the client goes.
-    fn listen<'a>(
-        &'a self,
-        stream: &mut UnixStream,
-        jobs: SyncSender<Job<'a>>,
+    /// Reads requests and carries them out, in turns with others.
+    fn work(&self, requests: &Mutex<Requests>, answers: &Mutex<UnixStream>, agreed: Agreed) {
+        let mut link = self.links.as_ref().map(Links::link);
+        let mut buffer = Vec::new();
+        let turn = Turn { requests, held: RefCell::default() };
+        loop {
+            let mut reader = turn.take();
+            if reader.ended.is_some() {
+                return;
+            }
+            let job = match self.listen(&mut reader.stream, answers, &turn, agreed) {
+                Ok(Some(job)) => job,
+                other => {
+                    if other.is_err() {
+                        // Who waits for the client to take an answer waits no more.
+                        let _ = reader.stream.get_ref().shutdown(Shutdown::Both);
+                    }
+                    reader.ended = Some(other.map(|_| ()));
+                    return;
+                }
+            };
+            let is_slow = self.disk.waits()
+                && !matches!(job.command, Command::Read { .. } | Command::Status { .. });
+            if !is_slow && reader.stream.buffer().is_empty() {
+                turn.keep(reader);
+            } else {
+                drop(reader);
+            }
+            let cache: &mut dyn Cache = match &mut link {
+                Some(link) => link,
+                None => &mut NoCache,
+            };
+            // A client that takes no answer is gone, which its reader finds out.
+            let _ = self.carry_out(job, cache, &mut buffer, answers, agreed, &turn);
+            if buffer.len() > KEPT_PAGES {
+                buffer = Vec::new();
+            }
+        }
+    }
+
+    /// Reads the next request. None: the client goes.
+    fn listen(
+        &self,
+        stream: &mut BufReader<UnixStream>,
         answers: &Mutex<UnixStream>,
+        turn: &Turn<'_>,
         agreed: Agreed,
-    ) -> io::Result<()> {
+    ) -> io::Result<Option<Job<'_>>> {
         loop {
             let mut bytes = [0; nbd::REQUEST_BYTES];
             match stream.read_exact(&mut bytes) {
-                Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
+                Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
                 other => other?,
             }
             let request = Request::parse(&bytes).map_err(nonsense)?;
             let payload = request.payload_bytes().map_err(nonsense)?;
             let command = match request.command(self.disk.info(), agreed) {
-                Ok(Command::Disconnect) => return Ok(()),
+                Ok(Command::Disconnect) => return Ok(None),
                 Ok(command) => command,
                 Err(error) => {
                     // What was to be written is in the way of the next request.
                     skip(stream, payload.into())?;
-                    send(answers, &reply::failed(&request, agreed, error), &[])?;
+                    send(answers, turn, &reply::failed(&request, agreed, error), &[])?;
                     continue;
                 }
             };
@@ -187,28 +259,7 @@ impl Export {
                 }
                 _ => Vec::new(),
             };
-            let job = Job { request, command, pages, bytes: held };
-            if jobs.send(job).is_err() {
-                return Err(io::Error::other("nobody carries requests out any more"));
-            }
-        }
-    }
-
-    fn work(&self, jobs: &Mutex<Receiver<Job<'_>>>, answers: &Mutex<UnixStream>, agreed: Agreed) {
-        let mut link = self.links.as_ref().map(Links::link);
-        let mut buffer = Vec::new();
-        loop {
-            let job = lock(jobs).recv();
-            let Ok(job) = job else { return };
-            let cache: &mut dyn Cache = match &mut link {
-                Some(link) => link,
-                None => &mut NoCache,
-            };
-            // A client that takes no answer is gone, which its reader finds out.
-            let _ = self.carry_out(job, cache, &mut buffer, answers, agreed);
-            if buffer.len() > KEPT_PAGES {
-                buffer = Vec::new();
-            }
+            return Ok(Some(Job { request, command, pages, bytes: held }));
         }
     }
 
@@ -219,20 +270,22 @@ impl Export {
         buffer: &mut Vec<PageBuffer>,
         answers: &Mutex<UnixStream>,
         agreed: Agreed,
+        turn: &Turn<'_>,
     ) -> io::Result<()> {
         let Job { request, command, mut pages, bytes: _bytes } = job;
         let disk = &self.disk;
         let done = match command {
             Command::Read { offset, bytes } => {
                 let head = reply::read(&request, agreed, offset, bytes);
-                match disk.read(cache, buffer, (offset, bytes), |data| send(answers, &head, data)) {
+                let answer = |data: &[u8]| send(answers, turn, &head, data);
+                match disk.read(cache, buffer, (offset, bytes), &mut || turn.give(), answer) {
                     Ok(sent) => return sent,
                     Err(failure) => Err(failure),
                 }
             }
             Command::Status { offset, bytes, one } => {
                 let extents = disk.status((offset, bytes), one);
-                return send(answers, &reply::status(&request, &extents), &[]);
+                return send(answers, turn, &reply::status(&request, &extents), &[]);
             }
             Command::Write { offset, bytes, fua } => {
                 disk.write(cache, &mut pages, (offset, bytes), fua)
@@ -251,7 +304,7 @@ impl Export {
                 reply::failed(&request, agreed, error)
             }
         };
-        send(answers, &answer, &[])
+        send(answers, turn, &answer, &[])
     }
 }
 
@@ -259,18 +312,22 @@ fn nonsense(what: nbd::Nonsense) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what.to_string())
 }
 
-/// One answer, whole.
-fn send(answers: &Mutex<UnixStream>, head: &[u8], data: &[u8]) -> io::Result<()> {
-    let mut stream = lock(answers);
-    if data.len() <= SMALL_BYTES {
-        let whole = [head, data].concat();
-        return stream.write_all(&whole);
+/// One answer, whole. A client that takes no answer yet may have to be heard first.
+fn send(answers: &Mutex<UnixStream>, turn: &Turn<'_>, head: &[u8], data: &[u8]) -> io::Result<()> {
+    let mut stream = answers.try_lock().unwrap_or_else(|_| {
+        turn.give();
+        lock(answers)
+    });
+    let sent = strata_sys::send_now(&stream, head, data)?;
+    if sent < head.len() + data.len() {
+        turn.give();
+        stream.write_all(&head[sent.min(head.len())..])?;
+        stream.write_all(&data[sent.saturating_sub(head.len())..])?;
     }
-    stream.write_all(head)?;
-    stream.write_all(data)
+    Ok(())
 }
 
-fn skip(stream: &mut UnixStream, bytes: u64) -> io::Result<()> {
+fn skip(stream: &mut impl Read, bytes: u64) -> io::Result<()> {
     let skipped = io::copy(&mut stream.take(bytes), &mut io::sink())?;
     if skipped == bytes { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
 }

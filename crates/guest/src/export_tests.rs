@@ -4,9 +4,14 @@ use strata_sys::{Allocation, FileStamp, page_bytes, page_bytes_mut};
 
 const SIZE: usize = 1 << 20;
 
-struct Memory(Mutex<Vec<u8>>);
+/// Bytes, and whether they count as a device's.
+struct Memory(Mutex<Vec<u8>>, bool);
 
 impl Image for Memory {
+    fn waits(&self) -> bool {
+        self.1
+    }
+
     fn size_bytes(&self) -> u64 {
         SIZE as u64
     }
@@ -40,8 +45,8 @@ impl Image for Memory {
     }
 }
 
-fn export() -> Export {
-    let disk = Disk::new(Box::new(Memory(Mutex::new(vec![0; SIZE]))), false);
+fn export(waits: bool) -> Export {
+    let disk = Disk::new(Box::new(Memory(Mutex::new(vec![0; SIZE]), waits)), false);
     Export::new(disk, None, Box::new(|_| {}))
 }
 
@@ -71,7 +76,7 @@ fn heard(export: &Export, bytes: &[u8]) -> (Vec<u8>, io::Result<()>) {
         let sender = scope.spawn(move || {
             let mut here = here;
             let _ = here.write_all(bytes);
-            let _ = here.shutdown(std::net::Shutdown::Write);
+            let _ = here.shutdown(Shutdown::Write);
         });
         let mut answers = Vec::new();
         let _ = reader.read_to_end(&mut answers);
@@ -82,7 +87,7 @@ fn heard(export: &Export, bytes: &[u8]) -> (Vec<u8>, io::Result<()>) {
 
 #[test]
 fn all_that_was_sent_is_answered_before_the_connection_ends() {
-    let export = export();
+    let export = export(true);
     let mut bytes = old_handshake();
     let data: Vec<u8> = (0..100_000u32).map(|at| (at * 7) as u8).collect();
     bytes.extend(request(1, 1, 777, data.len() as u32));
@@ -107,7 +112,7 @@ fn all_that_was_sent_is_answered_before_the_connection_ends() {
 
 #[test]
 fn a_client_that_is_none_or_that_goes_in_the_middle_is_let_go() {
-    let export = export();
+    let export = export(true);
     let mut long = old_handshake();
     long.extend(request(1, 1, 0, u32::MAX));
     let mut cut = old_handshake();
@@ -124,4 +129,34 @@ fn a_client_that_is_none_or_that_goes_in_the_middle_is_let_go() {
     let mut bytes = old_handshake();
     bytes.extend(request(0, 5, 0, 4096));
     assert_eq!(heard(&export, &bytes).0[18 + 10 + 16..], [0; 4096]);
+}
+
+#[test]
+fn a_client_that_takes_no_answer_yet_is_heard_all_the_same() {
+    for waits in [false, true] {
+        takes_no_answer_yet(&export(waits));
+    }
+}
+
+fn takes_no_answer_yet(export: &Export) {
+    const BYTES: usize = SIZE / 2;
+    let (here, there) = UnixStream::pair().expect("a pair");
+    here.set_write_timeout(Some(Duration::from_secs(30))).expect("a limit");
+    std::thread::scope(move |scope| {
+        // Gone when the case fails, so that the server ends.
+        let mut here = here;
+        let served = scope.spawn(move || export.serve(there));
+        let mut bytes = old_handshake();
+        bytes.extend(request(0, 1, 0, BYTES as u32));
+        here.write_all(&bytes).expect("it is heard");
+        let mut beginning = [0; 18 + 10 + 16];
+        here.read_exact(&mut beginning).expect("an answer begins");
+        // It is more than a socket takes, as is what is to be written.
+        let mut bytes = request(1, 2, BYTES as u64, BYTES as u32);
+        bytes.extend(vec![7; BYTES]);
+        here.write_all(&bytes).expect("it is heard while it takes no answer");
+        here.read_exact(&mut vec![0; BYTES + 16]).expect("all answers");
+        drop(here);
+        served.join().expect("no panic").expect("a good client");
+    });
 }

@@ -327,6 +327,10 @@ fn header(size_bytes: u64) -> Page {
 }
 
 impl Image for Persistent {
+    fn waits(&self) -> bool {
+        false
+    }
+
     fn size_bytes(&self) -> u64 {
         self.size_bytes
     }
@@ -365,6 +369,10 @@ impl Image for Persistent {
 
 /// So that a disk can have it, and others see its figures.
 impl Image for std::sync::Arc<Persistent> {
+    fn waits(&self) -> bool {
+        (**self).waits()
+    }
+
     fn size_bytes(&self) -> u64 {
         (**self).size_bytes()
     }

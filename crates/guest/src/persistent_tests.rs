@@ -242,7 +242,7 @@ fn as_a_disk_it_has_parts_of_pages_holes_and_a_client_is_told_of_its_end() {
     write(5).expect("written");
     let read = |part| {
         let mut buffer = Vec::new();
-        disk.read(&mut NoCache, &mut buffer, part, <[u8]>::to_vec).expect("read")
+        disk.read(&mut NoCache, &mut buffer, part, &mut || (), <[u8]>::to_vec).expect("read")
     };
     assert_eq!(read(part), bytes);
     assert_eq!(read((PAGE * 7, 2000)), [0; 2000]);

@@ -38,8 +38,14 @@ impl Ranges {
         self.claims.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for the pages. `alone`: to write them.
-    pub(crate) fn hold(&self, pages: Range<u64>, alone: bool) -> Held<'_> {
+    /// Waits for the pages. `alone`: to write them. `before_waiting` is called if others
+    /// have them.
+    pub(crate) fn hold(
+        &self,
+        pages: Range<u64>,
+        alone: bool,
+        before_waiting: &mut dyn FnMut(),
+    ) -> Held<'_> {
         let mut claims = self.lock();
         let number = claims.next;
         claims.next += 1;
@@ -48,6 +54,9 @@ impl Ranges {
             let overlaps = claim.pages.start < pages.end && pages.start < claim.pages.end;
             claim.number < number && overlaps && (alone || claim.alone)
         };
+        if claims.all.iter().any(in_the_way) {
+            before_waiting();
+        }
         while claims.all.iter().any(in_the_way) {
             claims = self.gone.wait(claims).unwrap_or_else(PoisonError::into_inner);
         }
@@ -70,21 +79,21 @@ mod tests {
     #[test]
     fn who_writes_is_alone_and_who_reads_is_not() {
         let ranges = Ranges::default();
-        let first = ranges.hold(0..10, false);
-        drop((ranges.hold(5..15, false), ranges.hold(15..20, true)));
+        let first = ranges.hold(0..10, false, &mut || ());
+        drop((ranges.hold(5..15, false, &mut || ()), ranges.hold(15..20, true, &mut || ())));
         let state = AtomicI32::new(0);
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                let _held = ranges.hold(9..11, true);
+                let _held = ranges.hold(9..11, true, &mut || ());
                 assert_eq!(state.swap(2, Ordering::SeqCst), 1, "it waited for the reader");
             });
             while ranges.lock().all.len() < 2 {
                 std::thread::yield_now();
             }
             // A reader that comes later waits for the writer, and others do not.
-            drop(ranges.hold(0..9, false));
+            drop(ranges.hold(0..9, false, &mut || ()));
             scope.spawn(|| {
-                let _held = ranges.hold(10..11, false);
+                let _held = ranges.hold(10..11, false, &mut || ());
                 assert_eq!(state.load(Ordering::SeqCst), 2, "it waited for the writer");
             });
             while ranges.lock().all.len() < 3 {

@@ -99,7 +99,9 @@ pub use secrets::{forbid_core_dumps, give_core_filter};
 pub use service::{HandedSockets, Listening, Notifier, monotonic_us, take_from_service_manager};
 pub use shared_memory::{SharedMemory, punch_hole};
 pub use smaps::MappingUse;
-pub use socket::{SeqPacket, SeqPacketListener, connect_now, receive_with_fds, send_with_fds};
+pub use socket::{
+    SeqPacket, SeqPacketListener, connect_now, receive_with_fds, send_now, send_with_fds,
+};
 pub use spawn::{
     Ended, Own, bind_mount, enter_namespaces_of, enter_network_of, own_session, own_session_now,
     prepare_child, raise_loopback, unshare, wait_any_child,

@@ -286,6 +286,38 @@ impl AsFd for SeqPacket {
     }
 }
 
+/// Sends what there is room for without waiting, of two pieces one behind the other; how
+/// many bytes.
+///
+/// # Errors
+/// What `sendmsg` says; never that it would have to wait.
+pub fn send_now(stream: &UnixStream, first: &[u8], second: &[u8]) -> io::Result<usize> {
+    let piece = |bytes: &[u8]| libc::iovec {
+        iov_base: bytes.as_ptr().cast_mut().cast(),
+        iov_len: bytes.len(),
+    };
+    let mut pieces = [piece(first), piece(second)];
+    // SAFETY: all zeroes is a message of nothing.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = pieces.as_mut_ptr();
+    message.msg_iovlen = 2;
+    loop {
+        let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+        // SAFETY: a live descriptor, and a message whose two pieces are readable memory of
+        // the lengths given; the kernel only reads them.
+        let sent = unsafe { libc::sendmsg(stream.as_raw_fd(), &raw const message, flags) };
+        if let Ok(sent) = usize::try_from(sent) {
+            return Ok(sent);
+        }
+        let error = io::Error::last_os_error();
+        match error.kind() {
+            io::ErrorKind::Interrupted => {}
+            io::ErrorKind::WouldBlock => return Ok(0),
+            _ => return Err(error),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

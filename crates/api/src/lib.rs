@@ -15,6 +15,7 @@
 mod advice;
 mod guest;
 mod mark;
+mod moves;
 mod place;
 mod pool;
 mod self_balloon;
@@ -27,6 +28,10 @@ pub use advice::{
 };
 pub use guest::{GuestDisk, GuestSpec, GuestStats, Launch, SwapStats};
 pub use mark::{MARK_NAME, MOST_MARK_BYTES, Mark};
+pub use moves::{
+    FrameKind, MAX_FRAME_BYTES, MOVE_UNSETTLED, MOVE_VERSION, MoveNear, MoveWord, read_frame,
+    write_frame,
+};
 pub use place::{MAX_PLACE_PAGES, MAX_PLACE_RANGES, PlaceOutcome, PlaceWish, tier_letters};
 pub use pool::{PoolAdmission, PoolStats};
 pub use self_balloon::{BalloonStats, SelfBalloon};
@@ -377,6 +382,19 @@ pub enum Request {
         #[serde(default)]
         dry_run: bool,
     },
+    /// Move a tenant to another daemon, or settle a move that was cut. From here on the
+    /// connection carries frames: see [`MoveWord`] and [`MoveNear`].
+    Move {
+        /// The tenant.
+        name: String,
+        /// Where it goes, for messages.
+        host: String,
+        /// Only settle what an earlier move has left.
+        #[serde(default)]
+        settle: bool,
+    },
+    /// Take a tenant in that another daemon moves here. As for [`Request::Move`].
+    Receive,
 }
 
 impl Request {
@@ -424,6 +442,12 @@ impl Request {
         curves.iter().find_map(|curve| advice::curve_problem(curve))
     }
 
+    /// Whether the connection carries frames from here on, and no reply line.
+    #[must_use]
+    pub fn is_conversation(&self) -> bool {
+        matches!(self, Self::Move { .. } | Self::Receive)
+    }
+
     /// Whether [`Progress`] lines may come before the reply.
     #[must_use]
     pub fn shows_progress(&self) -> bool {
@@ -441,6 +465,8 @@ impl Request {
             | Self::SnapshotCore { .. }
             | Self::SnapshotImport { .. } => true,
             Self::Ping
+            | Self::Move { .. }
+            | Self::Receive
             | Self::Reload
             | Self::Upgrade
             | Self::Run { .. }

@@ -183,6 +183,26 @@ pub(crate) enum Command {
     /// Clones have their own process numbers and share all memory that they do
     /// not write. Prints their names, one a line.
     Clone(CloneArguments),
+    /// Move a program or a guest to another host while it runs
+    ///
+    /// Its memory is sent while it runs, then what has changed; it stands still for
+    /// a moment, and runs on there. Its files have to be at the same places there,
+    /// a guest's disks where both hosts see them.
+    Move {
+        /// The tenant
+        #[arg(value_parser = named_tenant)]
+        name: String,
+        /// The host, as ssh knows it (USER@HOST), which runs strata receive there;
+        /// or unix:SOCKET, another stratad's control socket on this machine
+        host: String,
+        /// Only ask the host what became of a move that was cut, and end it
+        #[arg(long)]
+        settle: bool,
+    },
+    /// Take a program or a guest in that another host moves here
+    ///
+    /// strata move starts this by ssh: it speaks with it by standard input and output.
+    Receive,
     /// Run virtual machines, and look at them
     Vm {
         /// What to do.

@@ -46,7 +46,7 @@ pub(crate) struct Wish<'a> {
 }
 
 /// A QEMU that was started and has no guest yet. Dropped, it is ended.
-struct Waiting {
+pub(crate) struct Waiting {
     child: Option<Child>,
     name: String,
     log: PathBuf,
@@ -64,6 +64,15 @@ impl Drop for Waiting {
 }
 
 impl Waiting {
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.as_ref().map_or(0, Child::id)
+    }
+
+    /// It goes on without us.
+    pub(crate) fn let_go(mut self) {
+        drop(self.child.take());
+    }
+
     /// Opens its consoles, for as long as its devices are loaded. A serial line that was
     /// full in the snapshot, because nobody read it, is sent on when QEMU hears of room in
     /// it; of a socket that nobody has opened QEMU never hears.
@@ -106,6 +115,19 @@ impl Waiting {
     }
 }
 
+/// Starts the QEMU of a guest that is to come from a snapshot; its consoles are open for as
+/// long as they are held.
+pub(crate) fn wait_for(
+    socket: &Path,
+    snapshot: &SnapshotRef,
+    name: &str,
+    what: &str,
+) -> Result<(Waiting, Vec<UnixStream>)> {
+    let mut waiting = start(socket, snapshot, (Some(name.to_owned()), false), what)?;
+    let attended = waiting.attended();
+    Ok((waiting, attended))
+}
+
 /// Has guests come from a snapshot: all, or none.
 pub(crate) fn revive(
     socket: &Path,
@@ -122,7 +144,7 @@ pub(crate) fn revive(
     let mut alive = Vec::new();
     for one in &mut waiting {
         let _attended = one.attended();
-        let pid = one.child.as_ref().map_or(0, Child::id);
+        let pid = one.pid();
         let request = Request::GuestFill {
             name: one.name.clone(),
             snapshot: snapshot.clone(),
@@ -144,10 +166,7 @@ pub(crate) fn revive(
             }
         }
     }
-    for mut one in waiting {
-        // It goes on without us.
-        drop(one.child.take());
-    }
+    waiting.into_iter().for_each(Waiting::let_go);
     Ok(alive)
 }
 

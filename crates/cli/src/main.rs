@@ -12,6 +12,7 @@ mod daemon;
 mod failure;
 mod guest_again;
 mod libvirt;
+mod moves;
 mod place;
 mod pool_disks;
 mod pools;
@@ -116,6 +117,8 @@ fn execute(command: Command) -> Result<ExitCode> {
         Command::Rollback { name, snapshot } => snapshots::rollback(&name, snapshot)?,
         Command::Restore { snapshot, name } => snapshots::restore(snapshot, name)?,
         Command::Clone(arguments) => snapshots::clone(&arguments)?,
+        Command::Move { name, host, settle } => moves::move_to(&name, &host, settle)?,
+        Command::Receive => return moves::receive(),
         Command::Doctor { json } => {
             let mut arguments = vec!["doctor".into()];
             arguments.extend(json.then(|| "--json".into()));

@@ -335,7 +335,7 @@ fn find(named: &SnapshotRef) -> Result<(PathBuf, SnapshotInfo)> {
 
 /// A daemon that could take something in: the one that the environment names; or
 /// the system's; or the caller's private one, which is started if need be.
-fn some_daemon(what: &str) -> Result<PathBuf> {
+pub(crate) fn some_daemon(what: &str) -> Result<PathBuf> {
     if let Some(socket) = place::named_socket() {
         return Ok(socket);
     }

@@ -2,14 +2,15 @@
 //! tenants, root all of them (`belonging.rs`).
 
 use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use strata_api::{
-    MAX_LINE_BYTES, MAX_LISTED, MAX_LISTED_COMMAND_BYTES, PROTOCOL_VERSION, Reply, Request,
-    RevivedTenant, SnapshotInfo, SnapshotRef, Stats,
+    MAX_LINE_BYTES, MAX_LISTED, MAX_LISTED_COMMAND_BYTES, MOVE_UNSETTLED, PROTOCOL_VERSION, Reply,
+    Request, RevivedTenant, SnapshotInfo, SnapshotRef, Stats,
 };
 use strata_pager::{Registry, ReleaseRefused, SURVEY_PATIENCE, Space, Tenant};
 use strata_snapshot::{Terminals, is_ending};
@@ -30,7 +31,7 @@ use crate::place;
 use crate::pools::Pools;
 use crate::reload::Reread;
 use crate::shares::{self, Shares};
-use crate::snapshots::{CloneWish, ImportWish, Refused, Revived, Snapshots, Tell};
+use crate::snapshots::{CloneWish, ImportWish, Refused, Revived, Snapshots, Tell, Wire};
 use crate::statistics;
 use crate::supervisor::Inheritance;
 use crate::tenants::{Key, Tenants, Wish};
@@ -75,6 +76,20 @@ impl Handler for Commands {
         logbook::tell_of(uid, "control", Priority::Warning, line);
     }
 
+    fn converse(&self, peer: Peer, request: Request, stream: UnixStream) {
+        self.snapshots.learn_criu(peer);
+        match Wire::new(stream) {
+            Ok(mut wire) => {
+                let reply = self.conversed(peer, &request, &mut wire);
+                if let Reply::Error { message, .. } = &reply {
+                    logbook::tell_of(peer.uid, "request", Priority::Warning, message);
+                }
+                wire.reply(reply);
+            }
+            Err(error) => self.log(peer.uid, &format!("a conversation: {error}")),
+        }
+    }
+
     fn handle(
         &self,
         peer: Peer,
@@ -87,6 +102,7 @@ impl Handler for Commands {
         if let Reply::Stats { stats } = &mut reply {
             self.guests.add(stats);
             self.pools.add(stats);
+            self.snapshots.add(stats);
         }
         if let Some((priority, line)) = logbook::line(peer.uid, &asked, &reply) {
             logbook::tell_of(peer.uid, "request", priority, line);
@@ -96,6 +112,30 @@ impl Handler for Commands {
 }
 
 impl Commands {
+    /// What a conversation comes to.
+    fn conversed(&self, peer: Peer, request: &Request, wire: &mut Wire) -> Reply {
+        let hint = |name: &str| match self.snapshots.is_given(name) {
+            true => MOVE_UNSETTLED,
+            false => "",
+        };
+        let done = |outcome: Result<String, String>, name: &str, what: &str| match outcome {
+            Ok(note) => Reply::Done { note },
+            Err(why) => error(format!("{what}: {why}"), hint(name)),
+        };
+        match request {
+            Request::Move { name, settle: true, .. } => {
+                let settled = self.snapshots.settle_move(peer.uid, name, wire);
+                done(settled, name, "it was not moved")
+            }
+            Request::Move { name, host, settle: false } => self.with(peer, name, |tenant| {
+                let moved = self.snapshots.move_out(tenant, host, wire);
+                done(moved, name, &format!("it was not moved to {host}"))
+            }),
+            Request::Receive => done(self.snapshots.receive(peer.uid, wire), "", "it did not come"),
+            _ => error("that is no conversation", "use a strata of the same version"),
+        }
+    }
+
     fn answer(
         &self,
         peer: Peer,
@@ -107,6 +147,9 @@ impl Commands {
             self.snapshots.learn_criu(peer);
         }
         match request {
+            Request::Move { .. } | Request::Receive => {
+                error("that is a conversation", "use a strata of the same version")
+            }
             Request::Ping => Reply::Pong {
                 protocol: PROTOCOL_VERSION,
                 version: env!("CARGO_PKG_VERSION").into(),
@@ -427,6 +470,7 @@ impl Commands {
             // By all of the command line.
             self.guests.add(&mut stats);
             self.pools.add(&mut stats);
+            self.snapshots.add(&mut stats);
             cut(&mut stats.command);
             bytes += serde_json::to_vec(&stats).map_or(0, |line| line.len());
             if bytes > LISTED_BYTES && !tenants.is_empty() {

@@ -37,6 +37,10 @@ pub(crate) trait Handler: Send + Sync + 'static {
         tell: &mut (dyn FnMut(Progress) + Send),
     ) -> Reply;
 
+    /// Does what `peer` asks by a request that is a conversation (see
+    /// [`Request::is_conversation`]), which goes on on `stream`.
+    fn converse(&self, peer: Peer, request: Request, stream: UnixStream);
+
     /// Writes one line to the daemon's log, about a client of user `uid` that was
     /// refused, unless there were too many of theirs.
     fn log(&self, uid: u32, line: &str);
@@ -248,6 +252,9 @@ fn converse(shared: &Shared, place: Place, peer: Peer, mut stream: UnixStream, d
     let limits = &shared.limits;
     let reply = match read_line(&mut stream, limits.line_bytes, deadline) {
         Ok(line) => match parse(&line) {
+            Ok(request) if request.is_conversation() => {
+                return shared.handler.converse(peer, request, stream);
+            }
             Ok(request) => {
                 let known = match request.is_about_the_caller() {
                     true => KnownPeer::of(&stream).map(Some),
@@ -382,6 +389,7 @@ fn parse(line: &[u8]) -> Result<Request, String> {
     // Names of snapshots are checked by their own type.
     let (new, named, dram_bytes) = match &request {
         Request::Ping
+        | Request::Receive
         | Request::Reload
         | Request::Upgrade
         | Request::Pools
@@ -406,6 +414,7 @@ fn parse(line: &[u8]) -> Result<Request, String> {
         | Request::Release { name }
         | Request::Stop { name }
         | Request::Snapshot { name, .. }
+        | Request::Move { name, .. }
         | Request::Rollback { name, .. }
         | Request::PoolEmpty { name }
         | Request::PoolRemove { name }

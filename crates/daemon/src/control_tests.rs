@@ -31,6 +31,10 @@ impl Handler for Recorder {
         Reply::Done { note: "handled".into() }
     }
 
+    fn converse(&self, peer: Peer, request: Request, _: UnixStream) {
+        *lock(&self.last) = Some((peer, request));
+    }
+
     fn log(&self, _: u32, _line: &str) {
         self.logged.fetch_add(1, Ordering::SeqCst);
     }
@@ -195,6 +199,7 @@ fn a_client_that_takes_no_reply_is_dropped() {
         ) -> Reply {
             Reply::Done { note: "x".repeat(MAX_LINE_BYTES - 100) }
         }
+        fn converse(&self, _: Peer, _: Request, _: UnixStream) {}
         fn log(&self, _: u32, _: &str) {}
     }
     let (listener, address) = {

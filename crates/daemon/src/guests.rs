@@ -13,7 +13,7 @@ mod steps;
 mod takeover;
 
 pub(crate) use disks::{DiskCopy, create_image, keep};
-pub(crate) use monitor::{MOST_STATE_BYTES, Stoppable, Talk, give_state, memory_at};
+pub(crate) use monitor::{Alone, MOST_STATE_BYTES, Stoppable, Talk, give_state, memory_at};
 pub(crate) use takeover::{BEFORE_SUFFIX, Undone};
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -16,6 +16,7 @@ mod guest_files;
 mod in_file;
 mod lineage;
 mod machine;
+mod moving;
 mod preparing;
 pub(crate) mod ready;
 mod revive;
@@ -50,6 +51,7 @@ use disk::{Disk, Known, Line, Place, Process};
 pub(crate) use files::ImportWish;
 pub(crate) use in_file::open_page_file;
 use lineage::life_of;
+pub(crate) use moving::Wire;
 pub(crate) use revive::{CloneWish, Revived, helper};
 
 /// What directories of restores under way begin with.
@@ -66,6 +68,7 @@ pub(crate) struct Snapshots {
     tenants: Arc<Tenants>,
     guests: Arc<Guests>,
     made: guest_disks::Made,
+    moves: moving::Moves,
     known: Arc<Mutex<BTreeMap<SnapshotId, Known>>>,
     lineage: Mutex<BTreeMap<String, Line>>,
     /// Tenants that something is being done with.
@@ -141,7 +144,14 @@ impl Snapshots {
         let uid = std::fs::metadata("/proc/self").map_or(0, |own| own.uid());
         let mut known = BTreeMap::new();
         let (found, left) = disk.read_all();
+        let moves = moving::Moves::new(&disk);
         for mut snapshot in found {
+            let id = &snapshot.info.id;
+            if snapshot.coming.as_ref().is_some_and(|coming| !moves.needs(coming, id)) {
+                // Its tenant does not come any more, or runs: its memory is forgotten below.
+                let _ = disk.remove(id);
+                continue;
+            }
             let holder = tenants.get(snapshot.info.uid, &snapshot.info.tenant);
             let has = |process: &Process| {
                 process.memory.is_some_and(|memory| {
@@ -203,8 +213,11 @@ impl Snapshots {
                 }
             }
         }
+        disk.forget_arrived();
+        Self::see_to_moves(&moves, uid, tenants, guests);
         Self {
             made: guest_disks::Made::new(&disk, &left),
+            moves,
             disk,
             tenants: Arc::clone(tenants),
             guests: Arc::clone(guests),
@@ -395,6 +408,15 @@ impl Snapshots {
     /// One thing at a time is done with a tenant; whoever comes meanwhile waits.
     /// What was found before may not be true any more.
     fn turn(&self, name: &str) -> Result<Turn<'_>, String> {
+        let turn = self.turn_for_move(name)?;
+        match self.given(name) {
+            Some(out) => Err(out.refusal(name)),
+            None => Ok(turn),
+        }
+    }
+
+    /// The same, whether it is on its way to another host or not.
+    fn turn_for_move(&self, name: &str) -> Result<Turn<'_>, String> {
         let busy = lock(&self.busy);
         let is_taken = |busy: &mut BTreeSet<String>| busy.contains(name);
         let waited = self.turn_ended.wait_timeout_while(busy, TURN_PATIENCE, is_taken);

@@ -14,6 +14,8 @@ pub(crate) mod restore;
 #[cfg(test)]
 mod fill_tests;
 #[cfg(test)]
+mod pages_tests;
+#[cfg(test)]
 mod prepared_tests;
 
 use std::sync::atomic::Ordering;
@@ -89,6 +91,7 @@ pub(crate) struct Capturing {
     progress: Arc<CaptureProgress>,
     buffer: Vec<u8>,
     pace: Pace,
+    is_urgent: bool,
 }
 
 impl Tenant {
@@ -159,6 +162,7 @@ impl SnapshotOrder {
         torn: Option<Torn>,
     ) -> Option<Capturing> {
         let Self { request, answer, progress } = self;
+        let is_urgent = request.urgent;
         let mut buffer = vec![0; RUN_PAGES * PAGE_SIZE];
         match take(tenant, spaces, excluded, request, &mut buffer) {
             Ok((freeze, spaces, pending_pages)) => {
@@ -176,6 +180,7 @@ impl SnapshotOrder {
                     progress,
                     buffer,
                     pace: Pace::default(),
+                    is_urgent,
                 })
             }
             Err(error) => {
@@ -423,7 +428,7 @@ impl Capturing {
             .iter()
             .map(|(space, _)| space.capture_some(tenant, how, &mut self.buffer))
             .sum();
-        self.pace.worked(began, spare && !tenant.is_short());
+        self.pace.worked(began, self.is_urgent || spare && !tenant.is_short());
         if captured > 0 {
             self.progressed = Instant::now();
         } else if self.progressed.elapsed() > PATIENCE {

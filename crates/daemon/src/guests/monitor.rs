@@ -39,6 +39,8 @@ const TRY_EVERY: Duration = Duration::from_millis(50);
 pub(crate) const MOST_STATE_BYTES: u64 = 256 << 20;
 /// In the mark of a guest that runs while its disks are copied.
 const COPYING: &str = "copying";
+/// In the mark of a guest that was given up to another host.
+const GIVEN: &str = "given";
 /// Guests' memory consists of whole pages.
 const ALIGNED: u64 = strata_units::PAGE_SIZE as u64;
 
@@ -121,6 +123,9 @@ impl Guests {
                 continue;
             };
             let Some(tenant) = self.tenant(folder) else { continue };
+            if is_given(&entry.path()) {
+                continue;
+            }
             let Some(_alone) = self.alone_now(folder) else { continue };
             let name = &tenant.record().name;
             match self.see_to(&tenant, &entry.path()) {
@@ -140,7 +145,54 @@ impl Guests {
     }
 }
 
+fn is_given(mark: &Path) -> bool {
+    fs::read(mark).is_ok_and(|text| text == GIVEN.as_bytes())
+}
+
 impl Guests {
+    /// A guest that stands still is not to run on, whoever finds its mark.
+    pub(crate) fn give_up(&self, tenant: &Tenant) -> Result<(), String> {
+        self.write_mark(tenant, GIVEN)
+    }
+
+    /// It is to run on: if not by whoever has it stand still, then by others.
+    pub(crate) fn take_back(&self, tenant: &Tenant) -> Result<(), String> {
+        self.write_mark(tenant, "")
+    }
+
+    /// Has a guest run that has all that it needs.
+    pub(crate) fn runs(&self, tenant: &Tenant) -> Result<(), String> {
+        let _alone = self.alone(tenant)?;
+        let mut talk = self.talk(tenant, &self.directory(tenant), STILL_WITHIN)?;
+        let said = |error: state::StateError| error.to_string();
+        match state::status(&mut talk.monitor).map_err(|error| error.to_string())?.as_str() {
+            "running" => Ok(()),
+            "inmigrate" => Err("its QEMU has not got the state of its devices".to_owned()),
+            _ => state::go_on(&mut talk.monitor).map_err(said),
+        }
+    }
+
+    /// Has a guest run that was taken back; if it does not now, others see to it.
+    pub(crate) fn resume(&self, tenant: &Tenant) {
+        if self.runs(tenant).is_ok() {
+            let _ = fs::remove_file(self.mark(tenant));
+        }
+    }
+
+    /// It was given up, and has ended.
+    pub(crate) fn forget_given(&self, tenant: &Tenant) {
+        let mark = self.mark(tenant);
+        if is_given(&mark) {
+            // The guest that has this name next removes it as well.
+            let _ = fs::remove_file(mark);
+        }
+    }
+
+    fn write_mark(&self, tenant: &Tenant, text: &str) -> Result<(), String> {
+        let mark = self.mark(tenant);
+        fs::write(&mark, text).map_err(|error| format!("cannot write {}: {error}", mark.display()))
+    }
+
     /// Does what the mark of a guest says that is to be done. What was done; or what is
     /// not, and why.
     fn see_to(&self, tenant: &Tenant, mark: &Path) -> Result<&'static str, (&'static str, String)> {

@@ -28,6 +28,7 @@ const STATE: &str = "devices";
 const COPIES: &str = "copies";
 const LINEAGE: &str = "lineage.json";
 const MADE: &str = "disks.json";
+const MOVES: &str = "moves";
 
 /// The memory of one process of a snapshot.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -103,6 +104,9 @@ pub(super) struct Known {
     /// Its file, if it is persisted.
     #[serde(default)]
     pub(super) as_written: Option<AsWritten>,
+    /// The move that it came by: it is nobody's but that tenant's, until that runs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) coming: Option<String>,
 }
 
 impl Known {
@@ -350,6 +354,81 @@ impl Disk {
         })
     }
 
+    fn moves_directory(&self) -> io::Result<Directory> {
+        let all = self.open()?;
+        match all.make_directory(MOVES) {
+            Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(error),
+            _ => all.directory(MOVES),
+        }
+    }
+
+    /// Records of moves, by the names of their files.
+    pub(super) fn moves(&self) -> Vec<String> {
+        let found = self.open().and_then(|all| all.directory(MOVES)?.names());
+        found.unwrap_or_default().into_iter().filter_map(|name| name.into_string().ok()).collect()
+    }
+
+    pub(super) fn read_move<T: DeserializeOwned>(&self, name: &str) -> Option<T> {
+        self.open().and_then(|all| all.directory(MOVES)).ok().and_then(|all| read_json(&all, name))
+    }
+
+    /// `lasts`: also if the machine goes down a moment later.
+    pub(super) fn write_move(
+        &self,
+        name: &str,
+        value: &impl Serialize,
+        lasts: bool,
+    ) -> Result<(), String> {
+        self.open_or_make()?;
+        let written =
+            self.moves_directory().and_then(|all| write_json_for(&all, name, value, lasts));
+        written.map_err(|error| self.move_failed("write", name, &error))
+    }
+
+    pub(super) fn remove_move(&self, name: &str) -> Result<(), String> {
+        let removed = self.open().and_then(|all| all.directory(MOVES)?.remove_file(name));
+        match removed {
+            Err(error) if error.kind() != ErrorKind::NotFound => {
+                Err(self.move_failed("remove", name, &error))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn move_failed(&self, verb: &str, name: &str, error: &io::Error) -> String {
+        let path = self.directory.join(MOVES).join(name);
+        format!("cannot {verb} {}: {error}", path.display())
+    }
+
+    /// A new file for a snapshot that arrives, and its path; what a worker left there that
+    /// died over it is overwritten.
+    pub(super) fn arriving(&self, id: &str) -> Result<(PathBuf, File), String> {
+        let name = format!("arriving-{id}");
+        let path = self.directory.join(MOVES).join(&name);
+        self.open_or_make()?;
+        let made = self.moves_directory().and_then(|all| {
+            let _ = all.remove_file(&name);
+            all.file(&name, Access::New)
+        });
+        match made {
+            Ok(file) => Ok((path, file)),
+            Err(error) => Err(self.move_failed("make", &name, &error)),
+        }
+    }
+
+    /// The same name is nobody's any more.
+    pub(super) fn forget_arrived_of(&self, id: &str) {
+        // What stays is removed by the next worker.
+        let _ = self.remove_move(&format!("arriving-{id}"));
+    }
+
+    /// Removes what arrived for workers that are gone.
+    pub(super) fn forget_arrived(&self) {
+        for name in self.moves().iter().filter(|name| name.starts_with("arriving-")) {
+            let _ = self.remove_move(name);
+        }
+    }
+
     pub(super) fn read_lineage(&self) -> BTreeMap<String, Line> {
         self.open().ok().and_then(|all| read_json(&all, LINEAGE)).unwrap_or_default()
     }
@@ -369,15 +448,27 @@ fn read_json<T: DeserializeOwned>(directory: &Directory, name: &str) -> Option<T
 
 /// Writes a file as a whole or not at all.
 fn write_json(directory: &Directory, name: &str, value: &impl Serialize) -> io::Result<()> {
+    write_json_for(directory, name, value, true)
+}
+
+fn write_json_for(
+    directory: &Directory,
+    name: &str,
+    value: &impl Serialize,
+    lasts: bool,
+) -> io::Result<()> {
     let part = format!("{name}.part");
     let text = serde_json::to_vec(value)?;
     // What a writer left that was killed.
     let _ = directory.remove_file(&part);
     let written = directory
         .file(&part, Access::New)
-        .and_then(|mut file| file.write_all(&text).and_then(|()| file.sync_all()))
+        .and_then(|mut file| {
+            file.write_all(&text)?;
+            if lasts { file.sync_all() } else { Ok(()) }
+        })
         .and_then(|()| directory.rename(&part, name))
-        .and_then(|()| directory.sync());
+        .and_then(|()| if lasts { directory.sync() } else { Ok(()) });
     if written.is_err() {
         let _ = directory.remove_file(&part);
     }

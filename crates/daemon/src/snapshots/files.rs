@@ -133,7 +133,7 @@ impl Snapshots {
 
     /// The tenant that a snapshot's memory belongs to, made if it is not there,
     /// which `fill` gives that memory.
-    fn with_holder(
+    pub(super) fn with_holder(
         &self,
         info: &SnapshotInfo,
         fill: impl FnOnce(&Tenant) -> Result<(), String>,
@@ -252,6 +252,7 @@ impl Snapshots {
         known.info.scheduled = false;
         known.info.parent = None;
         known.place = None;
+        known.coming = None;
         // Its label may be taken here.
         let label = known.info.label.take();
         known.info.id = match self.next_id(&tenant, label.as_deref()) {
@@ -329,7 +330,7 @@ fn write_file(
 }
 
 /// Makes the directory of a snapshot's images from its file.
-fn extract(reader: &Reader, images: &Path) -> Result<(), String> {
+pub(super) fn extract(reader: &Reader, images: &Path) -> Result<(), String> {
     std::fs::DirBuilder::new()
         .mode(0o700)
         .create(images)

@@ -12,6 +12,7 @@
 //! QEMU's own memory is not in a snapshot: a guest that comes from one has a QEMU of its
 //! own, started by whoever asked for it, as that user.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -28,7 +29,7 @@ use strata_vm::state;
 use super::disk::Known;
 use super::guest_disks::{FrozenDisk, Held, Image, others, sum};
 use super::guest_files;
-use super::revive::{LOOK_EVERY, Revived, ends};
+use super::revive::{Hold, LOOK_EVERY, Revived, ends};
 use super::take::{FEW_PAGES, Numbers, captured};
 use super::{Snapshots, Tell, lock, wish_of};
 use crate::cgroup::Cgroups;
@@ -59,6 +60,10 @@ pub(super) struct GuestPart {
     /// Disks that it wrote to.
     #[serde(default)]
     pub(super) disks: Vec<FrozenDisk>,
+    /// Of one that moves: it has no copies, and keeps these disks, as they were when it
+    /// stood still.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) in_place: Option<BTreeMap<String, Option<Image>>>,
 }
 
 /// A tenant that a guest is to come into.
@@ -137,6 +142,7 @@ impl Snapshots {
                 thaw: Box::new(move || lock(&goes_on).go_on()),
                 most_frozen_pages,
                 stay: false,
+                urgent: false,
                 only: Some(Only { pid, range }),
             };
             match tenant.snapshot(request, |done, total| tell(captured(done, total))) {
@@ -166,6 +172,7 @@ impl Snapshots {
                         state_sum: sum(&bytes),
                         files,
                         disks,
+                        in_place: None,
                     });
                     // From here on its disks are a snapshot's.
                     lock(&self.known).insert(id, known.clone());
@@ -256,6 +263,33 @@ impl Snapshots {
             self.descends(tenant, &self.find(uid, named)?.info.id);
             return Ok(revived);
         }
+        self.fill_in_turn(uid, tenant, named, (pid, rollback), tell, &mut || Ok(()))?;
+        Ok(revived)
+    }
+
+    /// The same for one that moves here, which stands still until `hold` lets it run.
+    pub(super) fn fill_held(
+        &self,
+        uid: u32,
+        tenant: &Arc<Tenant>,
+        named: &SnapshotRef,
+        (pid, rollback): (u32, bool),
+        tell: Tell<'_>,
+        hold: Hold<'_>,
+    ) -> Result<(), String> {
+        let _turn = self.turn(&tenant.record().name)?;
+        self.fill_in_turn(uid, tenant, named, (pid, rollback), tell, hold)
+    }
+
+    fn fill_in_turn(
+        &self,
+        uid: u32,
+        tenant: &Arc<Tenant>,
+        named: &SnapshotRef,
+        (pid, rollback): (u32, bool),
+        tell: Tell<'_>,
+        hold: Hold<'_>,
+    ) -> Result<(), String> {
         let (known, origin, part) = self.guest_of(uid, named, tell)?;
         let id = &known.info.id;
         let process = known.processes.first().ok_or("it has no memory")?;
@@ -283,6 +317,7 @@ impl Snapshots {
             false => self.guests.spec(tenant),
         };
         let spec = spec.ok_or("the worker that has begun it is gone")?;
+        hold()?;
         let takes_places = spec.disks.iter().any(|disk| disk.opened != disk.path);
         if rollback || takes_places {
             drop(talk);
@@ -301,7 +336,7 @@ impl Snapshots {
                 to.start.wrapping_sub(from.start),
             );
         }
-        Ok(revived)
+        Ok(())
     }
 
     /// Ends what an earlier worker has begun with the QEMU `pid`.
@@ -363,7 +398,8 @@ fn begun(
     mut warnings: Vec<String>,
     (held, disks): (Held, Vec<GuestDisk>),
 ) -> Begun {
-    for disk in &disks {
+    let keeps = part.in_place.is_some();
+    for disk in disks.iter().filter(|_| !keeps) {
         warnings.push(match (disk.temporary, disk.opened == disk.path) {
             (true, true) => {
                 format!("its disk {} is its own, and goes when the guest has ended", disk.path)

@@ -18,7 +18,7 @@ use strata_snapshot::archive::Reader;
 
 use super::disk::Known;
 use super::guest::GuestPart;
-use super::guest_disks::{Held, sum};
+use super::guest_disks::{Held, Image, sum};
 use super::vouch::Author;
 use super::{Snapshots, Tell};
 use crate::guests::MOST_STATE_BYTES;
@@ -75,7 +75,7 @@ fn index_of(reader: &Reader, name: &str) -> Option<usize> {
 }
 
 /// The state of a guest's devices, as its file has it.
-fn state_in(reader: &Reader, part: &GuestPart) -> Result<Vec<u8>, String> {
+pub(super) fn state_in(reader: &Reader, part: &GuestPart) -> Result<Vec<u8>, String> {
     let index = index_of(reader, DEVICES).ok_or("it lacks the state of the guest's devices")?;
     let bytes = reader
         .file_beginning(index, part.state_bytes + 1)
@@ -217,7 +217,7 @@ impl GuestPart {
 
     /// Refuses what a file says of a guest if that is none, or cannot be one here; takes
     /// the images that it reads for those that are here.
-    fn fits_here(&mut self, reader: &Reader) -> Result<(), String> {
+    pub(super) fn fits_here(&mut self, reader: &Reader) -> Result<(), String> {
         if let Some(why) = self.problem(reader) {
             return Err(format!("it contradicts itself: {why}"));
         }
@@ -226,6 +226,24 @@ impl GuestPart {
             return Err(format!("its QEMU is started in {directory}: make that directory"));
         }
         self.files.iter_mut().try_for_each(|image| image.is_here(&directory))
+    }
+
+    /// The same of one that moves here: the disks that it keeps have to be here, and, when
+    /// it stands still, to be those that it had.
+    pub(super) fn comes_here(&mut self, reader: &Reader) -> Result<(), String> {
+        self.fits_here(reader)?;
+        let disks = self.in_place.as_ref().ok_or("it contradicts itself: the guest's disks")?;
+        for (path, image) in disks {
+            let here = Image::of(self.directory(), path).map_err(|why| {
+                format!("{why}; the disk of a guest that moves has to be where both hosts see it")
+            })?;
+            if image.as_ref().is_some_and(|image| !image.is_alike(&here)) {
+                return Err(format!(
+                    "its disk {path} is another one here: it has to be one that both hosts see"
+                ));
+            }
+        }
+        Ok(())
     }
 
     fn problem(&self, reader: &Reader) -> Option<&'static str> {

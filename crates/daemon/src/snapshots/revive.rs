@@ -64,6 +64,9 @@ pub(super) struct How {
     pub(super) terminals: Terminals,
 }
 
+/// Decides whether what stands, whole, is to run: an error ends it.
+pub(super) type Hold<'a> = &'a mut dyn FnMut() -> Result<(), String>;
+
 /// Processes that came back.
 pub(crate) struct Life {
     /// The first one.
@@ -272,6 +275,18 @@ impl Snapshots {
         preparing: Preparing,
         how: How,
     ) -> Result<Life, String> {
+        self.revive_held(tenant, known, preparing, how, &mut || Ok(()))
+    }
+
+    /// The same; what comes back stands still until `hold` lets it run.
+    pub(super) fn revive_held(
+        &self,
+        tenant: &Arc<Tenant>,
+        known: &Known,
+        preparing: Preparing,
+        how: How,
+        hold: Hold<'_>,
+    ) -> Result<Life, String> {
         let How { keep_connections, terminals } = how;
         let new = RestoreOptions::new(helper()?);
         let kept_log = Some(self.disk.kept_log("restore"));
@@ -286,7 +301,8 @@ impl Snapshots {
             tenant.record().cgroup.as_ref().and_then(|path| Cgroups::tasks_file(path.as_ref()));
         let work = self.work_directory();
         let mut alive = Vec::new();
-        let outcome = self.revive_in(&work, tenant, known, preparing, options, &mut alive);
+        let with = (options, hold);
+        let outcome = self.revive_in(&work, tenant, known, preparing, with, &mut alive);
         if outcome.is_err() {
             for held in alive {
                 held.pidfd().signal(SIGKILL);
@@ -310,7 +326,7 @@ impl Snapshots {
         tenant: &Arc<Tenant>,
         known: &Known,
         mut preparing: Preparing,
-        options: RestoreOptions,
+        (options, hold): (RestoreOptions, Hold<'_>),
         alive: &mut Vec<Arc<Held>>,
     ) -> Result<Life, String> {
         // Of an earlier life: an ended process that nobody has collected holds its
@@ -381,6 +397,7 @@ impl Snapshots {
                 done => done.map_err(|error| error.to_string())?,
             }
         }
+        hold()?;
         let tree = restore.finish().map_err(|error| error.to_string())?;
         if let Some(mut keeper) = tree.keeper {
             // Somebody must collect it when the clone has ended.

@@ -78,7 +78,7 @@ impl Snapshots {
     }
 
     /// Forgets what is not needed any more; nobody waits until its pages are released.
-    fn forget_later(&self, tenant: &Arc<Tenant>, undo: &Known) {
+    pub(super) fn forget_later(&self, tenant: &Arc<Tenant>, undo: &Known) {
         if self.disk.remove(&undo.info.id).is_err() {
             // Its number of memory must be nobody else's while its files are there.
             return;

@@ -92,7 +92,7 @@ impl Snapshots {
         lock(&self.known).insert(id.clone(), known.clone());
         let taken = match self.guests.spec(tenant) {
             Some(spec) => self.take_guest(tenant, &mut known, spec, tell),
-            None => self.take_memory(tenant, &id, tell),
+            None => self.take_memory(tenant, &id, false, tell),
         };
         match taken {
             Ok((freeze, numbers)) => {
@@ -125,6 +125,18 @@ impl Snapshots {
     /// still from the moment that it has, and all of it is there. It is on disk, and
     /// in no list: whoever asked offers it, or forgets it.
     pub(super) fn take_standing(&self, tenant: &Arc<Tenant>) -> Result<Standing, String> {
+        let mut standing = self.stand_still(tenant)?;
+        if let Err(why) = self.disk.write(&standing.known) {
+            // It runs on.
+            standing.frozen = None;
+            let _ = self.forget(&standing.known);
+            return Err(why);
+        }
+        Ok(standing)
+    }
+
+    /// The same, and not all of it is on disk.
+    pub(super) fn stand_still(&self, tenant: &Arc<Tenant>) -> Result<Standing, String> {
         let known = self.capturing(tenant, self.number_to_come(&tenant.record().name));
         let criu = self.criu()?;
         let held = Arc::new(Mutex::new(None));
@@ -138,8 +150,7 @@ impl Snapshots {
         let written = taken.map_err(failed).and_then(|(freeze, numbers)| {
             standing.known.is_captured(&freeze, &numbers);
             let frozen = standing.frozen.as_ref().ok_or("it does not stand still")?;
-            frozen.complete().map_err(|error| error.to_string())?;
-            self.disk.write(&standing.known)
+            frozen.complete().map_err(|error| error.to_string())
         });
         if let Err(why) = written {
             // It runs on.
@@ -151,7 +162,7 @@ impl Snapshots {
     }
 
     /// What is known of a snapshot that is being taken.
-    fn capturing(&self, tenant: &Arc<Tenant>, id: SnapshotId) -> Known {
+    pub(super) fn capturing(&self, tenant: &Arc<Tenant>, id: SnapshotId) -> Known {
         let record = tenant.record();
         let line = self.line_of(tenant);
         Known {
@@ -183,13 +194,15 @@ impl Snapshots {
             place: line.place,
             guest: None,
             as_written: None,
+            coming: None,
         }
     }
 
-    fn take_memory(
+    pub(super) fn take_memory(
         &self,
         tenant: &Arc<Tenant>,
         id: &SnapshotId,
+        urgent: bool,
         tell: Tell<'_>,
     ) -> Result<(Freeze, Numbers), String> {
         let criu = self.criu()?;
@@ -197,7 +210,7 @@ impl Snapshots {
         // captured any more. Each attempt has less to read than the one before; if it
         // is little, or at last, the program stands still for it.
         for most_frozen_pages in [0, FEW_PAGES, FEW_PAGES, FEW_PAGES, u64::MAX] {
-            let until = Until::Captured(most_frozen_pages);
+            let until = Until::Captured(most_frozen_pages, urgent);
             match self.take_restless(tenant, &criu, id, &until, tell) {
                 Ok(taken) => return Ok(taken),
                 Err(SnapshotError::Torn) => {}
@@ -275,6 +288,11 @@ pub(super) struct Standing {
 }
 
 impl Standing {
+    /// Since when it stands still.
+    pub(super) fn since(&self) -> Option<Instant> {
+        self.frozen.as_ref().map(FrozenProcess::since)
+    }
+
     /// Its processes were killed: returns when they are nobody's any more.
     pub(super) fn end_killed(self) -> Known {
         if let Some(frozen) = self.frozen {
@@ -286,7 +304,7 @@ impl Standing {
 
 impl Known {
     /// Its memory is captured, and it is usable.
-    fn is_captured(&mut self, freeze: &Freeze, numbers: &Numbers) {
+    pub(super) fn is_captured(&mut self, freeze: &Freeze, numbers: &Numbers) {
         self.info.state = SnapshotState::Usable;
         self.info.processes = freeze.processes.len() as u32;
         self.info.copied_pages = freeze.copied_pages;
@@ -313,8 +331,8 @@ impl Known {
 /// How long the processes stand still.
 enum Until<'a> {
     /// Until all is captured, if that is no more than so many pages; else until it is
-    /// known what is to be.
-    Captured(u64),
+    /// known what is to be; whether the rest is urgent.
+    Captured(u64, bool),
     /// Until whoever asked has ended them, or drops this.
     Ended(&'a Arc<Mutex<Option<FrozenProcess>>>),
 }
@@ -342,9 +360,9 @@ fn take_once(
     tell: Tell<'_>,
 ) -> Result<(Freeze, Numbers), SnapshotError> {
     let (root, pids) = (pids[0], pids.to_vec());
-    let (frozen, stay, most_frozen_pages) = match until {
-        &Until::Captured(most) => (Arc::new(Mutex::new(None)), false, most),
-        Until::Ended(held) => (Arc::clone(held), true, u64::MAX),
+    let (frozen, stay, most_frozen_pages, urgent) = match until {
+        &Until::Captured(most, urgent) => (Arc::new(Mutex::new(None)), false, most, urgent),
+        Until::Ended(held) => (Arc::clone(held), true, u64::MAX, true),
     };
     let held = Arc::clone(&frozen);
     let numbers = Arc::new(Mutex::new(Numbers::new()));
@@ -394,6 +412,7 @@ fn take_once(
         }),
         most_frozen_pages,
         stay,
+        urgent,
         only: None,
     };
     tenant.snapshot(request, |done, total| tell(captured(done, total))).map(|freeze| {

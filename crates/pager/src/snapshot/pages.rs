@@ -1,5 +1,6 @@
 //! Snapshots' memory, read out page by page and taken in again.
 
+use std::collections::BTreeSet;
 use std::io;
 
 use strata_store::Put;
@@ -9,7 +10,7 @@ use crate::map::address::{address_of, piece_of};
 use crate::map::entry::Entry;
 use crate::map::lock;
 use crate::tenant::Tenant;
-use crate::tenant::snapshots::Memory;
+use crate::tenant::snapshots::{Memory, pages_of};
 
 /// Highest address that a managed process can have (47 bits).
 const HIGHEST: u64 = (1 << 47) - 1;
@@ -52,6 +53,93 @@ impl Tenant {
         Ok(())
     }
 
+    /// Calls `each(address, page)` for the pages of the snapshot `memory` that are not
+    /// what they are in `before`, in order of their addresses; without a page where there
+    /// is none any more. Both are of one tenant: content that was not written since has
+    /// one handle in both.
+    ///
+    /// # Errors
+    /// A page cannot be read; or what `each` says.
+    pub fn read_changes(
+        &self,
+        before: SpaceId,
+        memory: SpaceId,
+        mut each: impl FnMut(u64, Option<&PageBuffer>) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let known = |id| {
+            let known = lock(&self.snapshots).get(&id).cloned();
+            known.ok_or_else(|| io::Error::other("there is no such snapshot"))
+        };
+        let (before, after) = (known(before)?, known(memory)?);
+        let pieces: BTreeSet<_> = before.directory.keys().chain(after.directory.keys()).collect();
+        let mut buffer = PageBuffer::zeroed();
+        for piece in pieces {
+            let entry_in = |memory: &Memory, index| {
+                let leaf = memory.directory.get(piece);
+                leaf.map_or(Entry::Untouched, |&leaf| self.map.get(PageId::new(leaf, index)))
+            };
+            for index in 0..PAGES_PER_LEAF {
+                let (old, new) = (entry_in(&before, index), entry_in(&after, index));
+                let address = address_of(*piece, index);
+                let lost = |why: String| {
+                    io::Error::other(format!("the page at {address:#x} cannot be read: {why}"))
+                };
+                match new {
+                    _ if new == old => {}
+                    Entry::Untouched => each(address, None)?,
+                    Entry::Stored(handle) => {
+                        self.store
+                            .get(handle, &mut buffer.0)
+                            .map_err(|error| lost(error.to_string()))?;
+                        each(address, Some(&buffer))?;
+                    }
+                    _ => return Err(lost("it was lost before".into())),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes pages into the memory `id` of a snapshot that nobody restores yet, in the
+    /// places of those that are there; `gone`, first bytes and ends, are not there any more.
+    ///
+    /// # Errors
+    /// As for [`Self::import_memory`]: nothing is left of it then.
+    pub fn update_memory(
+        &self,
+        id: SpaceId,
+        gone: &[(u64, u64)],
+        mut next: impl FnMut(&mut PageBuffer) -> io::Result<Option<u64>>,
+    ) -> io::Result<()> {
+        let known = lock(&self.snapshots).get(&id).cloned();
+        let known = known.ok_or_else(|| io::Error::other("there is no such snapshot"))?;
+        self.forget_ready(id);
+        let mut memory = Memory { directory: known.directory.clone() };
+        drop(known);
+        self.forget_pages(&memory, gone);
+        let mut buffer = PageBuffer::zeroed();
+        let outcome =
+            self.take_pages_in(id, &mut memory, &mut || self.stored(&mut buffer, &mut next));
+        self.know_snapshot(id, memory.directory);
+        if outcome.is_err() {
+            self.remove_snapshot_memory(id);
+        }
+        outcome
+    }
+
+    fn forget_pages(&self, memory: &Memory, gone: &[(u64, u64)]) {
+        for (piece, _, index, page) in pages_of(memory) {
+            let address = address_of(piece, index);
+            // In order, and without overlaps.
+            let after = gone.partition_point(|&(start, _)| start <= address);
+            let is_gone = after > 0 && address < gone[after - 1].1;
+            let entry = self.map.get(page);
+            if is_gone && entry != Entry::Untouched {
+                self.overwrite(page, entry, Entry::Untouched);
+            }
+        }
+    }
+
     /// Takes in the memory of one process of a snapshot. `next` fills the buffer
     /// and says where the page belongs; none: that was the last.
     ///
@@ -62,11 +150,18 @@ impl Tenant {
         mut next: impl FnMut(&mut PageBuffer) -> io::Result<Option<u64>>,
     ) -> io::Result<SpaceId> {
         let mut buffer = PageBuffer::zeroed();
-        self.take_in(&mut || {
-            let Some(address) = next(&mut buffer)? else { return Ok(None) };
-            let handle = self.store.put(&buffer.0, Put::Fast).map_err(io::Error::other)?;
-            Ok(Some((address, handle)))
-        })
+        self.take_in(&mut || self.stored(&mut buffer, &mut next))
+    }
+
+    /// Stores the next page that is brought.
+    fn stored(
+        &self,
+        buffer: &mut PageBuffer,
+        next: &mut dyn FnMut(&mut PageBuffer) -> io::Result<Option<u64>>,
+    ) -> io::Result<Option<(u64, Handle)>> {
+        let Some(address) = next(buffer)? else { return Ok(None) };
+        let handle = self.store.put(&buffer.0, Put::Fast).map_err(io::Error::other)?;
+        Ok(Some((address, handle)))
     }
 
     /// Makes a snapshot of an address space of the pages that `next` names, each with a

@@ -61,6 +61,9 @@ pub struct SnapshotRequest {
     /// `thaw` does not let them run on: whoever asked ends them, or lets them go
     /// himself. All is captured while they stand.
     pub stay: bool,
+    /// Somebody waits for it to be whole, and has more to do the later it is: its capture
+    /// does not give way to the tenant.
+    pub urgent: bool,
     /// No more than this; none: all memory of all processes.
     pub only: Option<Only>,
 }

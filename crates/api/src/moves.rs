@@ -1,0 +1,197 @@
+//! What is said when a tenant moves from one daemon to another: on the way between the
+//! two, and between each and its own command line, which carries it.
+//!
+//! ```text
+//! daemon ── strata move ══ ssh, or a pipe ══ strata receive ── daemon
+//! ```
+//! All of it is frames: kind (1 byte), length (4 bytes, little-endian), content. What two
+//! daemons say is words ([`MoveWord`], JSON) and data, pieces of snapshot files. What is
+//! for a daemon's own command line ([`MoveNear`], JSON) is not passed on.
+
+use std::io::{self, Read, Write};
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Progress, Reply, SnapshotId};
+
+/// Longest frame.
+pub const MAX_FRAME_BYTES: usize = 1 << 20;
+/// The hint of a daemon that has given a tenant up and does not know whether it runs there.
+pub const MOVE_UNSETTLED: &str = "settle it: strata move --settle NAME HOST";
+/// Raised when the meaning of a word changes; other versions are refused.
+pub const MOVE_VERSION: u32 = 1;
+
+/// What a frame has.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum FrameKind {
+    /// A [`MoveWord`].
+    Word,
+    /// A piece of a snapshot file.
+    Data,
+    /// A [`MoveNear`].
+    Near,
+}
+
+impl FrameKind {
+    const ALL: [(Self, u8); 3] = [(Self::Word, b'w'), (Self::Data, b'd'), (Self::Near, b'n')];
+}
+
+/// Writes one frame.
+///
+/// # Errors
+/// What the stream says; or the content is too long.
+pub fn write_frame(mut to: impl Write, kind: FrameKind, content: &[u8]) -> io::Result<()> {
+    if content.len() > MAX_FRAME_BYTES {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "a frame is too long"));
+    }
+    let byte = FrameKind::ALL.iter().find(|known| known.0 == kind).map_or(0, |known| known.1);
+    let mut frame = Vec::with_capacity(5 + content.len());
+    frame.push(byte);
+    frame.extend_from_slice(&(content.len() as u32).to_le_bytes());
+    frame.extend_from_slice(content);
+    to.write_all(&frame)?;
+    to.flush()
+}
+
+/// Reads one frame; none: the stream has ended.
+///
+/// # Errors
+/// What the stream says, or it is no frame.
+pub fn read_frame(mut from: impl Read) -> io::Result<Option<(FrameKind, Vec<u8>)>> {
+    let invalid = |why| io::Error::new(io::ErrorKind::InvalidData, why);
+    let mut head = [0; 5];
+    loop {
+        match from.read(&mut head[..1]) {
+            Ok(0) => return Ok(None),
+            Ok(_) => break,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    from.read_exact(&mut head[1..])?;
+    let [byte, length @ ..] = head;
+    let length = u32::from_le_bytes(length) as usize;
+    let kind = FrameKind::ALL.iter().find(|known| known.1 == byte);
+    let kind = kind.ok_or_else(|| invalid("what arrives is no frame"))?.0;
+    if length > MAX_FRAME_BYTES {
+        return Err(invalid("what arrives is longer than a frame"));
+    }
+    let mut content = Vec::new();
+    from.take(length as u64).read_to_end(&mut content)?;
+    match content.len() == length {
+        true => Ok(Some((kind, content))),
+        false => Err(io::ErrorKind::UnexpectedEof.into()),
+    }
+}
+
+/// What two daemons say to each other.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(tag = "word", rename_all = "snake_case", deny_unknown_fields)]
+pub enum MoveWord {
+    /// A tenant is to move. Answered by `welcome` or `never`.
+    Hello {
+        /// [`MOVE_VERSION`].
+        version: u32,
+        /// Of this move.
+        id: String,
+        /// The tenant.
+        name: String,
+        /// The daemon that it comes from.
+        home: String,
+    },
+    /// It may come.
+    Welcome,
+    /// A snapshot file follows as data, up to `end`: all memory in the first, what has
+    /// changed since in the others.
+    Archive {
+        /// The tenant stands still: it is all there then.
+        last: bool,
+    },
+    /// The snapshot file is whole.
+    End,
+    /// It is taken in.
+    Taken,
+    /// The tenant is there, whole, and stands still.
+    Ready,
+    /// Let it run: it does not here any more.
+    Go,
+    /// It runs.
+    Running,
+    /// It does not run there, and never will.
+    Never {
+        /// Why.
+        why: String,
+    },
+    /// What became of a move whose `go` was not answered. Answered by `running` or `never`.
+    Ask {
+        /// [`MOVE_VERSION`].
+        version: u32,
+        /// Of the move.
+        id: String,
+        /// The tenant.
+        name: String,
+    },
+    /// The answer has arrived: it need not be remembered any more.
+    Settled,
+}
+
+/// What a daemon and its own command line say to each other.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(tag = "near", rename_all = "snake_case", deny_unknown_fields)]
+pub enum MoveNear {
+    /// The request was read: what follows is frames, in both directions.
+    Begun,
+    /// How far it is.
+    Progress {
+        /// That.
+        progress: Progress,
+    },
+    /// The end of it.
+    Reply {
+        /// That.
+        reply: Reply,
+    },
+    /// Have a guest begun of this snapshot, which waits.
+    StartGuest {
+        /// Which.
+        snapshot: SnapshotId,
+        /// The tenant.
+        name: String,
+    },
+    /// It waits, in this QEMU.
+    Started {
+        /// Its number.
+        pid: u32,
+    },
+    /// It could not be.
+    Failed {
+        /// Why.
+        why: String,
+    },
+    /// From now on the guest is not ended when the connection is.
+    Committed,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frames_come_out_as_they_went_in() {
+        let mut bytes = Vec::new();
+        for (kind, content) in [(FrameKind::Word, &b"{}"[..]), (FrameKind::Data, b"")] {
+            write_frame(&mut bytes, kind, content).expect("written");
+        }
+        let mut from = &bytes[..];
+        let read = |from: &mut &[u8]| read_frame(from).expect("a frame");
+        assert_eq!(read(&mut from), Some((FrameKind::Word, b"{}".to_vec())));
+        assert_eq!(read(&mut from), Some((FrameKind::Data, Vec::new())));
+        assert_eq!(read(&mut from), None);
+        for cut in 1..7 {
+            assert!(read_frame(&bytes[..cut]).is_err(), "{cut}");
+        }
+        assert!(read_frame(&b"x\0\0\0\0"[..]).is_err());
+        assert!(read_frame(&b"w\xff\xff\xff\xff"[..]).is_err());
+        assert!(write_frame(Vec::new(), FrameKind::Data, &vec![0; MAX_FRAME_BYTES + 1]).is_err());
+    }
+}

@@ -1,0 +1,438 @@
+//! A tenant comes: its memory is taken in while it runs elsewhere, then all of it, it stands
+//! here, and it is decided whether it runs here.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+use strata_api::{MOVE_VERSION, MoveNear, MoveWord, SnapshotId, name_problem};
+use strata_pager::Tenant;
+use strata_snapshot::Terminals;
+use strata_snapshot::archive::Reader;
+use strata_sys::{Priority, log};
+use strata_units::{PageBuffer, SpaceId};
+
+use super::super::disk::{Known, Place};
+use super::super::files::extract;
+use super::super::guest_files::{described, state_in};
+use super::super::machine::Machine;
+use super::super::preparing::Preparing;
+use super::super::revive::{How, ends};
+use super::super::{SnapshotState, Snapshots};
+use super::out::gone_name;
+use super::record::{Decided, is_id};
+use super::{ANSWERED_WITHIN, Wire, home};
+use crate::tenants::chain;
+
+/// Ranges that a process may have given back between two rounds, in bytes of their file.
+const MOST_GONE_BYTES: u64 = 64 << 20;
+
+/// A tenant that is on its way here.
+struct Coming {
+    id: String,
+    name: String,
+    uid: u32,
+    /// The snapshot that it will be when all of it is there, and until it runs.
+    known: Option<Known>,
+    memories: BTreeMap<u32, SpaceId>,
+    /// Of a guest: the QEMU that waits for it.
+    qemu: Option<u32>,
+}
+
+impl Snapshots {
+    /// Takes in what another daemon moves here, or says what became of it.
+    pub(crate) fn receive(&self, uid: u32, wire: &mut Wire) -> Result<String, String> {
+        let outcome = self.check_user(uid).and_then(|()| match wire.hear(ANSWERED_WITHIN)? {
+            MoveWord::Hello { version, .. } | MoveWord::Ask { version, .. }
+                if version != MOVE_VERSION =>
+            {
+                Err(format!("moves have version {MOVE_VERSION} here, and {version} there"))
+            }
+            MoveWord::Hello { id, name, .. } | MoveWord::Ask { id, name, .. }
+                if !is_id(&id) || name_problem(&name).is_some() =>
+            {
+                Err("it is not said what moves".to_owned())
+            }
+            MoveWord::Hello { home: theirs, .. } if theirs == home(&self.work) => {
+                Err("it is here already: name another host".to_owned())
+            }
+            MoveWord::Hello { id, name, .. } => self.receive_tenant(uid, (id, name), wire),
+            MoveWord::Ask { id, name, .. } => self.answer_for(uid, (id, name), wire),
+            _ => Err("the other side says what was not asked for".to_owned()),
+        });
+        if let Err(why) = &outcome {
+            // Who has gone asks later.
+            let _ = wire.say(&MoveWord::Never { why: why.clone() });
+        }
+        outcome
+    }
+
+    fn receive_tenant(
+        &self,
+        uid: u32,
+        (id, name): (String, String),
+        wire: &mut Wire,
+    ) -> Result<String, String> {
+        // Of a guest the QEMU is begun by whoever carries this, which takes a turn of its own.
+        let mut turn = Some(self.turn(&name)?);
+        if let Some(tenant) = self.own_tenant(&name)
+            && !ends(&tenant)
+        {
+            return Err(format!("there is a tenant {name} already: it runs"));
+        }
+        self.check_limit()?;
+        wire.say(&MoveWord::Welcome)?;
+        let mut coming =
+            Coming { id, name, uid, known: None, memories: BTreeMap::new(), qemu: None };
+        let came = self.receive_rounds(&mut coming, &mut turn, wire);
+        if let Err(why) = came {
+            if matches!(self.moves.decided(&coming.id), Some(Decided::Committed(_))) {
+                // Whatever came back of it was ended; it is the other side's again.
+                self.moves.came_to(&coming.id, &Decided::Never(why.clone()))?;
+            }
+            log(Priority::Warning, format_args!("{}: did not come: {why}", coming.name));
+            self.forget_coming(&coming);
+            return Err(why);
+        }
+        // If this fails, it is seen to run by whoever asks.
+        let _ = self.moves.came_to(&coming.id, &Decided::Ran);
+        self.guests.step("ran");
+        log(Priority::Notice, format_args!("{}: came from another host, and runs", coming.name));
+        self.say_running(&coming.id, wire);
+        // It was only the way here.
+        self.forget_coming(&coming);
+        Ok(coming.name)
+    }
+
+    /// It runs, whether the other side hears of it or not: it asks then.
+    fn say_running(&self, id: &str, wire: &mut Wire) {
+        let said = wire.say(&MoveWord::Running);
+        if said.is_ok() && wire.hear(ANSWERED_WITHIN) == Ok(MoveWord::Settled) {
+            self.moves.forget_in(id);
+        }
+    }
+
+    fn receive_rounds(
+        &self,
+        coming: &mut Coming,
+        turn: &mut Option<super::super::Turn<'_>>,
+        wire: &mut Wire,
+    ) -> Result<(), String> {
+        loop {
+            let last = match wire.hear(super::TAKEN_WITHIN)? {
+                MoveWord::Archive { last } => last,
+                MoveWord::Never { why } => return Err(why),
+                _ => return Err("the other side says what was not asked for".to_owned()),
+            };
+            self.arrives(coming, last, wire)?;
+            self.guests.step("arrived");
+            if coming.known.as_ref().is_some_and(|known| known.guest.is_some())
+                && coming.qemu.is_none()
+            {
+                *turn = None;
+                self.start_guest(coming, wire)?;
+            }
+            if last {
+                break;
+            }
+            wire.say(&MoveWord::Taken)?;
+        }
+        self.bring_up(coming, true, wire)
+    }
+
+    /// Has a QEMU begun that waits.
+    fn start_guest(&self, coming: &mut Coming, wire: &mut Wire) -> Result<(), String> {
+        let known = coming.known.as_ref().ok_or("nothing of it has come")?;
+        let snapshot = known.info.id.clone();
+        wire.near(&MoveNear::StartGuest { snapshot, name: coming.name.clone() })?;
+        match wire.hear_near(ANSWERED_WITHIN)? {
+            MoveNear::Started { pid } => coming.qemu = Some(pid),
+            MoveNear::Failed { why } => return Err(why),
+            _ => return Err("the command line says something else".to_owned()),
+        }
+        Ok(())
+    }
+
+    /// Has what is all here stand, and, if it is held, run only when the other side says so.
+    fn bring_up(&self, coming: &Coming, held: bool, wire: &mut Wire) -> Result<(), String> {
+        let known = coming.known.as_ref().ok_or("nothing of it has come")?;
+        let id = known.info.id.clone();
+        let mut hold = || {
+            if !held {
+                return Ok(());
+            }
+            self.guests.step("stands");
+            wire.say(&MoveWord::Ready)?;
+            match wire.hear(ANSWERED_WITHIN)? {
+                MoveWord::Go => {}
+                _ => return Err("the other side says what was not asked for".to_owned()),
+            }
+            self.guests.step("told");
+            match self.moves.decide(&coming.id, Decided::Committed(id.clone()))? {
+                Decided::Committed(_) => {}
+                _ => return Err("it was said before that it never runs here".to_owned()),
+            }
+            let _ = wire.near(&MoveNear::Committed);
+            self.guests.step("committed");
+            Ok(())
+        };
+        let holder = self.own_tenant(&coming.name).ok_or("its memory is gone")?;
+        if let Some(pid) = coming.qemu {
+            let named = known.info.id.clone().into();
+            self.fill_held(coming.uid, &holder, &named, (pid, false), &mut |_| (), &mut hold)?;
+            return Ok(());
+        }
+        let taken = |pid: u32| Path::new(&format!("/proc/{pid}")).exists();
+        let is_taken = known.processes.iter().any(|process| taken(process.pid));
+        self.settle(&holder, is_taken.then(Place::default))?;
+        let preparing = Preparing::begin(&holder, &holder, known)?;
+        let how = How { keep_connections: true, terminals: Terminals::default() };
+        self.revive_held(&holder, known, preparing, how, &mut hold)?;
+        Ok(())
+    }
+
+    /// Takes in one snapshot file.
+    fn arrives(&self, coming: &mut Coming, last: bool, wire: &mut Wire) -> Result<(), String> {
+        let (path, file) = self.disk.arriving(&coming.id)?;
+        let received = wire.file(&file);
+        let reader = received.and_then(|()| Reader::open(&path).map_err(|error| chain(&error)));
+        // From here on it has no name, or there is none.
+        self.disk.forget_arrived_of(&coming.id);
+        let reader = reader?;
+        let mut known = described(&reader, Path::new("what arrived"))?;
+        self.check_arrived(coming, &reader, &mut known)?;
+        let id = match &coming.known {
+            Some(known) => known.info.id.clone(),
+            None => self.next_id(&coming.name, None)?,
+        };
+        self.becomes_ours(coming, id, &mut known);
+        self.with_holder(&known.info.clone(), |holder| {
+            let taken = self.memories_in(&reader, coming, &known, holder);
+            if taken.is_err() {
+                forget_memories(coming, holder);
+            }
+            taken
+        })?;
+        for process in &mut known.processes {
+            process.memory = coming.memories.get(&process.pid).map(|memory| memory.0);
+        }
+        if last {
+            self.rest_in(&reader, &known)?;
+        }
+        coming.known = Some(known.clone());
+        super::super::lock(&self.known).insert(known.info.id.clone(), known);
+        Ok(())
+    }
+
+    fn check_arrived(
+        &self,
+        coming: &Coming,
+        reader: &Reader,
+        known: &mut Known,
+    ) -> Result<(), String> {
+        let listed = |process: &super::super::disk::Process| {
+            reader.processes().iter().any(|known| known.pid == process.pid)
+        };
+        let was_guest = coming.known.as_ref().map(|known| known.guest.is_some());
+        if known.processes.is_empty()
+            || !known.processes.iter().all(listed)
+            || was_guest.is_some_and(|was| was != known.guest.is_some())
+        {
+            return Err("what arrived contradicts itself".to_owned());
+        }
+        let unfit = known.machine.as_ref().and_then(|one| one.unfit_for(Machine::here(), false));
+        if let Some(why) = unfit {
+            return Err(why);
+        }
+        match &mut known.guest {
+            Some(part) => part.comes_here(reader),
+            None => Ok(()),
+        }
+    }
+
+    /// What it is called here, and whose it is.
+    fn becomes_ours(&self, coming: &Coming, id: SnapshotId, known: &mut Known) {
+        known.processes.iter_mut().for_each(|process| process.memory = None);
+        known.machine = Some(Machine::here().clone());
+        known.as_written = None;
+        known.info.id = id;
+        known.info.tenant.clone_from(&coming.name);
+        known.info.uid = coming.uid;
+        known.info.guest = known.guest.is_some();
+        known.info.disks = Vec::new();
+        known.info.scheduled = false;
+        known.info.label = None;
+        known.info.parent = None;
+        known.info.state = SnapshotState::Usable;
+        known.info.file_bytes = 0;
+        known.place = None;
+        known.coming = Some(coming.id.clone());
+    }
+
+    /// Takes in memory: all of a process that is new, what has changed of the others.
+    fn memories_in(
+        &self,
+        reader: &Reader,
+        coming: &mut Coming,
+        known: &Known,
+        holder: &Tenant,
+    ) -> Result<(), String> {
+        let pids: Vec<u32> = known.processes.iter().map(|process| process.pid).collect();
+        let ended: Vec<u32> =
+            coming.memories.keys().filter(|pid| !pids.contains(pid)).copied().collect();
+        for pid in ended {
+            if let Some(memory) = coming.memories.remove(&pid) {
+                holder.remove_snapshot_memory(memory);
+            }
+        }
+        for pid in pids {
+            let mut pages = reader.pages(pid);
+            let next = |buffer: &mut PageBuffer| match pages.next_into(&mut buffer.0) {
+                None => Ok(None),
+                Some((address, Ok(()))) => Ok(Some(address)),
+                Some((_, Err(error))) => Err(io::Error::other(error)),
+            };
+            let failed = |error: io::Error| chain(&error);
+            match coming.memories.remove(&pid) {
+                None => {
+                    let memory = holder.import_memory(next).map_err(failed)?;
+                    coming.memories.insert(pid, memory);
+                }
+                Some(memory) => {
+                    let gone = gone_in(reader, pid)?;
+                    holder.update_memory(memory, &gone, next).map_err(failed)?;
+                    coming.memories.insert(pid, memory);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes in what a snapshot has beside memory: it is one from here on, for the next
+    /// worker too.
+    fn rest_in(&self, reader: &Reader, known: &Known) -> Result<(), String> {
+        let images = self.disk.make(&known.info.id)?;
+        match &known.guest {
+            Some(part) => self.disk.write_state(&known.info.id, &state_in(reader, part)?)?,
+            None => {
+                extract(reader, &images)?;
+                for process in &known.processes {
+                    let _ = std::fs::remove_file(images.join(gone_name(process.pid)));
+                }
+            }
+        }
+        self.disk.write(known)
+    }
+
+    /// What became of a move whose end the other side did not hear.
+    fn answer_for(
+        &self,
+        uid: u32,
+        (id, name): (String, String),
+        wire: &mut Wire,
+    ) -> Result<String, String> {
+        let turn = self.turn(&name)?;
+        let never = Decided::Never("it has not come whole, and was not let run".to_owned());
+        match self.moves.decide(&id, never)? {
+            Decided::Never(why) => {
+                wire.say(&MoveWord::Never { why: why.clone() })?;
+                if wire.hear(ANSWERED_WITHIN) == Ok(MoveWord::Settled) {
+                    self.moves.forget_in(&id);
+                }
+                return Ok(why);
+            }
+            Decided::Ran => {}
+            Decided::Committed(snapshot) => {
+                drop(turn);
+                self.finish_committed(uid, (&id, &name), snapshot, wire)?;
+            }
+        }
+        self.say_running(&id, wire);
+        Ok(name)
+    }
+
+    /// A tenant was to run here, and the worker that was about to let it has died: it does,
+    /// or it is the other side's again.
+    fn finish_committed(
+        &self,
+        uid: u32,
+        (id, name): (&str, &str),
+        snapshot: SnapshotId,
+        wire: &mut Wire,
+    ) -> Result<(), String> {
+        let tenant = self.own_tenant(name);
+        let alive = tenant.filter(|tenant| !ends(tenant));
+        let known = self.find(uid, &snapshot.clone().into()).ok();
+        let memories = BTreeMap::new();
+        let (owned, named) = (id.to_owned(), name.to_owned());
+        let mut coming = Coming { id: owned, name: named, uid, known, memories, qemu: None };
+        let outcome = match alive {
+            Some(tenant) => self.runs_already(&tenant),
+            None => match coming.known.as_ref().is_some_and(|known| known.guest.is_some()) {
+                true => self
+                    .start_guest(&mut coming, wire)
+                    .and_then(|()| wire.near(&MoveNear::Committed))
+                    .and_then(|()| self.bring_up(&coming, false, wire)),
+                false => self.bring_up(&coming, false, wire),
+            },
+        };
+        let end = match &outcome {
+            Ok(()) => Decided::Ran,
+            Err(why) => Decided::Never(why.clone()),
+        };
+        self.moves.came_to(id, &end)?;
+        self.forget_coming(&coming);
+        outcome
+    }
+
+    /// Has a tenant run that a worker let run that died over it.
+    fn runs_already(&self, tenant: &Arc<Tenant>) -> Result<(), String> {
+        match self.guests.spec(tenant) {
+            Some(_) => self.guests.runs(tenant),
+            None => Ok(()),
+        }
+    }
+
+    /// Forgets the snapshot that a tenant came by.
+    fn forget_coming(&self, coming: &Coming) {
+        match &coming.known {
+            // What cannot be removed is in the list of snapshots.
+            Some(known) => drop(self.forget(known)),
+            None => {
+                if let Some(holder) = self.own_tenant(&coming.name) {
+                    for memory in coming.memories.values() {
+                        holder.remove_snapshot_memory(*memory);
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn forget_memories(coming: &mut Coming, holder: &Tenant) {
+    for (_, memory) in std::mem::take(&mut coming.memories) {
+        holder.remove_snapshot_memory(memory);
+    }
+    if let Some(known) = &mut coming.known {
+        known.processes.iter_mut().for_each(|process| process.memory = None);
+    }
+}
+
+/// The ranges that a process does not have any more, in order.
+fn gone_in(reader: &Reader, pid: u32) -> Result<Vec<(u64, u64)>, String> {
+    let name = gone_name(pid);
+    let Some(index) = reader.files().iter().position(|file| file.name == name) else {
+        return Ok(Vec::new());
+    };
+    let bytes = reader.file_beginning(index, MOST_GONE_BYTES).map_err(|error| chain(&error))?;
+    let numbers = bytes.as_chunks::<8>().0.iter().map(|eight| u64::from_le_bytes(*eight));
+    let numbers: Vec<u64> = numbers.collect();
+    let ranges: Vec<(u64, u64)> =
+        numbers.as_chunks::<2>().0.iter().map(|&[start, end]| (start, end)).collect();
+    let is_ordered = ranges.is_sorted_by(|a, b| a.0 < a.1 && a.1 <= b.0);
+    match is_ordered && !bytes.is_empty() || ranges.is_empty() {
+        true => Ok(ranges),
+        false => Err("what arrived contradicts itself".to_owned()),
+    }
+}

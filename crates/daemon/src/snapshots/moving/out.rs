@@ -1,0 +1,384 @@
+//! A tenant leaves: what is sent, when it is given up, and what becomes of it then.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use strata_api::{MOVE_VERSION, MoveWord, Progress, Stats, Unit};
+use strata_pager::Tenant;
+use strata_snapshot::archive::Writer;
+use strata_sys::{Priority, log};
+use strata_units::{ByteSize, PAGE_SIZE, SpaceId};
+
+use super::super::Snapshots;
+use super::super::disk::Known;
+use super::super::lineage::life_of;
+use super::record::{Moves, Out};
+use super::still::{self, Still};
+use super::{ANSWERED_WITHIN, CUT, Sent, TAKEN_WITHIN, Wire, home, random};
+use crate::guests::Guests;
+use crate::tenants::{Tenants, chain};
+
+/// What is sent while it stands still may be so much: some milliseconds of work.
+const FEW_PAGES: u64 = 1024;
+/// How often what has changed is sent while it runs.
+const MOST_ROUNDS: u32 = 6;
+
+/// Memory that the other side has: the snapshot that it was sent from, by process.
+type There = BTreeMap<u32, SpaceId>;
+
+impl Out {
+    /// Whether it is this tenant that was given up, and it has not ended.
+    fn is_of(&self, tenant: &Tenant) -> bool {
+        tenant.attachment().1 && life_of(tenant) == self.life
+    }
+
+    /// To whoever wants something else done with the tenant.
+    pub(in super::super) fn refusal(&self, name: &str) -> String {
+        format!(
+            "{name} stands still here: it was given to {}, which has not said yet whether it runs there (strata move --settle {name} {} asks)",
+            self.host, self.host
+        )
+    }
+}
+
+impl Snapshots {
+    /// Looks after what an earlier worker was about to give up, and did not.
+    pub(in super::super) fn see_to_moves(
+        moves: &Moves,
+        uid: u32,
+        tenants: &Arc<Tenants>,
+        guests: &Arc<Guests>,
+    ) {
+        for (name, out) in moves.all_out() {
+            let tenant = tenants.get(uid, &name).filter(|tenant| out.is_of(tenant));
+            let outcome = match &tenant {
+                Some(_) if out.is_given => {
+                    log(Priority::Warning, format_args!("{}", out.refusal(&name)));
+                    continue;
+                }
+                Some(tenant) => still::take_back(tenant, guests),
+                None => Ok(()),
+            };
+            if let Err(why) = outcome.and_then(|()| moves.forget_out(&name)) {
+                log(Priority::Error, format_args!("{name}: {why}"));
+            }
+        }
+    }
+
+    /// What is known of the tenant of this name, if it was given up, or is about to be.
+    pub(in super::super) fn given(&self, name: &str) -> Option<Out> {
+        let out = self.moves.out(name)?;
+        self.own_tenant(name).is_some_and(|tenant| out.is_of(&tenant)).then_some(out)
+    }
+
+    /// Whether the tenant was given up, and it is not known what became of it.
+    pub(crate) fn is_given(&self, name: &str) -> bool {
+        self.given(name).is_some_and(|out| out.is_given)
+    }
+
+    /// Moves a tenant to the daemon at the other end of `wire`; what to say of it. On an
+    /// error it runs on here, or the error says otherwise.
+    pub(crate) fn move_out(
+        &self,
+        tenant: &Arc<Tenant>,
+        host: &str,
+        wire: &mut Wire,
+    ) -> Result<String, String> {
+        self.check_user(tenant.record().uid)?;
+        let name = &tenant.record().name;
+        let _turn = self.turn(name)?;
+        self.move_in_turn(tenant, host, wire).map_err(|why| match self.is_given(name) {
+            true => why,
+            false => format!("{why}; it runs on here"),
+        })
+    }
+
+    fn move_in_turn(
+        &self,
+        tenant: &Arc<Tenant>,
+        host: &str,
+        wire: &mut Wire,
+    ) -> Result<String, String> {
+        let name = &tenant.record().name;
+        let place = self.line_of(tenant).place.unwrap_or_default();
+        if place.own_network || !place.shown.is_empty() || !place.forwards.is_empty() {
+            return Err(
+                "it is a clone with a network or directories of its own, which are here".into()
+            );
+        }
+        let id = format!("{:016x}", random()?);
+        let hello = MoveWord::Hello {
+            version: MOVE_VERSION,
+            id: id.clone(),
+            name: name.clone(),
+            home: home(&self.work),
+        };
+        wire.say(&hello)?;
+        wire.expect(&MoveWord::Welcome, ANSWERED_WITHIN).map_err(|why| match why == CUT {
+            true => "nobody takes it in there".to_owned(),
+            false => why,
+        })?;
+        self.guests.step("welcome");
+        let mut sent = Vec::new();
+        let moved = self.move_in_rounds(tenant, host, &id, wire, &mut sent);
+        for known in sent {
+            self.forget_memory(tenant, &known);
+        }
+        moved
+    }
+
+    /// What whoever looks at a tenant should know of its move.
+    pub(crate) fn add(&self, stats: &mut Stats) {
+        let out = self.given(&stats.name).filter(|out| out.is_given && stats.uid == self.uid);
+        stats.notes.extend(out.map(|out| out.refusal(&stats.name)));
+    }
+
+    fn move_in_rounds(
+        &self,
+        tenant: &Arc<Tenant>,
+        host: &str,
+        id: &str,
+        wire: &mut Wire,
+        sent: &mut Vec<Known>,
+    ) -> Result<String, String> {
+        let (mut before, mut all) = (u64::MAX, 0);
+        for round in 0..MOST_ROUNDS {
+            let known = self.round(tenant, &mut |progress| wire.tell(progress))?;
+            sent.push(known.clone());
+            let there = sent.len().checked_sub(2).and_then(|last| sent.get(last));
+            let pages =
+                self.send(tenant, &known, &there.map(memories).unwrap_or_default(), false, wire)?;
+            self.guests.step("sent");
+            wire.expect(&MoveWord::Taken, TAKEN_WITHIN)?;
+            self.guests.step("taken");
+            if sent.len() > 1 {
+                self.forget_memory(tenant, &sent.remove(0));
+            }
+            let is_first = round == 0;
+            if !is_first && (pages <= FEW_PAGES || pages > before / 4 * 3) {
+                break;
+            }
+            (before, all) = (pages, all.max(pages));
+        }
+        let still = self.stand(tenant, &mut |progress| wire.tell(progress))?;
+        self.guests.step("still");
+        let there = sent.last().map(memories).unwrap_or_default();
+        let ready = self.send(tenant, still.known(), &there, true, wire).and_then(|_| {
+            self.guests.step("all-sent");
+            wire.expect(&MoveWord::Ready, ANSWERED_WITHIN)
+        });
+        if let Err(why) = ready {
+            let known = still.known().clone();
+            // It runs on.
+            drop(still);
+            self.forget_memory(tenant, &known);
+            return Err(why);
+        }
+        self.guests.step("ready");
+        self.hand_over(tenant, (host, id), all, still, wire)
+    }
+
+    /// The other side has all of it, and it stands still on both: it is given up here.
+    fn hand_over(
+        &self,
+        tenant: &Arc<Tenant>,
+        (host, id): (&str, &str),
+        pages: u64,
+        still: Still<'_>,
+        wire: &mut Wire,
+    ) -> Result<String, String> {
+        let name = &tenant.record().name;
+        let (id, host, life) = (id.to_owned(), host.to_owned(), life_of(tenant));
+        let mut out = Out { id, host: host.clone(), life, is_given: false };
+        let given = self
+            .moves
+            .write_out(name, &out)
+            .and_then(|()| still::give_up(tenant, &self.guests))
+            .and_then(|()| {
+                self.guests.step("giving");
+                out.is_given = true;
+                self.moves.write_out(name, &out)
+            });
+        if let Err(why) = given {
+            self.runs_on(tenant, still)?;
+            return Err(why);
+        }
+        self.guests.step("given");
+        let answer = wire.say(&MoveWord::Go).and_then(|()| wire.hear(ANSWERED_WITHIN));
+        match answer {
+            Ok(MoveWord::Running) => {
+                let stood_still = still.since().elapsed();
+                self.guests.step("answered");
+                let bytes = wire.sent_bytes;
+                self.end_still(tenant, still)?;
+                self.moves.forget_out(name)?;
+                let _ = wire.say(&MoveWord::Settled);
+                let ms = stood_still.as_secs_f64() * 1000.0;
+                log(
+                    Priority::Notice,
+                    format_args!("{name}: moved to {host}, stood still for {ms:.1} ms"),
+                );
+                Ok(format!(
+                    "{name} runs at {host}; it stood still for {ms:.1} ms, {} were sent for {} of memory",
+                    ByteSize(bytes),
+                    ByteSize(pages * PAGE_SIZE as u64)
+                ))
+            }
+            Ok(MoveWord::Never { why }) => {
+                self.runs_on(tenant, still)?;
+                let _ = wire.say(&MoveWord::Settled);
+                Err(why)
+            }
+            other => {
+                self.leave(tenant, still);
+                let why = other.err().unwrap_or_else(|| "it says something else".to_owned());
+                log(Priority::Error, format_args!("{}", out.refusal(name)));
+                Err(format!("{why}; {}", out.refusal(name)))
+            }
+        }
+    }
+
+    /// What was given up is not wanted there.
+    fn runs_on(&self, tenant: &Arc<Tenant>, still: Still<'_>) -> Result<(), String> {
+        still::take_back(tenant, &self.guests)?;
+        let known = still.known().clone();
+        drop(still);
+        self.forget_memory(tenant, &known);
+        self.moves.forget_out(&tenant.record().name)
+    }
+
+    /// Asks what became of a tenant that was given up, and does what follows.
+    pub(crate) fn settle_move(
+        &self,
+        uid: u32,
+        name: &str,
+        wire: &mut Wire,
+    ) -> Result<String, String> {
+        self.check_user(uid)?;
+        let _turn = self.turn_for_move(name)?;
+        let Some(out) = self.moves.out(name).filter(|out| out.is_given) else {
+            return Err("it was not given up here: it runs here, or has ended".to_owned());
+        };
+        let tenant = self.own_tenant(name).filter(|tenant| out.is_of(tenant));
+        let (version, id) = (MOVE_VERSION, out.id.clone());
+        wire.say(&MoveWord::Ask { version, id, name: name.to_owned() })?;
+        match wire.hear(ANSWERED_WITHIN)? {
+            MoveWord::Running => {
+                if let Some(tenant) = &tenant {
+                    self.end_here(tenant)?;
+                }
+                self.moves.forget_out(name)?;
+                let _ = wire.say(&MoveWord::Settled);
+                log(Priority::Notice, format_args!("{name}: moved to {}", out.host));
+                Ok(format!("{name} runs at {}", out.host))
+            }
+            MoveWord::Never { why } => {
+                if let Some(tenant) = &tenant {
+                    still::take_back(tenant, &self.guests)?;
+                }
+                self.moves.forget_out(name)?;
+                if let Some(tenant) = tenant.as_ref().filter(|one| self.guests.spec(one).is_some())
+                {
+                    self.guests.resume(tenant);
+                }
+                let _ = wire.say(&MoveWord::Settled);
+                Err(match tenant {
+                    Some(_) => format!("{why}; it runs on here"),
+                    None => format!("{why}; and it has ended here"),
+                })
+            }
+            _ => Err("the other side says what was not asked for".to_owned()),
+        }
+    }
+
+    /// Sends a snapshot: all of it, or what is not `there`; how many pages.
+    fn send(
+        &self,
+        tenant: &Tenant,
+        known: &Known,
+        there: &There,
+        last: bool,
+        wire: &mut Wire,
+    ) -> Result<u64, String> {
+        wire.tell(Progress {
+            what: if last { "sending the rest" } else { "sending" }.into(),
+            done: wire.sent_bytes,
+            total: None,
+            unit: Unit::Bytes,
+        });
+        wire.say(&MoveWord::Archive { last })?;
+        let pages =
+            self.send_file(tenant, known, there, last, wire).map_err(|error| chain(&*error))?;
+        wire.say(&MoveWord::End)?;
+        Ok(pages)
+    }
+
+    fn send_file(
+        &self,
+        tenant: &Tenant,
+        known: &Known,
+        there: &There,
+        last: bool,
+        wire: &mut Wire,
+    ) -> Result<u64, Box<dyn std::error::Error>> {
+        let mut writer = Writer::to(Sent(wire), Path::new("to the other side"), random()?)?;
+        writer.description(&serde_json::to_vec(known)?)?;
+        let files = if last { self.files_of(known, false)? } else { Vec::new() };
+        for (name, file) in files {
+            writer.file(&name, file)?;
+        }
+        let mut pages = 0;
+        let mut gone = Vec::new();
+        for process in &known.processes {
+            writer.process(process.pid, process.restart)?;
+            let memory = SpaceId(process.memory.ok_or("its memory is not loaded")?);
+            let mut add = |address: u64, page: &strata_units::PageBuffer| {
+                pages += 1;
+                writer.page(address, &page.0).map_err(std::io::Error::other)
+            };
+            let Some(&before) = there.get(&process.pid) else {
+                tenant.read_snapshot(memory, add)?;
+                continue;
+            };
+            let mut ranges = Vec::new();
+            tenant.read_changes(before, memory, |address, page| match page {
+                Some(page) => add(address, page),
+                None => {
+                    join(&mut ranges, address);
+                    Ok(())
+                }
+            })?;
+            gone.push((process.pid, ranges));
+        }
+        for (pid, ranges) in gone {
+            let bytes: Vec<u8> = ranges
+                .iter()
+                .flat_map(|(start, end): &(u64, u64)| [start.to_le_bytes(), end.to_le_bytes()])
+                .flatten()
+                .collect();
+            writer.file(&gone_name(pid), &*bytes)?;
+        }
+        writer.finish()?;
+        Ok(pages)
+    }
+}
+
+/// The file that says which pages a process does not have any more.
+pub(super) fn gone_name(pid: u32) -> String {
+    format!("gone-{pid}")
+}
+
+fn memories(known: &Known) -> There {
+    let one = |process: &super::super::disk::Process| Some((process.pid, SpaceId(process.memory?)));
+    known.processes.iter().filter_map(one).collect()
+}
+
+/// Adds a page to ranges in order.
+fn join(ranges: &mut Vec<(u64, u64)>, address: u64) {
+    let end = address + PAGE_SIZE as u64;
+    match ranges.last_mut() {
+        Some(last) if last.1 == address => last.1 = end,
+        _ => ranges.push((address, end)),
+    }
+}

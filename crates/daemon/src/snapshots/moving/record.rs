@@ -1,0 +1,118 @@
+//! What of moves outlives a worker: which tenant was given up here, and what was decided
+//! of those that came.
+//!
+//! ```text
+//! moves/out-NAME.json    given up here, or about to be
+//! moves/in-ID.json       decided here
+//! ```
+
+use std::sync::{Arc, Mutex};
+
+use serde::{Deserialize, Serialize};
+use strata_api::SnapshotId;
+
+use super::super::disk::Disk;
+use super::super::lock;
+
+/// A tenant that was given up.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(in super::super) struct Out {
+    pub(super) id: String,
+    /// Where it went, for messages.
+    pub(super) host: String,
+    /// The tenant of that name that it was (see `lineage.rs`).
+    pub(in super::super) life: u64,
+    /// `go` may have been said: it does not run here any more unless it never runs there.
+    /// Else it is only about to be given up.
+    pub(super) is_given: bool,
+}
+
+/// What was decided of a tenant that came.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Decided {
+    /// It runs here, or is about to, from this snapshot.
+    Committed(SnapshotId),
+    /// It ran.
+    Ran,
+    /// It never runs here.
+    Never(String),
+}
+
+/// The records. Whoever decides holds the lock.
+#[derive(Clone)]
+pub(in super::super) struct Moves {
+    disk: Disk,
+    deciding: Arc<Mutex<()>>,
+}
+
+fn out(name: &str) -> String {
+    format!("out-{name}.json")
+}
+
+fn into(id: &str) -> String {
+    format!("in-{id}.json")
+}
+
+impl Moves {
+    pub(in super::super) fn new(disk: &Disk) -> Self {
+        Self { disk: disk.clone(), deciding: Arc::default() }
+    }
+
+    /// What is known of a tenant that is on its way from here.
+    pub(in super::super) fn out(&self, name: &str) -> Option<Out> {
+        self.disk.read_move(&out(name))
+    }
+
+    /// All of them, by name.
+    pub(in super::super) fn all_out(&self) -> Vec<(String, Out)> {
+        let named = |file: String| {
+            let name = file.strip_prefix("out-")?.strip_suffix(".json")?.to_owned();
+            Some((name, self.disk.read_move(&file)?))
+        };
+        self.disk.moves().into_iter().filter_map(named).collect()
+    }
+
+    pub(super) fn write_out(&self, name: &str, record: &Out) -> Result<(), String> {
+        // What it says ends with this machine.
+        self.disk.write_move(&out(name), record, false)
+    }
+
+    pub(in super::super) fn forget_out(&self, name: &str) -> Result<(), String> {
+        self.disk.remove_move(&out(name))
+    }
+
+    /// Whether a snapshot that came by a move is needed still.
+    pub(in super::super) fn needs(&self, coming: &str, snapshot: &SnapshotId) -> bool {
+        matches!(self.decided(coming), Some(Decided::Committed(of)) if of == *snapshot)
+    }
+
+    pub(super) fn decided(&self, id: &str) -> Option<Decided> {
+        self.disk.read_move(&into(id))
+    }
+
+    /// Decides, if nothing was decided yet; what is decided now.
+    pub(super) fn decide(&self, id: &str, wanted: Decided) -> Result<Decided, String> {
+        let _deciding = lock(&self.deciding);
+        match self.decided(id) {
+            Some(decided) => Ok(decided),
+            None => self.disk.write_move(&into(id), &wanted, true).map(|()| wanted),
+        }
+    }
+
+    /// What was committed came to this.
+    pub(super) fn came_to(&self, id: &str, end: &Decided) -> Result<(), String> {
+        let _deciding = lock(&self.deciding);
+        self.disk.write_move(&into(id), end, true)
+    }
+
+    pub(super) fn forget_in(&self, id: &str) {
+        // What stays is a few bytes.
+        let _ = self.disk.remove_move(&into(id));
+    }
+}
+
+/// Whether `id` is one of a move: a name of a file here, as it comes from elsewhere.
+pub(super) fn is_id(id: &str) -> bool {
+    id.len() == 16 && id.bytes().all(|byte| byte.is_ascii_hexdigit())
+}

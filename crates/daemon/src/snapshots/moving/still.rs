@@ -1,0 +1,304 @@
+//! A tenant that is on its way: its memory while it runs, and at last while it stands still.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use strata_pager::{Only, SnapshotError, SnapshotRequest, Standing as Stands, Tenant};
+use strata_sys::{SIGCONT, SIGSTOP};
+use strata_units::SpaceId;
+
+use super::super::disk::Known;
+use super::super::guest::GuestPart;
+use super::super::guest_disks::{Image, others, sum};
+use super::super::revive::ends;
+use super::super::take::{FEW_PAGES, Numbers, Standing, captured};
+use super::super::{Snapshots, Tell, guest_files, lock};
+use crate::guests::{Alone, Guests, Stoppable, memory_at};
+
+/// How often a round may turn out torn: as for snapshots of programs.
+const ATTEMPTS: [u64; 3] = [0, FEW_PAGES, u64::MAX];
+
+/// A tenant that stands still, all of it captured. Dropped, it runs on.
+pub(super) enum Still<'a> {
+    Program(Box<Standing>),
+    Guest(Box<StandingGuest<'a>>),
+}
+
+pub(super) struct StandingGuest<'a> {
+    known: Known,
+    since: Instant,
+    stoppable: Arc<Mutex<Stoppable>>,
+    /// It is not to run on by itself.
+    is_kept: bool,
+    _alone: Alone<'a>,
+}
+
+impl Drop for StandingGuest<'_> {
+    fn drop(&mut self) {
+        if !self.is_kept {
+            // If it does not now, whoever finds its mark goes on trying.
+            let _ = lock(&self.stoppable).go_on();
+        }
+    }
+}
+
+impl Still<'_> {
+    pub(super) fn known(&self) -> &Known {
+        match self {
+            Self::Program(standing) => &standing.known,
+            Self::Guest(guest) => &guest.known,
+        }
+    }
+
+    /// Since when.
+    pub(super) fn since(&self) -> Instant {
+        match self {
+            Self::Program(standing) => standing.since().unwrap_or_else(Instant::now),
+            Self::Guest(guest) => guest.since,
+        }
+    }
+}
+
+/// Has a tenant stand still whoever lives and dies here.
+pub(super) fn give_up(tenant: &Tenant, guests: &Guests) -> Result<(), String> {
+    match guests.spec(tenant) {
+        Some(_) => guests.give_up(tenant),
+        None => {
+            tenant.signal(SIGSTOP);
+            Ok(())
+        }
+    }
+}
+
+/// The opposite: a program runs, a guest does as soon as somebody sees to it.
+pub(super) fn take_back(tenant: &Tenant, guests: &Guests) -> Result<(), String> {
+    match guests.spec(tenant) {
+        Some(_) => guests.take_back(tenant),
+        None => {
+            tenant.signal(SIGCONT);
+            Ok(())
+        }
+    }
+}
+
+impl Snapshots {
+    /// The memory of a tenant, which runs on, or has it stand still (`stay`). In no list,
+    /// and not on disk.
+    fn memory_of(&self, tenant: &Arc<Tenant>, tell: Tell<'_>) -> Result<Known, String> {
+        let id = self.number_to_come(&tenant.record().name);
+        let mut known = self.capturing(tenant, id);
+        if self.guests.spec(tenant).is_some() {
+            return self.guest_memory(tenant, known, false, tell).map(|(known, _)| known);
+        }
+        let (freeze, numbers) = self.take_memory(tenant, &known.info.id.clone(), true, tell)?;
+        known.is_captured(&freeze, &numbers);
+        Ok(known)
+    }
+
+    /// The same in a round of a move.
+    pub(super) fn round(&self, tenant: &Arc<Tenant>, tell: Tell<'_>) -> Result<Known, String> {
+        self.memory_of(tenant, tell).map_err(|why| format!("its memory: {why}"))
+    }
+
+    /// Has it stand still, with all that it is captured.
+    pub(super) fn stand<'a>(
+        &'a self,
+        tenant: &Arc<Tenant>,
+        tell: Tell<'_>,
+    ) -> Result<Still<'a>, String> {
+        if self.guests.spec(tenant).is_none() {
+            return self.stand_still(tenant).map(|still| Still::Program(Box::new(still)));
+        }
+        let known = self.capturing(tenant, self.number_to_come(&tenant.record().name));
+        match self.guest_memory(tenant, known, true, tell)? {
+            (_, Some(guest)) => Ok(Still::Guest(Box::new(guest))),
+            (_, None) => Err("it does not stand still".to_owned()),
+        }
+    }
+
+    /// Ends what is left of a tenant that runs elsewhere by now.
+    pub(super) fn end_here(&self, tenant: &Arc<Tenant>) -> Result<(), String> {
+        tenant.kill();
+        if !ends(tenant) {
+            return Err("its processes here were killed and have not ended yet".to_owned());
+        }
+        self.guests.forget_given(tenant);
+        Ok(())
+    }
+
+    /// Ends what stood still and runs elsewhere by now.
+    pub(super) fn end_still(&self, tenant: &Arc<Tenant>, still: Still<'_>) -> Result<(), String> {
+        match still {
+            Still::Program(standing) => {
+                tenant.kill();
+                let known = standing.end_killed();
+                self.end_here(tenant)?;
+                self.forget_later(tenant, &known);
+            }
+            Still::Guest(mut guest) => {
+                guest.is_kept = true;
+                self.end_here(tenant)?;
+                self.forget_memory(tenant, &guest.known);
+            }
+        }
+        Ok(())
+    }
+
+    /// Leaves what stood still as it is: it was given up.
+    pub(super) fn leave(&self, tenant: &Arc<Tenant>, still: Still<'_>) {
+        let known = still.known().clone();
+        if let Still::Guest(mut guest) = still {
+            guest.is_kept = true;
+        }
+        self.forget_memory(tenant, &known);
+    }
+
+    /// Forgets what was captured for a move.
+    pub(super) fn forget_memory(&self, tenant: &Arc<Tenant>, known: &Known) {
+        // Nobody names its files.
+        let _ = self.disk.remove(&known.info.id);
+        for memory in known.processes.iter().filter_map(|process| process.memory) {
+            tenant.remove_snapshot_memory(SpaceId(memory));
+        }
+    }
+
+    fn guest_memory<'a>(
+        &'a self,
+        tenant: &Arc<Tenant>,
+        mut known: Known,
+        stay: bool,
+        tell: Tell<'_>,
+    ) -> Result<(Known, Option<StandingGuest<'a>>), String> {
+        let mut spec = self.guests.spec(tenant).ok_or("it is no guest")?;
+        let launch = spec.launch.clone().ok_or(
+            "how it was started is not known as text, a disk of it is read through a pool, or it has a swap disk (--swap)",
+        )?;
+        if let Some(disk) =
+            spec.disks.iter().find(|disk| disk.temporary || disk.opened != disk.path)
+        {
+            return Err(format!(
+                "its disk {} was made for it here, and goes with it: start it from that image, with a name of its own, to move it",
+                disk.path
+            ));
+        }
+        let alone = self.guests.alone(tenant)?;
+        let (stoppable, footing, pid) = Stoppable::new(&self.guests, tenant)?;
+        let range = memory_at(tenant, pid, footing.memory_start, footing.memory_bytes)?;
+        let own = Self::disks_of(&spec, &launch.directory, &footing.disks)?;
+        let words: Vec<_> = launch.command.iter().skip(1).map(Into::into).collect();
+        let here = Path::new(&launch.directory);
+        let name = &tenant.record().name;
+        strata_vm::again(&words, name, &self.guests.directory(tenant), (here, &others(&own)))
+            .map_err(|refusal| refusal.to_string())?;
+        let image = |path: &String| Image::of(&launch.directory, path);
+        let files = footing.files.iter().map(image).collect::<Result<_, _>>()?;
+        let in_place: Vec<String> = own.iter().map(|disk| disk.path.clone()).collect();
+        spec.disks = own;
+        let stoppable = Arc::new(Mutex::new(stoppable));
+        let stopped = Arc::new(Mutex::new(None));
+        for most_frozen_pages in ATTEMPTS {
+            let (stops, goes_on) = (Arc::clone(&stoppable), Arc::clone(&stoppable));
+            let kept = Arc::clone(&stopped);
+            let request = SnapshotRequest {
+                freeze: Box::new(move || {
+                    let (since, bytes) = lock(&stops).stop().map_err(SnapshotError::Failed)?;
+                    *lock(&kept) = Some((since, bytes));
+                    Ok(Stands { pids: vec![pid], since })
+                }),
+                thaw: Box::new(move || if stay { Ok(()) } else { lock(&goes_on).go_on() }),
+                most_frozen_pages,
+                stay,
+                urgent: true,
+                only: Some(Only { pid, range }),
+            };
+            let taken = tenant.snapshot(request, |done, total| tell(captured(done, total)));
+            let Some((since, bytes)) = lock(&stopped).take() else {
+                return Err(match taken {
+                    Err(SnapshotError::Failed(why) | SnapshotError::Restless(why)) => why,
+                    _ => "it does not stand still".to_owned(),
+                });
+            };
+            match taken {
+                Ok(freeze) => {
+                    known.is_captured(&freeze, &Numbers::new());
+                    known.info.guest = true;
+                    known.guest = Some(GuestPart {
+                        version: guest_files::VERSION,
+                        spec,
+                        memory: (range.start, range.end),
+                        state_bytes: bytes.len() as u64,
+                        state_sum: sum(&bytes),
+                        files,
+                        disks: Vec::new(),
+                        in_place: None,
+                    });
+                    let standing = stay.then(|| StandingGuest {
+                        known: known.clone(),
+                        since,
+                        stoppable,
+                        is_kept: false,
+                        _alone: alone,
+                    });
+                    let kept = self.keep_beside(&mut known, &bytes, (&in_place, stay));
+                    return match (kept, standing) {
+                        (Ok(()), None) => Ok((known, None)),
+                        (Ok(()), Some(mut standing)) => {
+                            standing.known = known.clone();
+                            Ok((known, Some(standing)))
+                        }
+                        (Err(why), standing) => {
+                            // It runs on.
+                            drop(standing);
+                            self.forget_memory(tenant, &known);
+                            Err(why)
+                        }
+                    };
+                }
+                Err(error) => {
+                    if stay {
+                        lock(&stoppable).go_on()?;
+                    }
+                    match error {
+                        SnapshotError::Torn => {}
+                        SnapshotError::Failed(why) | SnapshotError::Restless(why) => {
+                            return Err(why);
+                        }
+                    }
+                }
+            }
+        }
+        Err("its memory cannot be captured".into())
+    }
+}
+
+impl Snapshots {
+    /// Keeps what a guest's snapshot for a move has beside memory.
+    fn keep_beside(
+        &self,
+        known: &mut Known,
+        state: &[u8],
+        (disks, stands_still): (&[String], bool),
+    ) -> Result<(), String> {
+        let id = known.info.id.clone();
+        if let Some(part) = &mut known.guest {
+            part.in_place = Some(images_at(part.directory(), disks, stands_still)?);
+        }
+        self.disk.make(&id)?;
+        self.disk.write_state(&id, state)
+    }
+}
+
+/// What is compared of the disks that it keeps: what they are when nobody writes to them.
+fn images_at(
+    directory: &str,
+    paths: &[String],
+    stands_still: bool,
+) -> Result<BTreeMap<String, Option<Image>>, String> {
+    let image = |path: &String| {
+        let image = stands_still.then(|| Image::of(directory, path)).transpose()?;
+        Ok((path.clone(), image))
+    };
+    paths.iter().map(image).collect()
+}

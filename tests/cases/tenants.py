@@ -107,9 +107,10 @@ def budget_rush(run):
     rush(run, 1024, 256)
 
 
-@case("budget-rush-small", native=False)
+@case("budget-rush-small", native=False, alone=True)
 def budget_rush_small(run):
-    """Where the kernel stands behind the budget, it is kept at each moment."""
+    """Where the kernel stands behind the budget, it is kept at each moment. Alone: the kernel
+    slows a program down in steps, which are longer where processors are emulated and busy."""
     if unified_root() is None:
         not_here("the memory controller is not in cgroup v2 on this machine; with v1 there "
                  "is no backstop", "guest-new-kernel")

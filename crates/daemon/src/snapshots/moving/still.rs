@@ -135,7 +135,8 @@ impl Snapshots {
                 tenant.kill();
                 let known = standing.end_killed();
                 self.end_here(tenant)?;
-                self.forget_later(tenant, &known);
+                // Before it is said: its name is free then.
+                self.forget_memory(tenant, &known);
             }
             Still::Guest(mut guest) => {
                 guest.is_kept = true;

@@ -7,7 +7,6 @@
 mod advise;
 mod budget;
 mod cells;
-mod density;
 mod foretelling;
 mod matrix;
 mod merging;
@@ -73,8 +72,6 @@ pub(crate) enum Part {
     Ksm,
     /// Guests' disks in memory beside qemu-nbd
     Pool,
-    /// How many guests fit into a given DRAM
-    Density,
 }
 
 /// Which parts, how often, how large.
@@ -173,7 +170,6 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             Part::Tiers => tiers::tiers(&bench, &mut found),
             Part::Ksm => merging::merging(&bench, &mut found),
             Part::Pool => pool::pool(&bench, &mut found),
-            Part::Density => density::density(&bench, &mut found),
         };
         eprintln!("{}", bench.budget.said());
         results.add(*part, found, outcome);
@@ -214,7 +210,6 @@ impl Part {
                 | Self::Advise
                 | Self::AdvisePrograms
                 | Self::AdviseShares
-                | Self::Density
         )
     }
 
@@ -239,7 +234,6 @@ impl Part {
                 "The file tier: faults beside reads of the device, sweeps beside kernel swap"
             }
             Self::Pool => "Guests' disks in memory, beside qemu-nbd on a file in a tmpfs",
-            Self::Density => "Guests in a quarter of their DRAM: Strata, zram, and all of it",
             Self::Ksm => "KSM: two equal programs at 70 % of their memory, and alone",
             Self::Advise => "The advisor: what it foretells",
             Self::AdvisePrograms => "The advisor: what it foretells of MariaDB and a graph walk",

@@ -4,7 +4,7 @@
 //! here.
 
 use super::{
-    machine::{Guest, Shape, Under},
+    machine::{Guest, Shape},
     site::Site,
     words::{Drive, Order, Served, Watched},
 };
@@ -94,7 +94,7 @@ fn show(janitor: &Janitor, site: &Site, has_terminal: bool) -> Result<()> {
         has_terminal,
         ..Shape::new("guest-demo", MEMORY_MIB)
     };
-    let mut guest = Guest::start(janitor, site, &shape, ACCELERATOR, Under::Nothing)?;
+    let mut guest = Guest::start(janitor, site, &shape, ACCELERATOR, None)?;
     guest.up()?;
     let _: () = guest.ask(&WATCH, PATIENCE)?;
     progress.part("Strata on persistent memory");

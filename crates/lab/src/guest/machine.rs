@@ -6,7 +6,6 @@ use super::{
     words::{Order, Reply},
 };
 use crate::{
-    cgroup::Group,
     interrupt,
     janitor::Janitor,
     strata::Strata,
@@ -48,16 +47,6 @@ impl Shape {
         let name = name.to_owned();
         Self { name, memory_mebibytes, processors: 1, nvdimm_mebibytes: None, has_terminal: false }
     }
-}
-
-/// Who keeps it to its DRAM.
-#[derive(Clone, Copy)]
-pub(crate) enum Under<'a> {
-    Nothing,
-    /// With these claims (`--dram`, `--reserve`, …).
-    Strata(&'a Strata, &'a [String]),
-    /// The kernel, by a limit.
-    Group(&'a Group),
 }
 
 /// A running one; killed when the guard drops.
@@ -120,13 +109,14 @@ fn words(site: &Site, shape: &Shape, accelerator: &str, directory: &Path) -> Vec
 }
 
 impl Guest {
-    /// Starts it; it has booted once [`Self::up`] says so.
+    /// Starts it, under Strata where claims (`--dram`, `--reserve`, …) are given; it has
+    /// booted once [`Self::up`] says so.
     pub(crate) fn start(
         janitor: &Janitor,
         site: &Site,
         shape: &Shape,
         accelerator: &str,
-        under: Under<'_>,
+        under: Option<(&Strata, &[String])>,
     ) -> Result<Self> {
         let name = shape.name.clone();
         let (directory, files) = scratch(janitor, &name)?;
@@ -137,14 +127,8 @@ impl Guest {
             nvdimm.set_len(size << 20).context("make an NVDIMM's file")?;
         }
         let mut command = match under {
-            Under::Nothing => Command::new(&site.qemu),
-            Under::Group(group) => {
-                let wrapping = group.wrapping();
-                let mut command = Command::new(&wrapping[0]);
-                command.args(&wrapping[1..]).arg(&site.qemu);
-                command
-            }
-            Under::Strata(strata, claims) => {
+            None => Command::new(&site.qemu),
+            Some((strata, claims)) => {
                 let mut command = strata.command(&["vm", "run", "--name", &name]);
                 command.args(claims).arg("--").arg(&site.qemu);
                 command

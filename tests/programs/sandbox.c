@@ -130,6 +130,9 @@ int main(int argc, char **argv)
     memory = t_map(BYTES);
     t_fill(memory, BYTES, 1);
     t_wait_absent(memory, BYTES, 30);
+    /* So that something has come back before the gate, and is away again behind it. */
+    t_check(memory, BYTES, 1);
+    t_wait_absent(memory, BYTES, 30);
     if (!strcmp(argv[1], "user-namespace")) {
         /* A limit of the kernel: not with a second thread, and the agent is one. */
         int result = unshare(CLONE_NEWUSER);

@@ -103,8 +103,8 @@ impl Snapshots {
     }
 
     /// Has the pager take the memory of a persisted snapshot in again, without reading it if
-    /// the file is as it was written; the images
-    /// come from its file as well, if no worker has had them since.
+    /// the file is as it was written; the images come from its file as well, if no worker has
+    /// had them since.
     pub(super) fn load(
         &self,
         mut known: Known,

@@ -134,9 +134,13 @@ impl PageBlocks {
             Err(Fault::Io(error)) => return Err(error),
             Err(Fault::Damaged) => return Ok(false),
         };
-        let Some(page) = block.page(content % BLOCK_PAGES, self.seed) else { return Ok(false) };
-        out.copy_from_slice(page);
-        Ok(true)
+        if let Some(page) = block.page(content % BLOCK_PAGES, self.seed) {
+            out.copy_from_slice(page);
+            return Ok(true);
+        }
+        // Whoever tries again is to have better bytes, if there are any.
+        scratch.blocks.retain(|block| block.index != content / BLOCK_PAGES);
+        Ok(false)
     }
 
     /// Reads the block of pages at `index`. What of it is damaged shows at its

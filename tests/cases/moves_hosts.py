@@ -282,6 +282,9 @@ def refused(run):
         with program.reaper_running():
             move(run.daemon, name, there)
         went_over(run, program, run.daemon, there)
+        done = move(run.daemon, name, there, check=False)
+        if done.returncode != 1 or "runs on here" in done.stderr:
+            raise Failure(f"what has gone is moved again: {done.returncode}, {done.stderr}")
         again = Moment(run, "plain", 8, "32MiB", name="mover")
         fails(move(run.daemon, name, there, check=False), "there is a tenant mover already",
               "it runs on here")

@@ -88,8 +88,13 @@ impl Snapshots {
         self.check_user(tenant.record().uid)?;
         let name = &tenant.record().name;
         let _turn = self.turn(name)?;
+        let has_ended = || !tenant.attachment().1;
+        if has_ended() {
+            return Err(format!("{name} has ended here"));
+        }
         self.move_in_turn(tenant, host, wire).map_err(|why| match self.is_given(name) {
             true => why,
+            false if has_ended() => format!("{why}; it has ended here"),
             false => format!("{why}; it runs on here"),
         })
     }

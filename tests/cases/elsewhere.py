@@ -126,6 +126,6 @@ def oom_order(run):
                      ("program", program.pid), ("runner", os.getpid())):
         scores[who] = machine.read(f"/proc/{pid}/oom_score_adj").strip()
     program.answer()
-    program.finish()
+    program.finish(pressed=False)
     if scores["supervisor"] != "-1000" or scores["program"] != scores["runner"]:
         raise Failure(f"oom_score_adj: {scores}")

@@ -339,6 +339,7 @@ impl Snapshots {
         let images = self.disk.images(&known.info.id);
         let mut restore =
             Restore::begin(&criu, &images, work, options).map_err(|error| error.to_string())?;
+        let mut adopting = None;
         if let (Some(directory), Some(pid)) = (&tenant.record().cgroup, restore.forefather())
             && !Cgroups::has(directory.as_ref(), pid)
         {
@@ -346,9 +347,9 @@ impl Snapshots {
             // CRIU reads its images.
             let directory = PathBuf::from(directory);
             // A child of this process, which collects it last.
-            let adopting = move || Cgroups::adopt(&directory, pid, &Pidfd::open(pid)?);
+            let adopt = move || Cgroups::adopt(&directory, pid, &Pidfd::open(pid)?);
             // Without the thread each process is put there when it comes.
-            let _ = Builder::new().name("adopt".into()).stack_size(64 << 10).spawn(adopting);
+            adopting = Builder::new().name("adopt".into()).stack_size(64 << 10).spawn(adopt).ok();
         }
         let note = restore.lacks_terminal().then(|| NO_TERMINAL.to_owned());
         let agent_socket = self.work.join(AGENT_SOCKET_NAME);
@@ -396,6 +397,10 @@ impl Snapshots {
                 Err(_) if held.pidfd().exits_within(GONE_WITHIN) => {}
                 done => done.map_err(|error| error.to_string())?,
             }
+        }
+        // Whoever sees it run sees it in its group.
+        if let Some(adopting) = adopting {
+            let _ = adopting.join();
         }
         hold()?;
         let tree = restore.finish().map_err(|error| error.to_string())?;

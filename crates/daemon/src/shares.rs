@@ -253,6 +253,7 @@ fn seen_of(
         limit_bytes: claim.limit_bytes,
         weight: claim.weight_thousandths as f64 / THOUSANDTHS,
         least_bytes: now.least_bytes.saturating_add(LEAST_BUDGET.0),
+        packed_bytes: now.packed_bytes,
         budget_bytes: tenant.budget_bytes(),
         used_bytes: now.used_bytes,
         whole_bytes: now.whole_bytes.max(now.used_bytes),

@@ -67,6 +67,9 @@ pub struct Seen {
     pub weight: f64,
     /// It cannot do with less: what is pinned, and our own records.
     pub least_bytes: u64,
+    /// What it costs beside that with nothing in place: where there is no room below
+    /// compressed memory, all of it compressed.
+    pub packed_bytes: u64,
     /// What it may cost now.
     pub budget_bytes: u64,
     /// What it costs now.
@@ -163,7 +166,7 @@ impl Past {
             averaged(self.returned_bytes, seen.returned_bytes as f64 / seconds.max(0.1));
         self.growth_bytes =
             averaged(self.growth_bytes, seen.growth_bytes as f64 / seconds.max(0.1));
-        let out = 1.0 - seen.used_bytes as f64 / seen.whole_bytes.max(1) as f64;
+        let out = seen.out_part();
         if (0.02..0.98).contains(&out) && seen.busy + seen.stall > QUIET {
             // So skewed that as much is lost as was seen.
             let skew = seen.stall.clamp(1e-6, 0.999).ln() / out.ln();
@@ -202,6 +205,17 @@ impl Seen {
         (self.used_bytes / SPARE_PART).max(LEAST_SPARE_BYTES) + growth
     }
 
+    /// What it costs with nothing in place.
+    fn empty_bytes(&self) -> u64 {
+        self.least_bytes.saturating_add(self.packed_bytes)
+    }
+
+    /// Part of what can leave that is out now.
+    fn out_part(&self) -> f64 {
+        let can_leave = self.whole_bytes.saturating_sub(self.empty_bytes()).max(1);
+        self.whole_bytes.saturating_sub(self.used_bytes) as f64 / can_leave as f64
+    }
+
     /// What it lacks of being rid of its waiting.
     fn lack_bytes(&self, past: &Past) -> u64 {
         let missing = self.whole_bytes.saturating_sub(self.used_bytes);
@@ -222,8 +236,13 @@ impl Seen {
     }
 
     /// What nobody takes from it: of its reserve what it wants.
-    fn floor_bytes(&self, past: &Past) -> u64 {
+    fn right_bytes(&self, past: &Past) -> u64 {
         self.reserve_bytes.min(self.wants_bytes(past)).max(self.least_bytes)
+    }
+
+    /// With less than this it gives up nothing more: it only waits.
+    fn floor_bytes(&self, past: &Past) -> u64 {
+        self.right_bytes(past).max(self.empty_bytes().min(self.most_bytes()))
     }
 
     /// What it loses with how many bytes, as far as is known.
@@ -234,11 +253,13 @@ impl Seen {
             let points = self.curve.iter();
             return Losses(points.map(|one| point(one.budget_bytes, weight * one.loss)).collect());
         }
-        // With room for a part `u` of it: (1 - u) to the power of its skew.
-        let whole = self.whole_bytes.max(self.used_bytes).max(PARTS);
+        // With room for a part `u` of what can leave: (1 - u) to the power of its skew.
+        let whole = self.whole_bytes.max(self.used_bytes);
+        let empty = self.empty_bytes().min(whole);
+        let step = ((whole - empty) / PARTS).max(1);
         let guessed = |part: u64| {
             let out = 1.0 - part as f64 / PARTS as f64;
-            point(whole / PARTS * part, weight * out.powf(past.skew()))
+            point(empty + step * part, weight * out.powf(past.skew()))
         };
         let mut points: Vec<Point> = (0..PARTS).map(guessed).collect();
         points.push(point(whole.saturating_add(spare), 0.0));
@@ -273,11 +294,22 @@ fn goals(dram_bytes: u64, seen: &[Seen], past: &[Past]) -> Vec<u64> {
         seen.iter().zip(past).map(|(one, past)| one.floor_bytes(past)).collect();
     let floors: u64 = goals.iter().fold(0, |sum, &floor| sum.saturating_add(floor));
     if floors > dram_bytes {
-        // Reserves are refused when they exceed the host; what cannot be done with less
-        // is shared in proportion.
-        let part = dram_bytes as f64 / floors as f64;
-        goals.iter_mut().for_each(|goal| *goal = (*goal as f64 * part) as u64);
-        return goals;
+        // Reserves are refused when they exceed the host; beside them what cannot be done
+        // with less is shared in proportion.
+        let rights: Vec<u64> =
+            seen.iter().zip(past).map(|(one, past)| one.right_bytes(past)).collect();
+        let all = rights.iter().fold(0, |sum: u64, &right| sum.saturating_add(right));
+        if all > dram_bytes {
+            let part = dram_bytes as f64 / all as f64;
+            return rights.iter().map(|&right| (right as f64 * part) as u64).collect();
+        }
+        let part = (dram_bytes - all) as f64 / (floors - all).max(1) as f64;
+        let above = |goal: u64, right: u64| ((goal - right) as f64 * part) as u64;
+        return goals
+            .iter()
+            .zip(&rights)
+            .map(|(&goal, &right)| right + above(goal, right))
+            .collect();
     }
     let floors = goals.clone();
     let losses: Vec<Losses> = seen.iter().zip(past).map(|(one, past)| one.losses(past)).collect();
@@ -381,7 +413,7 @@ fn step(dram_bytes: u64, seen: &[Seen], past: &[Past], goals: &[u64], seconds: f
     let owed: u64 = seen
         .iter()
         .zip(past)
-        .map(|(one, past)| one.floor_bytes(past).saturating_sub(one.budget_bytes))
+        .map(|(one, past)| one.right_bytes(past).saturating_sub(one.budget_bytes))
         .fold(0, u64::saturating_add);
     let held = |budgets: &[u64]| -> u64 {
         budgets
@@ -405,7 +437,7 @@ fn step(dram_bytes: u64, seen: &[Seen], past: &[Past], goals: &[u64], seconds: f
     // that nobody uses any more.
     let mut room = dram_bytes.saturating_sub(held(&budgets));
     for ((budget, one), past) in budgets.iter_mut().zip(seen).zip(past) {
-        let right = one.floor_bytes(past).saturating_sub(*budget).min(room);
+        let right = one.right_bytes(past).saturating_sub(*budget).min(room);
         *budget += right;
         room -= right;
     }

@@ -71,6 +71,7 @@ impl Host {
                 limit_bytes: model.limit,
                 weight: model.weight,
                 least_bytes: 4 * MIB,
+                packed_bytes: 0,
                 budget_bytes: budget,
                 used_bytes: self.used[index],
                 whole_bytes: model.whole,
@@ -102,6 +103,45 @@ impl Host {
             .map(|(model, &budget)| model.loss_at(budget))
             .sum()
     }
+}
+
+/// One that waits all the time, and of which hardly anything more can leave.
+fn squeezed(reserve_bytes: u64) -> Seen {
+    Seen {
+        reserve_bytes,
+        limit_bytes: u64::MAX,
+        weight: 1.0,
+        least_bytes: 4 * MIB,
+        packed_bytes: 100 * MIB,
+        budget_bytes: 128 * MIB,
+        used_bytes: 128 * MIB,
+        whole_bytes: 280 * MIB,
+        returned_bytes: 20 * MIB,
+        stall: 0.6,
+        busy: 0.4,
+        ..Seen::default()
+    }
+}
+
+#[test]
+fn compressed_memory_that_cannot_leave_is_nobodys_gain() {
+    let dram = 512 * MIB;
+    let mut seen = vec![squeezed(0); 4];
+    let mut past = vec![Past::default(); 4];
+    for second in 0..60 {
+        let shares = share(dram, &seen, &mut past, 1.0);
+        for (one, share) in seen.iter_mut().zip(&shares) {
+            assert!(share.budget_bytes >= 104 * MIB, "{second}: {}", share.budget_bytes / MIB);
+            // It does not get below what it has compressed, whatever its budget is.
+            one.budget_bytes = share.budget_bytes;
+            one.used_bytes = share.budget_bytes.clamp(104 * MIB, 280 * MIB);
+        }
+    }
+    // There is less than all of them cost: reserves come first.
+    let mut past = vec![Past::default(); 2];
+    let shares = share(160 * MIB, &[squeezed(120 * MIB), squeezed(0)], &mut past, 1.0);
+    assert_eq!(shares[0].goal_bytes / MIB, 120);
+    assert!(shares[1].goal_bytes <= 40 * MIB, "{}", shares[1].goal_bytes / MIB);
 }
 
 #[test]
@@ -225,6 +265,7 @@ fn more_is_held_than_there_is_never() {
                 limit_bytes: if random(2) == 0 { u64::MAX } else { random(8 * GIB) },
                 weight: 0.1 + random(100) as f64 / 10.0,
                 least_bytes: random(budget.min(reserve) + 1),
+                packed_bytes: random(8 * GIB),
                 budget_bytes: budget,
                 used_bytes: random(budget + 1),
                 whole_bytes: random(32 * GIB),

@@ -361,10 +361,12 @@ impl Running<'_> {
         let (resident, staged) = self.tenant.in_dram();
         let in_place = resident + staged;
         let stored = (self.pages - in_place.min(self.pages)) as f64 * STORED_PART;
+        let packed = self.pages as f64 * STORED_PART;
         Seen {
             limit_bytes: u64::MAX,
             weight: 1.0,
-            least_bytes: (stored as u64 + BATCH_PAGES as u64 + 65) * page_bytes,
+            least_bytes: (BATCH_PAGES as u64 + 65) * page_bytes,
+            packed_bytes: packed as u64 * page_bytes,
             budget_bytes: self.budget,
             used_bytes: (in_place as u64 + stored as u64) * page_bytes,
             whole_bytes: self.pages as u64 * page_bytes,

@@ -2,7 +2,7 @@
 # Sees to it that what a make target needs is there: checks cargo, installs the
 # Debian packages that are missing (and says so), does nothing when none is.
 #
-#   scripts/setup.sh build|demo|test|bench|guest|disk|criu
+#   scripts/setup.sh build|demo|test|bench|guest|disk|compile|criu
 #
 # criu fetches a CRIU that works, if there is none, and prints where it is
 # (scripts/criu.sh); into the user's cache, not installed.
@@ -11,7 +11,8 @@
 # into target/tests/guest; they are unpacked, not installed.
 #
 # disk does what guest does, and builds the disk of the guests that are measured
-# and shown (scripts/guest-disk.sh), there too.
+# and shown (scripts/guest-disk.sh), there too; compile, that of the guests that
+# compile (make bench ROW=compile).
 #
 # Packages that bring a service get installed without starting it; a service
 # that was there before is left alone.
@@ -219,15 +220,20 @@ not_at_boot() {
     done
 }
 
+guest_disk() {
+    fetch_kernels
+    as_root env CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-target}" scripts/guest-disk.sh "$1"
+}
+
 case ${1:-} in
 build) need_build ;;
 demo) need_build && need_demo ;;
 bench) need_build && need_demo && need_bench && need_programs ;;
 test) need_build && need_demo && need_test ;;
 guest) need_build && need_guest ;;
-disk) need_build && need_guest && need_disk ;;
+disk | compile) need_build && need_guest && need_disk ;;
 criu) exec scripts/criu.sh ;;
-*) stop "give one of: build, demo, test, bench, guest, disk, criu" ;;
+*) stop "give one of: build, demo, test, bench, guest, disk, compile, criu" ;;
 esac
 check_cargo
 if [ ${#missing[@]} -gt 0 ]; then
@@ -235,5 +241,6 @@ if [ ${#missing[@]} -gt 0 ]; then
 fi
 case ${1:-} in
 guest) fetch_kernels ;;
-disk) fetch_kernels && as_root env CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-target}" scripts/guest-disk.sh ;;
+disk) guest_disk servers ;;
+compile) guest_disk compile ;;
 esac

@@ -7,6 +7,7 @@
 mod advise;
 mod budget;
 mod cells;
+mod compile;
 mod foretelling;
 mod matrix;
 mod merging;
@@ -72,6 +73,8 @@ pub(crate) enum Part {
     Ksm,
     /// Guests' disks in memory beside qemu-nbd
     Pool,
+    /// Guests that build a C project at the same time
+    Compile,
 }
 
 /// Which parts, how often, how large.
@@ -170,6 +173,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             Part::Tiers => tiers::tiers(&bench, &mut found),
             Part::Ksm => merging::merging(&bench, &mut found),
             Part::Pool => pool::pool(&bench, &mut found),
+            Part::Compile => compile::compile(&bench, &mut found),
         };
         eprintln!("{}", bench.budget.said());
         results.add(*part, found, outcome);
@@ -210,6 +214,7 @@ impl Part {
                 | Self::Advise
                 | Self::AdvisePrograms
                 | Self::AdviseShares
+                | Self::Compile
         )
     }
 
@@ -234,6 +239,7 @@ impl Part {
                 "The file tier: faults beside reads of the device, sweeps beside kernel swap"
             }
             Self::Pool => "Guests' disks in memory, beside qemu-nbd on a file in a tmpfs",
+            Self::Compile => "Guests that build a C project at the same time, in the same DRAM",
             Self::Ksm => "KSM: two equal programs at 70 % of their memory, and alone",
             Self::Advise => "The advisor: what it foretells",
             Self::AdvisePrograms => "The advisor: what it foretells of MariaDB and a graph walk",

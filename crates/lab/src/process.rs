@@ -124,6 +124,19 @@ pub(crate) fn memory(pid: u32) -> Memory {
         .map_or_else(|_| Memory::default(), |s| parse_memory(&s))
 }
 
+/// What a process has had read from disks, and written to them; nothing once it is gone.
+pub(crate) fn moved_bytes(pid: u32) -> (u64, u64) {
+    parse_moved(&fs::read_to_string(format!("/proc/{pid}/io")).unwrap_or_default())
+}
+
+fn parse_moved(io: &str) -> (u64, u64) {
+    let field = |name: &str| {
+        let line = io.lines().find_map(|line| line.strip_prefix(name));
+        line.and_then(|line| line.trim().parse().ok()).unwrap_or(0)
+    };
+    (field("read_bytes:"), field("write_bytes:"))
+}
+
 fn parse_available(meminfo: &str) -> Option<u64> {
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)

@@ -5,7 +5,7 @@
 
 use super::{
     machine::{Guest, Shape},
-    site::Site,
+    site::{PROGRAMS, Site},
     words::{Drive, Order, Served, Watched},
 };
 use crate::{janitor::Janitor, progress::Progress};
@@ -90,6 +90,7 @@ fn show(janitor: &Janitor, site: &Site, has_terminal: bool) -> Result<()> {
     let progress = Progress::start("booting a guest");
     let shape = Shape {
         nvdimm_mebibytes: Some(NVDIMM_MIB),
+        programs: PROGRAMS,
         processors: 2,
         has_terminal,
         ..Shape::new("guest-demo", MEMORY_MIB)

@@ -8,6 +8,7 @@ use super::{
 use crate::{
     interrupt,
     janitor::Janitor,
+    process,
     strata::Strata,
     subject::{Subject, last_line, scratch},
 };
@@ -36,8 +37,11 @@ pub(crate) struct Shape {
     pub name: String,
     pub memory_mebibytes: u64,
     pub processors: u32,
-    /// Of the file that is its NVDIMM's content; a guest with one gets Strata's programs.
+    /// Of the file that is its NVDIMM's content.
     pub nvdimm_mebibytes: Option<u64>,
+    /// What it has of Strata.
+    pub programs: &'static [&'static str],
+    pub disks: Disks,
     /// Its console is this terminal, and not a log.
     pub has_terminal: bool,
 }
@@ -45,8 +49,25 @@ pub(crate) struct Shape {
 impl Shape {
     pub(crate) fn new(name: &str, memory_mebibytes: u64) -> Self {
         let name = name.to_owned();
-        Self { name, memory_mebibytes, processors: 1, nvdimm_mebibytes: None, has_terminal: false }
+        Self {
+            name,
+            memory_mebibytes,
+            processors: 1,
+            nvdimm_mebibytes: None,
+            programs: &[],
+            disks: Disks::Servers,
+            has_terminal: false,
+        }
     }
+}
+
+/// Its disks; the first one is its root.
+#[derive(Clone, Debug)]
+pub(crate) enum Disks {
+    /// The site's, with servers on it. What is written to it is forgotten.
+    Servers,
+    /// Images, each with its format. None: whoever starts it adds them.
+    Images(Vec<(PathBuf, &'static str)>),
 }
 
 /// A running one; killed when the guard drops.
@@ -88,8 +109,15 @@ fn words(site: &Site, shape: &Shape, accelerator: &str, directory: &Path) -> Vec
         if shape.has_terminal { "mon:stdio".into() } else { format!("file:{}", file("console")) };
     let line = format!("socket,id=line,path={},server=on,wait=off", file("line"));
     // Past the host's page cache, which plain guests would have beside their DRAM.
-    let disk =
-        format!("file={},if=none,id=disk,format=raw,snapshot=on,cache=none", site.disk.display());
+    let drive = |image: &Path, more: &str| {
+        format!("file={},if=none,cache=none,format={more}", image.display())
+    };
+    let drives = match &shape.disks {
+        Disks::Servers => vec![drive(&site.disk, "raw,snapshot=on")],
+        Disks::Images(images) => {
+            images.iter().map(|(image, format)| drive(image, format)).collect()
+        }
+    };
     let told = format!("console=ttyS0 quiet panic=-1 rdinit=/strata/{NAME} -- guest");
     for (option, value) in [
         ("-kernel", site.kernel.display().to_string()),
@@ -98,11 +126,13 @@ fn words(site: &Site, shape: &Shape, accelerator: &str, directory: &Path) -> Vec
         ("-serial", console),
         ("-chardev", line),
         ("-serial", "chardev:line".into()),
-        ("-drive", disk),
-        ("-device", "virtio-blk-pci,drive=disk".into()),
         ("-display", "none".into()),
     ] {
         words.extend([option.into(), value]);
+    }
+    for (number, drive) in drives.into_iter().enumerate() {
+        words.extend(["-drive".into(), format!("{drive},id=disk{number}")]);
+        words.extend(["-device".into(), format!("virtio-blk-pci,drive=disk{number}")]);
     }
     words.extend(["-nodefaults".into(), "-no-reboot".into()]);
     words
@@ -120,7 +150,7 @@ impl Guest {
     ) -> Result<Self> {
         let name = shape.name.clone();
         let (directory, files) = scratch(janitor, &name)?;
-        fs::write(directory.join("initramfs"), site.initramfs(shape.nvdimm_mebibytes.is_some())?)
+        fs::write(directory.join("initramfs"), site.initramfs(shape.programs)?)
             .context("write an initramfs")?;
         if let Some(size) = shape.nvdimm_mebibytes {
             let nvdimm = File::create(directory.join("nvdimm")).context("make an NVDIMM's file")?;
@@ -149,6 +179,11 @@ impl Guest {
         let line = starting.connect().with_context(|| name.clone())?;
         line.set_read_timeout(Some(LOOK)).context("bound reads")?;
         Ok(Self { name, subject: starting.subject, line, heard: Vec::new(), console })
+    }
+
+    /// QEMU's process, and whatever `strata vm run` has started for it.
+    pub(crate) fn pids(&self) -> Vec<u32> {
+        process::family(self.subject.pid())
     }
 
     /// Waits until it has booted.

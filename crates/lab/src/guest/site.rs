@@ -13,14 +13,15 @@ const QEMU: &str = "qemu-system-x86_64";
 const DRIVER: &str = "virtio_blk";
 /// From which kernel on programs can be managed.
 const MANAGES: (u32, u32) = (6, 8);
-/// What a guest has of Strata, beside this program.
-const PROGRAMS: [&str; 3] = ["strata", "stratad", "libstrata.so"];
+/// What a guest that manages programs has of Strata, beside this program.
+pub(super) const PROGRAMS: &[&str] = &["strata", "stratad", "libstrata.so"];
 
 /// All of it.
 #[derive(Clone, Debug)]
 pub(crate) struct Site {
     pub qemu: PathBuf,
     pub kernel: PathBuf,
+    /// What is on it: `scripts/guest-disk.sh`.
     pub disk: PathBuf,
     binaries: PathBuf,
 }
@@ -29,6 +30,17 @@ impl Site {
     /// Looks for it beside the built programs. What is missing is said with the command
     /// that brings it.
     pub(crate) fn find(binaries: &Path) -> Result<Self> {
+        Self::with(binaries, "disk")
+    }
+
+    /// The same for guests that compile.
+    pub(crate) fn that_compiles(binaries: &Path) -> Result<Self> {
+        Self::with(binaries, "compile")
+    }
+
+    /// With the disk that `scripts/setup.sh KIND` builds.
+    fn with(binaries: &Path, kind: &str) -> Result<Self> {
+        let missing = |what: &str| missing(what, kind);
         let place = binaries.join("../tests/guest");
         let path = env::var_os("PATH").unwrap_or_default();
         let qemu = env::split_paths(&path)
@@ -41,7 +53,7 @@ impl Site {
             modules(&path).iter().any(|module| named(module, DRIVER)).then_some((version, path))
         });
         let (_, kernel) = kernels.max().with_context(|| missing("a kernel for guests"))?;
-        let disk = place.join("disk.img");
+        let disk = place.join(format!("{kind}.img"));
         if !disk.is_file() {
             bail!(missing("the guests' disk"));
         }
@@ -67,13 +79,12 @@ impl Site {
         version(&format!("vmlinuz-{}", self.kernel_version())) >= Some(MANAGES)
     }
 
-    /// This program and the kernel's modules; where Strata is to be in the guest, its
-    /// programs too.
-    pub(super) fn initramfs(&self, has_strata: bool) -> Result<Vec<u8>> {
+    /// This program, the kernel's modules, and these programs of Strata.
+    pub(super) fn initramfs(&self, programs: &[&str]) -> Result<Vec<u8>> {
         let mut archive = Archive::default();
         let this = env::current_exe().context("find this program")?;
         archive.program(&this, &format!("/strata/{NAME}"))?;
-        for name in PROGRAMS.iter().filter(|_| has_strata) {
+        for name in programs {
             archive.program(&self.binaries.join(name), &format!("/strata/{name}"))?;
         }
         for module in modules(&self.kernel) {
@@ -86,8 +97,8 @@ impl Site {
 /// What this program is called in a guest.
 pub(super) const NAME: &str = "strata-lab";
 
-fn missing(what: &str) -> String {
-    format!("{what} is missing: run scripts/setup.sh disk")
+fn missing(what: &str, kind: &str) -> String {
+    format!("{what} is missing: run scripts/setup.sh {kind}")
 }
 
 /// `vmlinuz-6.12.1-amd64` → (6, 12).

@@ -8,6 +8,7 @@ mod advise;
 mod budget;
 mod cells;
 mod compile;
+mod density;
 mod foretelling;
 mod matrix;
 mod merging;
@@ -75,6 +76,8 @@ pub(crate) enum Part {
     Pool,
     /// Guests that build a C project at the same time
     Compile,
+    /// How many guests fit into a given DRAM
+    Density,
 }
 
 /// Which parts, how often, how large.
@@ -174,6 +177,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             Part::Ksm => merging::merging(&bench, &mut found),
             Part::Pool => pool::pool(&bench, &mut found),
             Part::Compile => compile::compile(&bench, &mut found),
+            Part::Density => density::density(&bench, &mut found),
         };
         eprintln!("{}", bench.budget.said());
         results.add(*part, found, outcome);
@@ -215,6 +219,7 @@ impl Part {
                 | Self::AdvisePrograms
                 | Self::AdviseShares
                 | Self::Compile
+                | Self::Density
         )
     }
 
@@ -239,6 +244,7 @@ impl Part {
                 "The file tier: faults beside reads of the device, sweeps beside kernel swap"
             }
             Self::Pool => "Guests' disks in memory, beside qemu-nbd on a file in a tmpfs",
+            Self::Density => "Guests in a part of their DRAM: Strata, kernel swap, and all of it",
             Self::Compile => "Guests that build a C project at the same time, in the same DRAM",
             Self::Ksm => "KSM: two equal programs at 70 % of their memory, and alone",
             Self::Advise => "The advisor: what it foretells",

@@ -15,7 +15,7 @@ use super::{
 };
 use crate::{
     guest::{
-        machine::{Disks, Guest, Shape},
+        machine::{Disks, Guest, Shape, Under},
         site::Site,
         words::Order,
     },
@@ -322,11 +322,11 @@ fn started(
     let memory = if strata.is_some() { MEMORY_MIB } else { FIXED_MIB };
     let overlay = own("overlay");
     let mut shape = Shape::new(&name, memory);
-    let mut claims: Vec<String> = vec![BALLOON.into()];
+    let mut words: Vec<String> = vec![BALLOON.into()];
     if division.has_pools() {
         shape.disks = Disks::Images(Vec::new());
-        claims.extend(["--disk".into(), disk(site, &division.pool(number), &overlay)]);
-        claims.extend(["--swap".into(), format!("{SWAP_MIB}MiB")]);
+        words.extend(["--disk".into(), disk(site, &division.pool(number), &overlay)]);
+        words.extend(["--swap".into(), format!("{SWAP_MIB}MiB")]);
     } else {
         over(&site.disk, &overlay)?;
         let swap = own("swap");
@@ -337,7 +337,7 @@ fn started(
     if strata.is_some() {
         shape.programs = &["strata-guest-agent"];
     }
-    let under = strata.map(|strata| (strata, claims.as_slice()));
+    let under = strata.map_or(Under::Nothing, |strata| Under::Strata(strata, &words));
     Guest::start(&bench.janitor, site, &shape, ACCELERATOR, under)
 }
 

@@ -4,7 +4,7 @@
 //! here.
 
 use super::{
-    machine::{Guest, Shape},
+    machine::{Guest, Shape, Under},
     site::{PROGRAMS, Site},
     words::{Drive, Order, Served, Watched},
 };
@@ -95,7 +95,7 @@ fn show(janitor: &Janitor, site: &Site, has_terminal: bool) -> Result<()> {
         has_terminal,
         ..Shape::new("guest-demo", MEMORY_MIB)
     };
-    let mut guest = Guest::start(janitor, site, &shape, ACCELERATOR, None)?;
+    let mut guest = Guest::start(janitor, site, &shape, ACCELERATOR, Under::Nothing)?;
     guest.up()?;
     let _: () = guest.ask(&WATCH, PATIENCE)?;
     progress.part("Strata on persistent memory");

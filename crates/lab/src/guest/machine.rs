@@ -6,6 +6,7 @@ use super::{
     words::{Order, Reply},
 };
 use crate::{
+    cgroup::Group,
     interrupt,
     janitor::Janitor,
     process,
@@ -68,6 +69,16 @@ pub(crate) enum Disks {
     Servers,
     /// Images, each with its format. None: whoever starts it adds them.
     Images(Vec<(PathBuf, &'static str)>),
+}
+
+/// Who keeps it to its DRAM.
+#[derive(Clone, Copy)]
+pub(crate) enum Under<'a> {
+    Nothing,
+    /// With these words for `strata vm run`.
+    Strata(&'a Strata, &'a [String]),
+    /// The kernel, by a limit.
+    Group(&'a Group),
 }
 
 /// A running one; killed when the guard drops.
@@ -139,14 +150,13 @@ fn words(site: &Site, shape: &Shape, accelerator: &str, directory: &Path) -> Vec
 }
 
 impl Guest {
-    /// Starts it, under Strata where claims (`--dram`, `--reserve`, …) are given; it has
-    /// booted once [`Self::up`] says so.
+    /// Starts it; it has booted once [`Self::up`] says so.
     pub(crate) fn start(
         janitor: &Janitor,
         site: &Site,
         shape: &Shape,
         accelerator: &str,
-        under: Option<(&Strata, &[String])>,
+        under: Under<'_>,
     ) -> Result<Self> {
         let name = shape.name.clone();
         let (directory, files) = scratch(janitor, &name)?;
@@ -157,10 +167,16 @@ impl Guest {
             nvdimm.set_len(size << 20).context("make an NVDIMM's file")?;
         }
         let mut command = match under {
-            None => Command::new(&site.qemu),
-            Some((strata, claims)) => {
+            Under::Nothing => Command::new(&site.qemu),
+            Under::Group(group) => {
+                let wrapping = group.wrapping();
+                let mut command = Command::new(&wrapping[0]);
+                command.args(&wrapping[1..]).arg(&site.qemu);
+                command
+            }
+            Under::Strata(strata, words) => {
                 let mut command = strata.command(&["vm", "run", "--name", &name]);
-                command.args(claims).arg("--").arg(&site.qemu);
+                command.args(words).arg("--").arg(&site.qemu);
                 command
             }
         };

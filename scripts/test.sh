@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# All tests: format, lints, then unit tests and programs under pressure together, some
-# at a time (tests/lib/runner.py). A failure does not keep what comes after it from
-# running. The last line counts them: N passed, N failed, N skipped.
+# All tests: format, then unit tests and programs under pressure together, some at a time
+# (tests/lib/runner.py), and the lints beside them: programs wait more than they compute. A
+# failure does not keep what comes after it from running. The last line counts them:
+# N passed, N failed, N skipped.
 #
 #   scripts/test.sh [--fast] [FLAG ...]   --fast: no format, no lints; then flags of
 #                                         tests/run.sh, as --only PATTERN
@@ -41,15 +42,30 @@ build() {
 STRATA_CRIU=${STRATA_CRIU:-$(scripts/criu.sh --path || true)}
 export STRATA_CRIU
 
+# What needs nothing of the machine's; its own process, with its own count.
+lints() {
+    step "lints" nice -n 19 \
+        cargo clippy --profile "$profile" --workspace --all-targets --locked -- -D warnings
+    step "examples in documentation" nice -n 19 \
+        cargo test --profile "$profile" --package strata-client --locked --quiet --doc
+    echo "$passed $failed" >"$target/lints.count"
+}
+
+beside=
 if [ "${1:-}" = --fast ]; then
     shift
 else
     step "format" cargo fmt --all --check
-    step "lints" cargo clippy --profile "$profile" --workspace --all-targets --locked -- -D warnings
-    step "examples in documentation" \
-        cargo test --profile "$profile" --package strata-client --locked --quiet --doc
+    beside=lints
 fi
 if step "build" build; then
+    if [ -n "$beside" ]; then
+        rm -f "$target/lints.count"
+        (passed=0 failed=0 && lints) >"$target/lints.log" 2>&1 &
+        beside=$!
+        # Not left behind when this is interrupted.
+        trap 'kill "$beside" 2>/dev/null' EXIT
+    fi
     printf '\n== unit tests, and programs under pressure\n'
     tests/run.sh --units "$units" --patience 5 "$@" 2>&1 | tee "$log"
     status=${PIPESTATUS[0]}
@@ -58,6 +74,15 @@ if step "build" build; then
     # One that failed without counting a failure is one itself.
     [ "$status" = 0 ] || [ "${f:-0}" != 0 ] || failed=$((failed + 1))
     grep -E '^(flaky: |no flaky case)' "$log"
+    if [ -n "$beside" ]; then
+        wait "$beside"
+        trap - EXIT
+        cat "$target/lints.log"
+        read -r p f <"$target/lints.count" || f=1
+        passed=$((passed + ${p:-0})) failed=$((failed + f))
+    fi
+elif [ -n "$beside" ]; then
+    lints
 fi
 
 printf '\n%s s\n' "$SECONDS"

@@ -17,7 +17,7 @@ use std::time::Duration;
 use strata_api::DramClaim;
 use strata_policy::order::TierOrder;
 use strata_sys::MemoryNode;
-use strata_units::ByteSize;
+use strata_units::{ByteSize, fnv1a};
 
 pub(crate) use self::nearest::nearest;
 use crate::groups::{Group, Members};
@@ -290,11 +290,9 @@ impl Config {
         self.socket_dir.join(strata_api::CONTROL_SOCKET_NAME)
     }
 
-    /// Tells it from another one (FNV-1a over all of it).
+    /// Tells it from another one.
     pub(crate) fn sum(&self) -> u64 {
-        let step =
-            |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
-        self.resolved().bytes().fold(0xcbf2_9ce4_8422_2325, step)
+        fnv1a(self.resolved().bytes())
     }
 
     /// The resolved configuration as TOML: reading it again gives the same.

@@ -25,7 +25,7 @@ use strata_sys::{
     forbid_core_dumps, kill_process, lock_memory, log, open_fds, raise_descriptor_limit,
     spawn_sharing_files, wait_for_signal, wait_worker,
 };
-use strata_units::wire;
+use strata_units::{fnv1a, wire};
 
 use crate::config::Config;
 use crate::doors::{self, Doors};
@@ -298,12 +298,10 @@ fn listen_for_the_returning(directory: &Path) -> io::Result<(SeqPacketListener, 
     Ok((SeqPacketListener::bind_abstract(&wire::back_name(key))?, key))
 }
 
-/// FNV-1a over all three, and never 0.
+/// Of all three, and never 0.
 fn back_key(path: &[u8], device: u64, inode: u64) -> u64 {
     let numbers = [device.to_le_bytes(), inode.to_le_bytes()];
-    let bytes = path.iter().chain(numbers.iter().flatten());
-    let step = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3);
-    bytes.fold(0xcbf2_9ce4_8422_2325, step).max(1)
+    fnv1a(path.iter().chain(numbers.iter().flatten()).copied()).max(1)
 }
 
 /// The first line that a daemon logs.

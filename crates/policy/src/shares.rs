@@ -128,7 +128,7 @@ pub struct Share {
     /// Why.
     pub why: Why,
     /// What others lose of their speed, in sum and by weight, because it has more than
-    /// its reserve: 0.1 is a tenth of one tenant's speed.
+    /// its reserve, and than what could not leave: 0.1 is a tenth of one tenant's speed.
     pub costs_others: f64,
 }
 

@@ -13,6 +13,7 @@ mod page;
 pub mod pool;
 pub mod reading;
 mod size;
+mod sum;
 mod swap;
 pub mod wire;
 
@@ -22,4 +23,5 @@ pub use ids::{Handle, LeafIndex, PageId, SpaceId, TenantId};
 pub use label::{MAX_LABEL_BYTES, label_problem};
 pub use page::{PAGE, PAGE_SHIFT, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageNumber};
 pub use size::{ByteSize, ParseByteSizeError};
+pub use sum::fnv1a;
 pub use swap::{LEAST_SWAP_BYTES, MOST_SWAP_BYTES, is_swap_size};

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use serde::{Deserialize, Serialize};
 use strata_policy::order::TierOrder;
 use strata_sys::{PROCESS_FDS, SharedMemory, Userfaultfd};
-use strata_units::{SpaceId, TenantId};
+use strata_units::{SpaceId, TenantId, fnv1a};
 
 use crate::map::counters::{ALL_BUCKETS, COUNTERS};
 use crate::map::settings::{MOST_SETTINGS, SettingsFile};
@@ -210,10 +210,8 @@ fn layout() -> u64 {
     mixed(all.copied())
 }
 
-/// FNV-1a over words.
 fn mixed(words: impl IntoIterator<Item = u64>) -> u64 {
-    let step = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
-    words.into_iter().flat_map(u64::to_le_bytes).fold(0xcbf2_9ce4_8422_2325, step)
+    fnv1a(words.into_iter().flat_map(u64::to_le_bytes))
 }
 
 impl Registry {

@@ -20,9 +20,9 @@ const MAX_UNASKED: usize = 256;
 /// Why there is no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum QmpError {
-    /// The time is up.
-    #[error("its monitor does not answer in time")]
-    Silent,
+    /// The time is up, for this.
+    #[error("its monitor does not answer in time ({0})")]
+    Silent(String),
     /// It is gone.
     #[error("its monitor hung up")]
     HungUp,
@@ -37,10 +37,22 @@ pub enum QmpError {
     Io(io::Error),
 }
 
+impl QmpError {
+    /// Says what was waited for.
+    fn about(self, what: &str) -> Self {
+        match self {
+            Self::Silent(_) => Self::Silent(what.to_owned()),
+            other => other,
+        }
+    }
+}
+
 impl From<io::Error> for QmpError {
     fn from(error: io::Error) -> Self {
         match error.kind() {
-            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Self::Silent,
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
+                Self::Silent("a connection".to_owned())
+            }
             io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => Self::HungUp,
             _ => Self::Io(error),
         }
@@ -63,7 +75,7 @@ impl Monitor {
     /// No monitor answers there.
     pub fn begin(stream: UnixStream, time: Duration) -> Result<Self, QmpError> {
         let mut monitor = Self { stream, rest: Vec::new(), deadline: Instant::now() + time };
-        if monitor.message()?.get("QMP").is_none() {
+        if monitor.message().map_err(|error| error.about("its greeting"))?.get("QMP").is_none() {
             return Err(QmpError::Nonsense("no greeting"));
         }
         monitor.execute("qmp_capabilities", None)?;
@@ -93,6 +105,15 @@ impl Monitor {
         arguments: Option<Value>,
         send: &mut dyn FnMut(&UnixStream, &[u8]) -> io::Result<()>,
     ) -> Result<Value, QmpError> {
+        self.ask(command, arguments, send).map_err(|error| error.about(command))
+    }
+
+    fn ask(
+        &mut self,
+        command: &str,
+        arguments: Option<Value>,
+        send: &mut dyn FnMut(&UnixStream, &[u8]) -> io::Result<()>,
+    ) -> Result<Value, QmpError> {
         let mut request = json!({ "execute": command });
         if let Some(arguments) = arguments {
             request["arguments"] = arguments;
@@ -115,10 +136,10 @@ impl Monitor {
         Err(QmpError::Nonsense("too many events"))
     }
 
-    fn left(&self) -> Result<Duration, QmpError> {
+    fn left(&self) -> io::Result<Duration> {
         let left = self.deadline.saturating_duration_since(Instant::now());
         // Zero would mean "wait for ever" to the kernel.
-        if left.is_zero() { Err(QmpError::Silent) } else { Ok(left) }
+        if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
     }
 
     /// The next line, an object.
@@ -254,7 +275,8 @@ pub(crate) mod tests {
     #[test]
     fn silence_and_hanging_up_end_the_conversation() {
         let silent = Monitor::begin(saying(Vec::new()), Duration::from_millis(20));
-        assert!(matches!(silent, Err(QmpError::Silent)), "{silent:?}");
+        let words = silent.expect_err("nobody answers").to_string();
+        assert_eq!(words, "its monitor does not answer in time (its greeting)");
         let gone = Monitor::begin(answering(|_| None), PATIENCE);
         assert!(matches!(gone, Err(QmpError::HungUp)), "{gone:?}");
         // A byte now and then does not make the time longer.
@@ -265,7 +287,7 @@ pub(crate) mod tests {
             }
         });
         let silent = Monitor::begin(ours, Duration::from_millis(50));
-        assert!(matches!(silent, Err(QmpError::Silent)), "{silent:?}");
+        assert!(matches!(silent, Err(QmpError::Silent(_))), "{silent:?}");
         trickling.join().expect("it ends with the conversation");
     }
 

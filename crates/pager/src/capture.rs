@@ -50,6 +50,9 @@ const BLOCK_PAGES: usize = 16;
 const BLOCK_BYTES: u64 = BLOCK_PAGES as u64 * PAGE;
 /// Pages of a block that are written one by one; then it loses its protection.
 const WRITES_TO_FREE_BLOCK: usize = 3;
+/// The same where what is written is wanted page by page: marks are then twice what was
+/// written, at most.
+const WRITES_TO_FREE_PRECISE: usize = BLOCK_PAGES / 2;
 
 /// How a page leaves.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -302,15 +305,19 @@ impl Space {
     /// their protection: they are likely to be next, and reading them costs less than
     /// another fault. After that only the page does, so that the next snapshot reads
     /// little of a program that writes here and there; until so many of its block
-    /// were written that faults cost more.
+    /// were written that faults cost more. Where what is written is wanted page by page,
+    /// it is so from the beginning.
     pub(crate) fn before_write(&self, tenant: &Tenant, gate: &mut Gate, address: u64) -> bool {
         let one = Range { start: address, end: address + PAGE };
         let start = address / BLOCK_BYTES * BLOCK_BYTES;
         let mut block = Range { start, end: start + BLOCK_BYTES };
+        let most = if gate.is_precise { WRITES_TO_FREE_PRECISE } else { WRITES_TO_FREE_BLOCK };
+        let is_alone =
+            (gate.is_precise || gate.capture.is_none()) && gate.written.count(block) < most;
         let mut pending = Vec::new();
         if let Some(capture) = gate.capture.as_mut().filter(|capture| capture.pending > 0) {
             // Without room for copies the thread waits until each page is packed.
-            if tenant.headroom_pages() < BLOCK_PAGES as i64 {
+            if is_alone || tenant.headroom_pages() < BLOCK_PAGES as i64 {
                 block = one;
             }
             capture.capture_block(tenant, block);
@@ -326,7 +333,7 @@ impl Space {
                 pending.clear();
             }
         }
-        if gate.capture.is_none() && gate.written.count(block) < WRITES_TO_FREE_BLOCK {
+        if is_alone {
             gate.written.insert(one);
             return self.let_write(one);
         }

@@ -211,6 +211,7 @@ fn take(
             bring_threads(tenant, space, &process)?;
         }
         leaves += space.arm(&process, part, &excluded(space))?;
+        lock(&space.gate).is_precise = request.urgent;
     }
     // For all of them at once: until the freeze none is taken.
     tenant.map.prepare(leaves).map_err(failed)?;

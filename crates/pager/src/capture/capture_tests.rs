@@ -606,3 +606,31 @@ fn writing_evicting_and_capturing_at_the_same_time() {
     }
     world.end();
 }
+
+#[test]
+fn what_is_wanted_page_by_page_is_marked_so() {
+    let Some(world) = World::of(testing::tenant()) else { return };
+    fill(&world, 0..48, |page| 1 + page as u8);
+    lock(&world.space.gate).is_precise = true;
+    let mut first = Taken::of(&world);
+    // Written while it is captured: a page of one block, and nine of the next.
+    world.write(3, 100);
+    for page in 16..25 {
+        world.write(page, 100);
+    }
+    let left: Vec<usize> = (0..3).chain(4..16).chain(32..48).collect();
+    assert_eq!(pending(&world), left, "the ninth took the rest of its block along");
+    first.capture_all(&world);
+    for page in 0..48 {
+        first.expect(&world, page, 1 + page as u8);
+    }
+    let mut second = Taken::of(&world);
+    assert_eq!(second.capture_all(&world), 15 + 16, "one was written, and a block is another's");
+    for page in 0..48 {
+        let is_written = page == 3 || (16..25).contains(&page);
+        second.expect(&world, page, if is_written { 100 } else { 1 + page as u8 });
+    }
+    first.remove(&world);
+    second.remove(&world);
+    world.end();
+}

@@ -62,7 +62,8 @@ pub struct SnapshotRequest {
     /// himself. All is captured while they stand.
     pub stay: bool,
     /// Somebody waits for it to be whole, and has more to do the later it is: its capture
-    /// does not give way to the tenant.
+    /// does not give way to the tenant. So it is with the next one, for which what is written
+    /// from now on is marked page by page.
     pub urgent: bool,
     /// No more than this; none: all memory of all processes.
     pub only: Option<Only>,

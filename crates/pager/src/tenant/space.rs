@@ -65,6 +65,9 @@ pub(crate) struct Gate {
     pub(crate) clean: CleanPages,
     /// Pages that lost their protection by a write since the last freeze.
     pub(crate) written: PageSet,
+    /// What is written is wanted page by page, by whoever sends it elsewhere: a page that was
+    /// not is left protected though its neighbours are written.
+    pub(crate) is_precise: bool,
     /// Where pages were moved to since the last freeze.
     pub(crate) moved: Vec<Range>,
     /// Where the last first-touch fill ended, and how many pages it had.
@@ -134,6 +137,7 @@ impl Gate {
             base: None,
             clean: CleanPages::default(),
             written: PageSet::default(),
+            is_precise: false,
             moved: Vec::new(),
             zero_end: 0,
             zero_pages: 0,

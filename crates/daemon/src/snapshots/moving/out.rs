@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use strata_api::{MOVE_VERSION, MoveWord, Progress, Stats, Unit};
 use strata_pager::Tenant;
@@ -19,10 +20,14 @@ use super::{ANSWERED_WITHIN, CUT, Sent, TAKEN_WITHIN, Wire, home, random};
 use crate::guests::Guests;
 use crate::tenants::{Tenants, chain};
 
-/// What is sent while it stands still may be so much: some milliseconds of work.
-const FEW_PAGES: u64 = 1024;
+/// What is sent while it stands still may take so long there and back, as the round before
+/// did: then another one would gain little.
+const FEW: Duration = Duration::from_millis(8);
 /// How often what has changed is sent while it runs.
-const MOST_ROUNDS: u32 = 6;
+const MOST_ROUNDS: u32 = 12;
+/// How many pages are sent in rounds that bring no less than one before: they are written as
+/// fast as they are sent.
+const MOST_IN_VAIN: u64 = 2048;
 
 /// Memory that the other side has: the snapshot that it was sent from, by process.
 type There = BTreeMap<u32, SpaceId>;
@@ -147,11 +152,12 @@ impl Snapshots {
         wire: &mut Wire,
         sent: &mut Vec<Known>,
     ) -> Result<String, String> {
-        let (mut before, mut all) = (u64::MAX, 0);
+        let (mut least, mut all, mut in_vain) = (u64::MAX, 0, 0);
         for round in 0..MOST_ROUNDS {
             let known = self.round(tenant, &mut |progress| wire.tell(progress))?;
             sent.push(known.clone());
             let there = sent.len().checked_sub(2).and_then(|last| sent.get(last));
+            let began = Instant::now();
             let pages =
                 self.send(tenant, &known, &there.map(memories).unwrap_or_default(), false, wire)?;
             self.guests.step("sent");
@@ -160,11 +166,15 @@ impl Snapshots {
             if sent.len() > 1 {
                 self.forget_memory(tenant, &sent.remove(0));
             }
-            let is_first = round == 0;
-            if !is_first && (pages <= FEW_PAGES || pages > before / 4 * 3) {
-                break;
+            let took = began.elapsed();
+            if round > 0 {
+                in_vain += if pages > least / 4 * 3 { pages } else { 0 };
+                if took <= FEW || in_vain > MOST_IN_VAIN {
+                    break;
+                }
+                least = least.min(pages);
             }
-            (before, all) = (pages, all.max(pages));
+            all = all.max(pages);
         }
         let still = self.stand(tenant, &mut |progress| wire.tell(progress))?;
         self.guests.step("still");

@@ -19,7 +19,7 @@ pub const MAX_FRAME_BYTES: usize = 1 << 20;
 /// The hint of a daemon that has given a tenant up and does not know whether it runs there.
 pub const MOVE_UNSETTLED: &str = "settle it: strata move --settle NAME HOST";
 /// Raised when the meaning of a word changes; other versions are refused.
-pub const MOVE_VERSION: u32 = 1;
+pub const MOVE_VERSION: u32 = 2;
 
 /// What a frame has.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -107,6 +107,9 @@ pub enum MoveWord {
         /// The tenant stands still: it is all there then.
         last: bool,
     },
+    /// It stands still, and a snapshot file of some of what has changed follows as data, up to
+    /// `end`. More of these, or the last archive, come without an answer.
+    Piece,
     /// The snapshot file is whole.
     End,
     /// It is taken in.

@@ -43,7 +43,7 @@ pub use tenant::advisor::{Advice, AdviceState};
 pub use tenant::claim::{Claim, Demand};
 pub use tenant::ending::Revival;
 pub use tenant::orders::{
-    Captured, Filling, Freeze, Only, SnapshotError, SnapshotRequest, Standing,
+    Captured, Carried, Carry, Filling, Freeze, Only, SnapshotError, SnapshotRequest, Standing,
 };
 pub use tenant::share::SnapshotSize;
 pub use tenant::space::Space;

@@ -34,8 +34,8 @@ use crate::tenant::Tenant;
 use crate::tenant::capture::Capture;
 use crate::tenant::excluded::Excluded;
 use crate::tenant::orders::{
-    CaptureProgress, Captured, Freeze, Only, Order, SnapshotError, SnapshotOrder, SnapshotRequest,
-    Standing, failed, restless,
+    CaptureProgress, Captured, Carried, Carry, Freeze, Only, Order, SnapshotError, SnapshotOrder,
+    SnapshotRequest, Standing, failed, restless,
 };
 use crate::tenant::space::Space;
 
@@ -198,7 +198,7 @@ fn take(
     tenant: &Arc<Tenant>,
     spaces: &[Arc<Space>],
     excluded: &dyn Fn(&Space) -> Excluded,
-    request: SnapshotRequest,
+    mut request: SnapshotRequest,
     buffer: &mut [u8],
 ) -> Result<Begun, SnapshotError> {
     let mut leaves = 0;
@@ -239,7 +239,10 @@ fn take(
     let pending_pages = pending_pages.sum();
     let unknown: u64 = taken.spaces.iter().map(|(space, _)| space.unknown_pages()).sum();
     if outcome.is_ok() && request.stay {
-        outcome = taken.capture_all(pending_pages, buffer);
+        outcome = match request.carry.as_mut() {
+            Some(carry) => taken.carry_all(carry, buffer),
+            None => taken.capture_all(pending_pages, buffer),
+        };
     } else if outcome.is_ok() && unknown > 0 && unknown <= request.most_frozen_pages {
         outcome = taken.capture_unknown(buffer);
     }
@@ -356,14 +359,37 @@ impl Taken<'_> {
     fn capture_all(&self, pending: u64, buffer: &mut [u8]) -> Result<(), SnapshotError> {
         let room = self.tenant.headroom_pages() > pending as i64;
         let how = if room { Put::Staged } else { Put::Fast };
-        for (space, _) in &self.spaces {
-            let mut since = Instant::now();
-            while space.capture_state().is_some_and(|(pending, _)| pending > 0) {
-                if space.capture_some(self.tenant, how, buffer) > 0 {
-                    since = Instant::now();
-                } else if since.elapsed() > PATIENCE {
-                    return Err(failed("its memory cannot be captured"));
-                }
+        self.spaces.iter().try_for_each(|(space, _)| {
+            self.capture_space(space, || Ok(space.capture_some(self.tenant, how, buffer)))
+        })
+    }
+
+    /// The same, and what the snapshot before does not have is carried.
+    fn carry_all(&self, carry: &mut Carry, buffer: &mut [u8]) -> Result<(), SnapshotError> {
+        let nobody = || failed("nobody takes its memory any more");
+        if !carry(Carried::Standing(&self.processes)) {
+            return Err(nobody());
+        }
+        self.spaces.iter().try_for_each(|&(ref space, memory)| {
+            let mut each = |start, bytes: &[u8]| carry(Carried::Pages { memory, start, bytes });
+            self.capture_space(space, || {
+                space.carry_some(self.tenant, &mut each, buffer).ok_or_else(nobody)
+            })
+        })
+    }
+
+    /// Captures a space with `some`, which says how many pages it has captured.
+    fn capture_space(
+        &self,
+        space: &Space,
+        mut some: impl FnMut() -> Result<usize, SnapshotError>,
+    ) -> Result<(), SnapshotError> {
+        let mut since = Instant::now();
+        while space.capture_state().is_some_and(|(pending, _)| pending > 0) {
+            if some()? > 0 {
+                since = Instant::now();
+            } else if since.elapsed() > PATIENCE {
+                return Err(failed("its memory cannot be captured"));
             }
         }
         Ok(())

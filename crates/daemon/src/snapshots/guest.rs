@@ -144,6 +144,7 @@ impl Snapshots {
                 stay: false,
                 urgent: false,
                 only: Some(Only { pid, range }),
+                carry: None,
             };
             match tenant.snapshot(request, |done, total| tell(captured(done, total))) {
                 Ok(freeze) => {

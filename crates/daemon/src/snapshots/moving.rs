@@ -16,6 +16,7 @@
 
 mod into;
 mod out;
+mod pieces;
 mod record;
 mod still;
 
@@ -28,6 +29,7 @@ use strata_api::{
 };
 use strata_snapshot::archive::Sink;
 
+pub(super) use pieces::Once;
 pub(super) use record::Moves;
 
 /// How long the other side may take for an answer that costs it nothing, or little.

@@ -13,6 +13,7 @@ use strata_units::PAGE_SIZE;
 
 use super::disk::{Known, Process};
 use super::machine::Machine;
+use super::moving::Once;
 use super::revive::{LOOK_EVERY, helper};
 use super::{Snapshots, Tell, lock};
 
@@ -125,7 +126,7 @@ impl Snapshots {
     /// still from the moment that it has, and all of it is there. It is on disk, and
     /// in no list: whoever asked offers it, or forgets it.
     pub(super) fn take_standing(&self, tenant: &Arc<Tenant>) -> Result<Standing, String> {
-        let mut standing = self.stand_still(tenant)?;
+        let mut standing = self.stand_still(tenant, None)?;
         if let Err(why) = self.disk.write(&standing.known) {
             // It runs on.
             standing.frozen = None;
@@ -135,12 +136,16 @@ impl Snapshots {
         Ok(standing)
     }
 
-    /// The same, and not all of it is on disk.
-    pub(super) fn stand_still(&self, tenant: &Arc<Tenant>) -> Result<Standing, String> {
+    /// The same, and not all of it is on disk; `once`: who sends it elsewhere meanwhile.
+    pub(super) fn stand_still(
+        &self,
+        tenant: &Arc<Tenant>,
+        once: Option<&Once>,
+    ) -> Result<Standing, String> {
         let known = self.capturing(tenant, self.number_to_come(&tenant.record().name));
         let criu = self.criu()?;
         let held = Arc::new(Mutex::new(None));
-        let until = Until::Ended(&held);
+        let until = Until::Ended(&held, once);
         let taken = self.take_restless(tenant, &criu, &known.info.id, &until, &mut |_| ());
         let mut standing = Standing { known, frozen: lock(&held).take() };
         let failed = |error| match error {
@@ -247,7 +252,7 @@ impl Snapshots {
                 }
                 outcome => return outcome,
             }
-            if let Until::Ended(held) = until {
+            if let Until::Ended(held, _) = until {
                 // What stood still for this attempt runs on.
                 drop(lock(held).take());
             }
@@ -333,8 +338,8 @@ enum Until<'a> {
     /// Until all is captured, if that is no more than so many pages; else until it is
     /// known what is to be; whether the rest is urgent.
     Captured(u64, bool),
-    /// Until whoever asked has ended them, or drops this.
-    Ended(&'a Arc<Mutex<Option<FrozenProcess>>>),
+    /// Until whoever asked has ended them, or drops this; who sends them elsewhere.
+    Ended(&'a Arc<Mutex<Option<FrozenProcess>>>, Option<&'a Once>),
 }
 
 /// The process of a tenant that is no other's descendant.
@@ -362,7 +367,11 @@ fn take_once(
     let (root, pids) = (pids[0], pids.to_vec());
     let (frozen, stay, most_frozen_pages, urgent) = match until {
         &Until::Captured(most, urgent) => (Arc::new(Mutex::new(None)), false, most, urgent),
-        Until::Ended(held) => (Arc::clone(held), true, u64::MAX, true),
+        Until::Ended(held, _) => (Arc::clone(held), true, u64::MAX, true),
+    };
+    let carry = match until {
+        Until::Ended(_, Some(once)) => Some(once.carry()),
+        _ => None,
     };
     let held = Arc::clone(&frozen);
     let numbers = Arc::new(Mutex::new(Numbers::new()));
@@ -414,6 +423,7 @@ fn take_once(
         stay,
         urgent,
         only: None,
+        carry,
     };
     tenant.snapshot(request, |done, total| tell(captured(done, total))).map(|freeze| {
         let numbers = std::mem::take(&mut *lock(&numbers));
@@ -422,7 +432,7 @@ fn take_once(
 }
 
 /// A process's number in its own pid namespace, which is what CRIU knows it by.
-fn number_within(pid: u32) -> Option<u32> {
+pub(super) fn number_within(pid: u32) -> Option<u32> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:"))?;
     numbers.split_ascii_whitespace().last()?.parse().ok()

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use strata_store::Put;
-use strata_sys::{Fill, Range};
+use strata_sys::{Fill, Process, Range};
 use strata_units::{Handle, LeafIndex, PAGE, PAGE_SIZE, PAGES_PER_LEAF, PageId};
 
-use super::{RUN_PAGES, What};
+use super::{RUN_PAGES, What, read_protected};
 use crate::map::address::address_of;
 use crate::map::entry::Entry;
 use crate::map::lock;
@@ -22,6 +22,13 @@ const READ_BESIDE_EVICTION: usize = PAGES_PER_LEAF / 4;
 const LEAVES_PER_ROUND: usize = 64;
 /// Copies taken under one hold of the gate.
 const COPIED_AT_ONCE: usize = 64;
+
+/// What is done with pages that were read.
+enum Into<'a> {
+    Store(Put),
+    /// Whoever takes them elsewhere says whether to go on.
+    Carried(&'a mut dyn FnMut(u64, &[u8]) -> bool),
+}
 
 /// Pages that the keeper reads before it looks after its tenant's budget again.
 fn most_at_once(tenant: &Tenant) -> usize {
@@ -63,20 +70,42 @@ impl Space {
     /// Captures some of what is pending. Returns how many pages that was.
     pub(crate) fn capture_some(&self, tenant: &Tenant, how: Put, buffer: &mut [u8]) -> usize {
         let stored = self.store_copied(tenant, how, buffer);
-        stored + self.capture_leaves(tenant, how, What::Everything, buffer)
+        let captured = self.capture_leaves(tenant, &mut Into::Store(how), What::Everything, buffer);
+        stored + captured.unwrap_or_default()
+    }
+
+    /// The same while nobody runs; `each` gets what the snapshot before does not have, from
+    /// an address on, and says whether to go on. None: it has said no.
+    pub(crate) fn carry_some(
+        &self,
+        tenant: &Tenant,
+        each: &mut dyn FnMut(u64, &[u8]) -> bool,
+        buffer: &mut [u8],
+    ) -> Option<usize> {
+        let stored = self.store_copied(tenant, Put::Fast, buffer);
+        let carried =
+            self.capture_leaves(tenant, &mut Into::Carried(each), What::Everything, buffer);
+        carried.map(|carried| stored + carried)
     }
 
     /// Captures some of what the snapshot before does not have: nothing else can be
     /// lost. Nobody runs. Returns whether there is none left.
     pub(crate) fn capture_unknown(&self, tenant: &Tenant, how: Put, buffer: &mut [u8]) -> bool {
-        self.capture_leaves(tenant, how, What::Unknown, buffer);
+        self.capture_leaves(tenant, &mut Into::Store(how), What::Unknown, buffer);
         lock(&self.gate)
             .capture
             .as_mut()
             .is_none_or(|capture| capture.next_leaf(&tenant.map, What::Unknown).is_none())
     }
 
-    fn capture_leaves(&self, tenant: &Tenant, how: Put, what: What, buffer: &mut [u8]) -> usize {
+    /// None: whoever takes the pages wants no more.
+    fn capture_leaves(
+        &self,
+        tenant: &Tenant,
+        into: &mut Into<'_>,
+        what: What,
+        buffer: &mut [u8],
+    ) -> Option<usize> {
         let (mut known, mut captured) = (0, 0);
         for _ in 0..LEAVES_PER_ROUND {
             if captured >= most_at_once(tenant) {
@@ -94,11 +123,15 @@ impl Space {
                 }
                 let end = (index + RUN_PAGES.min(most_at_once(tenant))).min(PAGES_PER_LEAF);
                 let count = (index..end).take_while(|&index| is_pending(index)).count();
-                captured += self.capture_run(tenant, how, (piece, leaf, index), count, buffer);
+                let run = (piece, leaf, index);
+                captured += match into {
+                    Into::Store(how) => self.capture_run(tenant, *how, run, count, buffer),
+                    Into::Carried(each) => self.carry_run(tenant, *each, run, count, buffer)?,
+                };
                 index += count;
             }
         }
-        known + captured
+        Some(known + captured)
     }
 
     /// The next leaf of the snapshot in which something was pending, and how many
@@ -108,6 +141,54 @@ impl Space {
         let capture = gate.capture.as_mut()?;
         let (piece, leaf) = capture.next_leaf(&tenant.map, what)?;
         Some((piece, leaf, capture.take_from_base(tenant, piece, leaf)))
+    }
+
+    fn reader(&self) -> Option<Arc<Process>> {
+        lock(&self.gate).capture.as_ref().map(|capture| Arc::clone(&capture.pages))
+    }
+
+    /// Carries what of `count` pages from one on is pending, there and protected; the rest
+    /// is captured as always.
+    fn carry_run(
+        &self,
+        tenant: &Tenant,
+        each: &mut dyn FnMut(u64, &[u8]) -> bool,
+        (piece, leaf, first): (Piece, LeafIndex, usize),
+        count: usize,
+        buffer: &mut [u8],
+    ) -> Option<usize> {
+        let start = address_of(piece, first);
+        let Some(reader) = self.reader() else { return Some(0) };
+        let room = &mut buffer[..count * PAGE_SIZE];
+        let mut good = read_protected(&reader, start, room);
+        let mut gate = lock(&self.gate);
+        let Some(capture) = gate.capture.as_mut() else { return Some(0) };
+        for (offset, good) in good.iter_mut().enumerate() {
+            let page = PageId::new(leaf, first + offset);
+            // Nobody gives it back meanwhile: what was protected is so still, or pending no
+            // more.
+            *good &= tenant.map.get(page) == Entry::Pending;
+            if *good {
+                capture.settle(&tenant.map, page, Entry::Lost);
+            }
+        }
+        drop(gate);
+        let mut carried = 0;
+        while carried < count {
+            let is_good = good[carried];
+            let end = (carried..count).find(|&at| good[at] != is_good).unwrap_or(count);
+            let address = start + (carried * PAGE_SIZE) as u64;
+            if is_good && !each(address, &buffer[carried * PAGE_SIZE..end * PAGE_SIZE]) {
+                return None;
+            }
+            carried = end;
+        }
+        let left = good.iter().filter(|good| !**good).count();
+        let mut captured = count - left;
+        if left > 0 {
+            captured += self.capture_run(tenant, Put::Fast, (piece, leaf, first), count, buffer);
+        }
+        Some(captured)
     }
 
     /// Captures `count` pages from one on, all of them pending a moment ago.
@@ -120,11 +201,7 @@ impl Space {
         buffer: &mut [u8],
     ) -> usize {
         let start = address_of(piece, first);
-        let reader = {
-            let gate = lock(&self.gate);
-            gate.capture.as_ref().map(|capture| Arc::clone(&capture.pages))
-        };
-        let Some(reader) = reader else { return 0 };
+        let Some(reader) = self.reader() else { return 0 };
         let buffer = &mut buffer[..count * PAGE_SIZE];
         let read = reader.read(start, buffer) / PAGE_SIZE;
         let mut stored: Vec<Option<Handle>> = buffer[..read * PAGE_SIZE]

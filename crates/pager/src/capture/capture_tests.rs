@@ -634,3 +634,52 @@ fn what_is_wanted_page_by_page_is_marked_so() {
     second.remove(&world);
     world.end();
 }
+
+#[test]
+fn what_is_carried_is_what_the_snapshot_before_has_not() {
+    let Some(mut world) = World::of(testing::tenant()) else { return };
+    fill(&world, 0..40, |page| 1 + page as u8);
+    lock(&world.space.gate).is_precise = true;
+    let mut first = Taken::of(&world);
+    first.capture_all(&world);
+    for page in [3, 4, 20] {
+        world.write(page, 100 + page as u8);
+    }
+    world.evict_all(&[30]);
+    world.write(30, 130);
+    let mut second = Taken::of(&world);
+    // Another thread's write while it is carried: it was read before, and is stored.
+    world.write(20, 9);
+    let mut carried = Vec::new();
+    let mut each = |start: u64, bytes: &[u8]| {
+        for (at, page) in (start..).step_by(PAGE_SIZE).zip(bytes.as_chunks::<PAGE_SIZE>().0) {
+            let found = (0..PAGES).find(|&page| world.memory.address(page) == at).expect("ours");
+            assert!(page == &testing::page(100 + found as u8).0, "page {found}");
+            carried.push(found);
+        }
+        true
+    };
+    let hangs = Instant::now() + HANGS;
+    while world.space.capture_state().is_some_and(|(pending, _)| pending > 0) {
+        world.space.carry_some(&world.tenant, &mut each, &mut second.buffer).expect("wanted");
+        assert!(Instant::now() < hangs, "pages stay pending");
+    }
+    second.end(&world);
+    assert_eq!(carried, [3, 4, 30]);
+    second.expect(&world, 20, 120);
+    for page in (0..40).filter(|page| !carried.contains(page) && *page != 20) {
+        second.expect(&world, page, 1 + page as u8);
+    }
+    for page in carried {
+        assert_eq!(second.entry(&world, page), Entry::Lost, "{page} is nowhere else");
+    }
+    // Nobody takes it: whoever carries says so.
+    let mut third = Taken::of(&world);
+    let wanted = world.space.carry_some(&world.tenant, &mut |_, _| false, &mut third.buffer);
+    assert_eq!(wanted, None);
+    lock(&world.space.gate).capture = None;
+    world.tenant.forget_leaves(third.id);
+    first.remove(&world);
+    second.remove(&world);
+    world.end();
+}

@@ -54,23 +54,26 @@ impl Tenant {
     }
 
     /// Calls `each(address, page)` for the pages of the snapshot `memory` that are not
-    /// what they are in `before`, in order of their addresses; without a page where there
-    /// is none any more. Both are of one tenant: content that was not written since has
-    /// one handle in both.
+    /// what they are in `before` (none: nothing), in order of their addresses; without a page
+    /// where there is none any more. Both are of one tenant: content that was not written
+    /// since has one handle in both. Pages of which `is_carried` says so were taken elsewhere
+    /// as they were read.
     ///
     /// # Errors
     /// A page cannot be read; or what `each` says.
     pub fn read_changes(
         &self,
-        before: SpaceId,
+        before: Option<SpaceId>,
         memory: SpaceId,
+        is_carried: impl Fn(u64) -> bool,
         mut each: impl FnMut(u64, Option<&PageBuffer>) -> io::Result<()>,
     ) -> io::Result<()> {
         let known = |id| {
             let known = lock(&self.snapshots).get(&id).cloned();
             known.ok_or_else(|| io::Error::other("there is no such snapshot"))
         };
-        let (before, after) = (known(before)?, known(memory)?);
+        let (before, after) = (before.map(known).transpose()?, known(memory)?);
+        let before = before.unwrap_or_default();
         let pieces: BTreeSet<_> = before.directory.keys().chain(after.directory.keys()).collect();
         let mut buffer = PageBuffer::zeroed();
         for piece in pieces {
@@ -85,6 +88,8 @@ impl Tenant {
                     io::Error::other(format!("the page at {address:#x} cannot be read: {why}"))
                 };
                 match new {
+                    Entry::Lost if is_carried(address) => {}
+                    Entry::Lost => return Err(lost("it was lost before".into())),
                     _ if new == old => {}
                     Entry::Untouched => each(address, None)?,
                     Entry::Stored(handle) => {

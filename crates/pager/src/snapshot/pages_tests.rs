@@ -46,13 +46,18 @@ fn what_has_changed_makes_one_memory_the_other() {
         (taken_in(&tenant, &old), taken_in(&tenant, &old), taken_in(&tenant, &new));
     let (mut changed, mut gone) = (Vec::new(), Vec::new());
     tenant
-        .read_changes(before, after, |address, page| {
-            match page {
-                Some(_) => changed.push(address / PAGE),
-                None => gone.push((address, address + PAGE)),
-            }
-            Ok(())
-        })
+        .read_changes(
+            Some(before),
+            after,
+            |_| false,
+            |address, page| {
+                match page {
+                    Some(_) => changed.push(address / PAGE),
+                    None => gone.push((address, address + PAGE)),
+                }
+                Ok(())
+            },
+        )
         .expect("compared");
     assert_eq!(changed, [1, 4, 3 * FAR]);
     assert_eq!(gone, [2, 3, 2 * FAR].map(|page| (page * PAGE, (page + 1) * PAGE)));

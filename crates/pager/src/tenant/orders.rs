@@ -67,7 +67,29 @@ pub struct SnapshotRequest {
     pub urgent: bool,
     /// No more than this; none: all memory of all processes.
     pub only: Option<Only>,
+    /// Of what stays: gets what the snapshot before does not have as it is read, instead of
+    /// the store. The snapshot does not have those pages then (they are lost in it).
+    pub carry: Option<Carry>,
 }
+
+/// What stands still, on its way elsewhere.
+#[derive(Clone, Copy, Debug)]
+pub enum Carried<'a> {
+    /// All of it stands still, these processes.
+    Standing(&'a [Captured]),
+    /// Pages of the one that has this memory, from an address on.
+    Pages {
+        /// The number under which the snapshot of it is kept.
+        memory: SpaceId,
+        /// Of the first page.
+        start: u64,
+        /// Whole pages.
+        bytes: &'a [u8],
+    },
+}
+
+/// Takes what stands still; `false`: nobody wants more of it.
+pub type Carry = Box<dyn FnMut(Carried<'_>) -> bool + Send>;
 
 /// A part of one process's memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -5,6 +5,8 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::mpsc::sync_channel;
+use std::thread;
 
 use strata_api::{MOVE_VERSION, MoveNear, MoveWord, SnapshotId, name_problem};
 use strata_pager::Tenant;
@@ -27,6 +29,9 @@ use crate::tenants::chain;
 
 /// Ranges that a process may have given back between two rounds, in bytes of their file.
 const MOST_GONE_BYTES: u64 = 64 << 20;
+
+/// Pieces that have arrived and wait to be taken in: some megabytes each, in files.
+const PIECES_WAITING: usize = 16;
 
 /// A tenant that is on its way here.
 struct Coming {
@@ -122,6 +127,7 @@ impl Snapshots {
         loop {
             let last = match wire.hear(super::TAKEN_WITHIN)? {
                 MoveWord::Archive { last } => last,
+                MoveWord::Piece => self.pieces_arrive(coming, wire)?,
                 MoveWord::Never { why } => return Err(why),
                 _ => return Err("the other side says what was not asked for".to_owned()),
             };
@@ -192,14 +198,64 @@ impl Snapshots {
         Ok(())
     }
 
-    /// Takes in one snapshot file.
-    fn arrives(&self, coming: &mut Coming, last: bool, wire: &mut Wire) -> Result<(), String> {
-        let (path, file) = self.disk.arriving(&coming.id)?;
+    /// Receives one snapshot file.
+    fn receive_file(&self, id: &str, wire: &mut Wire) -> Result<Reader, String> {
+        let (path, file) = self.disk.arriving(id)?;
         let received = wire.file(&file);
         let reader = received.and_then(|()| Reader::open(&path).map_err(|error| chain(&error)));
         // From here on it has no name, or there is none.
-        self.disk.forget_arrived_of(&coming.id);
-        let reader = reader?;
+        self.disk.forget_arrived_of(id);
+        reader
+    }
+
+    /// Receives pieces, and takes each in while the next ones arrive. Whether the archive that
+    /// comes after them is the last one.
+    fn pieces_arrive(&self, coming: &mut Coming, wire: &mut Wire) -> Result<bool, String> {
+        let known = coming.known.clone().ok_or("nothing of it has come")?;
+        let id = coming.id.clone();
+        let (send, readers) = sync_channel(PIECES_WAITING);
+        let (heard, taken) = thread::scope(|scope| {
+            let takes = move || {
+                self.with_holder(&known.info, |holder| {
+                    let taken =
+                        readers.iter().try_for_each(|reader| piece_in(&reader, coming, holder));
+                    if taken.is_err() {
+                        forget_memories(coming, holder);
+                    }
+                    taken
+                })
+            };
+            let taker = thread::Builder::new().name("pieces".into()).spawn_scoped(scope, takes);
+            let heard = loop {
+                let reader = match self.receive_file(&id, wire) {
+                    Ok(reader) => reader,
+                    Err(why) => break Err(why),
+                };
+                if send.send(reader).is_err() {
+                    break Err("it is not taken in".to_owned());
+                }
+                match wire.hear(ANSWERED_WITHIN) {
+                    Ok(MoveWord::Piece) => {}
+                    Ok(MoveWord::Archive { last }) => break Ok(last),
+                    Ok(MoveWord::Never { why }) | Err(why) => break Err(why),
+                    Ok(_) => break Err("the other side says what was not asked for".to_owned()),
+                }
+            };
+            drop(send);
+            let failed = |_| Err("who takes it in has failed".to_owned());
+            let taken = match taker {
+                Ok(taker) => taker.join().unwrap_or_else(failed),
+                Err(error) => Err(format!("no thread to take it in: {error}")),
+            };
+            (heard, taken)
+        });
+        taken?;
+        heard
+    }
+
+    /// Takes in one snapshot file.
+    fn arrives(&self, coming: &mut Coming, last: bool, wire: &mut Wire) -> Result<(), String> {
+        let reader = self.receive_file(&coming.id, wire)?;
         let mut known = described(&reader, Path::new("what arrived"))?;
         self.check_arrived(coming, &reader, &mut known)?;
         let id = match &coming.known {
@@ -286,27 +342,7 @@ impl Snapshots {
                 holder.remove_snapshot_memory(memory);
             }
         }
-        for pid in pids {
-            let mut pages = reader.pages(pid);
-            let next = |buffer: &mut PageBuffer| match pages.next_into(&mut buffer.0) {
-                None => Ok(None),
-                Some((address, Ok(()))) => Ok(Some(address)),
-                Some((_, Err(error))) => Err(io::Error::other(error)),
-            };
-            let failed = |error: io::Error| chain(&error);
-            match coming.memories.remove(&pid) {
-                None => {
-                    let memory = holder.import_memory(next).map_err(failed)?;
-                    coming.memories.insert(pid, memory);
-                }
-                Some(memory) => {
-                    let gone = gone_in(reader, pid)?;
-                    holder.update_memory(memory, &gone, next).map_err(failed)?;
-                    coming.memories.insert(pid, memory);
-                }
-            }
-        }
-        Ok(())
+        pids.into_iter().try_for_each(|pid| memory_in(reader, coming, pid, holder))
     }
 
     /// Takes in what a snapshot has beside memory: it is one from here on, for the next
@@ -408,6 +444,39 @@ impl Snapshots {
             }
         }
     }
+}
+
+/// Takes in memory of one process: all of it, or what has changed.
+fn memory_in(
+    reader: &Reader,
+    coming: &mut Coming,
+    pid: u32,
+    holder: &Tenant,
+) -> Result<(), String> {
+    let mut pages = reader.pages(pid);
+    let next = |buffer: &mut PageBuffer| match pages.next_into(&mut buffer.0) {
+        None => Ok(None),
+        Some((address, Ok(()))) => Ok(Some(address)),
+        Some((_, Err(error))) => Err(io::Error::other(error)),
+    };
+    let failed = |error: io::Error| chain(&error);
+    let gone = gone_in(reader, pid)?;
+    // One that cannot be updated is no more.
+    let memory = match coming.memories.remove(&pid) {
+        None => holder.import_memory(next).map_err(failed)?,
+        Some(memory) => {
+            holder.update_memory(memory, &gone, next).map_err(failed)?;
+            memory
+        }
+    };
+    coming.memories.insert(pid, memory);
+    Ok(())
+}
+
+/// Takes in a piece of what stands still.
+fn piece_in(reader: &Reader, coming: &mut Coming, holder: &Tenant) -> Result<(), String> {
+    let pids = reader.processes().iter().map(|process| process.pid);
+    pids.collect::<Vec<_>>().into_iter().try_for_each(|pid| memory_in(reader, coming, pid, holder))
 }
 
 fn forget_memories(coming: &mut Coming, holder: &Tenant) {

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use strata_api::{MOVE_VERSION, MoveWord, Progress, Stats, Unit};
@@ -14,6 +15,7 @@ use strata_units::{ByteSize, PAGE_SIZE, SpaceId};
 use super::super::Snapshots;
 use super::super::disk::Known;
 use super::super::lineage::life_of;
+use super::pieces::{Gone, Once};
 use super::record::{Moves, Out};
 use super::still::{self, Still};
 use super::{ANSWERED_WITHIN, CUT, Sent, TAKEN_WITHIN, Wire, home, random};
@@ -159,7 +161,7 @@ impl Snapshots {
             let there = sent.len().checked_sub(2).and_then(|last| sent.get(last));
             let began = Instant::now();
             let pages =
-                self.send(tenant, &known, &there.map(memories).unwrap_or_default(), false, wire)?;
+                self.send(tenant, &known, &there.map(memories).unwrap_or_default(), None, wire)?;
             self.guests.step("sent");
             wire.expect(&MoveWord::Taken, TAKEN_WITHIN)?;
             self.guests.step("taken");
@@ -176,10 +178,12 @@ impl Snapshots {
             }
             all = all.max(pages);
         }
-        let still = self.stand(tenant, &mut |progress| wire.tell(progress))?;
+        let (still, gone) = self.stand_sent(tenant, wire)?;
         self.guests.step("still");
         let there = sent.last().map(memories).unwrap_or_default();
-        let ready = self.send(tenant, still.known(), &there, true, wire).and_then(|_| {
+        let last =
+            gone.and_then(|gone| self.send(tenant, still.known(), &there, Some(&gone), wire));
+        let ready = last.and_then(|_| {
             self.guests.step("all-sent");
             wire.expect(&MoveWord::Ready, ANSWERED_WITHIN)
         });
@@ -192,6 +196,31 @@ impl Snapshots {
         }
         self.guests.step("ready");
         self.hand_over(tenant, (host, id), all, still, wire)
+    }
+
+    /// Has it stand still, and sends what of its memory is read meanwhile: what that was, or
+    /// why not all of it.
+    fn stand_sent<'a>(
+        &'a self,
+        tenant: &Arc<Tenant>,
+        wire: &mut Wire,
+    ) -> Result<(Still<'a>, Result<Gone, String>), String> {
+        let (once, runs) = Once::new(self.guests.spec(tenant).is_some());
+        thread::scope(|scope| {
+            let sender = thread::Builder::new()
+                .name("pieces".into())
+                .spawn_scoped(scope, move || runs.send(wire))
+                .map_err(|error| format!("no thread to send it: {error}"))?;
+            let still = self.stand(tenant, &once);
+            // If it was not used, nobody sends by it any more.
+            drop(once);
+            let gone = sender.join().unwrap_or_else(|_| Err("who sends it has failed".to_owned()));
+            match (still, gone) {
+                // The one is because of the other.
+                (Err(_), Err(why)) => Err(why),
+                (still, gone) => Ok((still?, gone)),
+            }
+        })
     }
 
     /// The other side has all of it, and it stands still on both: it is given up here.
@@ -307,22 +336,23 @@ impl Snapshots {
         }
     }
 
-    /// Sends a snapshot: all of it, or what is not `there`; how many pages.
+    /// Sends a snapshot: all of it, or what is not `there`; how many pages. `last`: it stands
+    /// still, and this was sent of it.
     fn send(
         &self,
         tenant: &Tenant,
         known: &Known,
         there: &There,
-        last: bool,
+        last: Option<&Gone>,
         wire: &mut Wire,
     ) -> Result<u64, String> {
         wire.tell(Progress {
-            what: if last { "sending the rest" } else { "sending" }.into(),
+            what: if last.is_some() { "sending the rest" } else { "sending" }.into(),
             done: wire.sent_bytes,
             total: None,
             unit: Unit::Bytes,
         });
-        wire.say(&MoveWord::Archive { last })?;
+        wire.say(&MoveWord::Archive { last: last.is_some() })?;
         let pages =
             self.send_file(tenant, known, there, last, wire).map_err(|error| chain(&*error))?;
         wire.say(&MoveWord::End)?;
@@ -334,12 +364,12 @@ impl Snapshots {
         tenant: &Tenant,
         known: &Known,
         there: &There,
-        last: bool,
+        last: Option<&Gone>,
         wire: &mut Wire,
     ) -> Result<u64, Box<dyn std::error::Error>> {
         let mut writer = Writer::to(Sent(wire), Path::new("to the other side"), random()?)?;
         writer.description(&serde_json::to_vec(known)?)?;
-        let files = if last { self.files_of(known, false)? } else { Vec::new() };
+        let files = if last.is_some() { self.files_of(known, false)? } else { Vec::new() };
         for (name, file) in files {
             writer.file(&name, file)?;
         }
@@ -352,12 +382,10 @@ impl Snapshots {
                 pages += 1;
                 writer.page(address, &page.0).map_err(std::io::Error::other)
             };
-            let Some(&before) = there.get(&process.pid) else {
-                tenant.read_snapshot(memory, add)?;
-                continue;
-            };
+            let before = there.get(&process.pid).copied();
+            let is_gone = |address| last.is_some_and(|gone| gone.has(memory, address));
             let mut ranges = Vec::new();
-            tenant.read_changes(before, memory, |address, page| match page {
+            tenant.read_changes(before, memory, is_gone, |address, page| match page {
                 Some(page) => add(address, page),
                 None => {
                     join(&mut ranges, address);

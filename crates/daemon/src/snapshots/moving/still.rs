@@ -15,6 +15,7 @@ use super::super::guest_disks::{Image, others, sum};
 use super::super::revive::ends;
 use super::super::take::{FEW_PAGES, Numbers, Standing, captured};
 use super::super::{Snapshots, Tell, guest_files, lock};
+use super::pieces::Once;
 use crate::guests::{Alone, Guests, Stoppable, memory_at};
 
 /// How often a round may turn out torn: as for snapshots of programs.
@@ -90,7 +91,7 @@ impl Snapshots {
         let id = self.number_to_come(&tenant.record().name);
         let mut known = self.capturing(tenant, id);
         if self.guests.spec(tenant).is_some() {
-            return self.guest_memory(tenant, known, false, tell).map(|(known, _)| known);
+            return self.guest_memory(tenant, known, None, tell).map(|(known, _)| known);
         }
         let (freeze, numbers) = self.take_memory(tenant, &known.info.id.clone(), true, tell)?;
         known.is_captured(&freeze, &numbers);
@@ -102,17 +103,19 @@ impl Snapshots {
         self.memory_of(tenant, tell).map_err(|why| format!("its memory: {why}"))
     }
 
-    /// Has it stand still, with all that it is captured.
+    /// Has it stand still, with all that it is captured, or carried `once`.
     pub(super) fn stand<'a>(
         &'a self,
         tenant: &Arc<Tenant>,
-        tell: Tell<'_>,
+        once: &Once,
     ) -> Result<Still<'a>, String> {
         if self.guests.spec(tenant).is_none() {
-            return self.stand_still(tenant).map(|still| Still::Program(Box::new(still)));
+            return self
+                .stand_still(tenant, Some(once))
+                .map(|still| Still::Program(Box::new(still)));
         }
         let known = self.capturing(tenant, self.number_to_come(&tenant.record().name));
-        match self.guest_memory(tenant, known, true, tell)? {
+        match self.guest_memory(tenant, known, Some(once), &mut |_| ())? {
             (_, Some(guest)) => Ok(Still::Guest(Box::new(guest))),
             (_, None) => Err("it does not stand still".to_owned()),
         }
@@ -169,9 +172,10 @@ impl Snapshots {
         &'a self,
         tenant: &Arc<Tenant>,
         mut known: Known,
-        stay: bool,
+        once: Option<&Once>,
         tell: Tell<'_>,
     ) -> Result<(Known, Option<StandingGuest<'a>>), String> {
+        let stay = once.is_some();
         let mut spec = self.guests.spec(tenant).ok_or("it is no guest")?;
         let launch = spec.launch.clone().ok_or(
             "how it was started is not known as text, a disk of it is read through a pool, or it has a swap disk (--swap)",
@@ -213,6 +217,7 @@ impl Snapshots {
                 stay,
                 urgent: true,
                 only: Some(Only { pid, range }),
+                carry: once.map(Once::carry),
             };
             let taken = tenant.snapshot(request, |done, total| tell(captured(done, total)));
             let Some((since, bytes)) = lock(&stopped).take() else {

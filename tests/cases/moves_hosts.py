@@ -8,14 +8,12 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 
 from guest_disks import begun, ended, files
 from guest_snapshots import monitor, reborn, worker_gone
 from moment import Moment, need_criu
 from strata import Daemon, Failure, configured
 from suite import case
-from under import Guest
 from users import as_nobody, publish
 
 
@@ -322,33 +320,6 @@ def gone_over(run, program, there):
         raise Failure(f"settled: {done.returncode}, {done.stdout!r}, {done.stderr!r}")
     another_one.goes_on()
     another_one.kill()
-
-
-@case("move-times", native=False, own_daemon=True, alone=True, soak=True, seconds=300)
-def times(run):
-    """How long they stand still, and what is sent: a guest of 320 MiB that has filled 64 MiB and
-    rewrites a part of that all the time, and a program that writes all its 64 MiB over and over."""
-    need_criu()
-    with another(run) as there:
-        guest = Guest(run, "first", ["--memory", "320MiB", "--dram", "400MiB"],
-                      ["-machine", "q35"])
-        program = Moment(run, "plain", 64, "400MiB", name="program")
-        try:
-            guest.hear(r"^up\n")
-            guest.tell("fill 64")
-            guest.hear(r"^filled\n")
-            guest.rounds(2)
-            for name in ("first", "program"):
-                for here, other in ((run.daemon, there), (there, run.daemon)) * 2:
-                    with program.reaper_running():
-                        said = move(here, name, other).stdout.strip().split("; it ")[1]
-                    run.note(f"{name} {said}")
-                    time.sleep(2)
-        finally:
-            guest.kill()
-            for daemon in (run.daemon, there):
-                daemon.strata("stop", "first", check=False)
-            program.kill()
 
 
 @case("move-of-others", native=False, own_daemon=True)

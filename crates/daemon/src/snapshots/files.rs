@@ -12,7 +12,7 @@ use strata_snapshot::archive::{Reader, Writer};
 use strata_snapshot::claims;
 use strata_units::{PAGE_SIZE, PageBuffer, SpaceId};
 
-use super::disk::Known;
+use super::disk::{Known, Process};
 use super::guest::GuestPart;
 use super::guest_files::described;
 use super::in_file::{self, AsWritten};
@@ -161,10 +161,9 @@ impl Snapshots {
     ) -> Result<(), String> {
         let total = reader.processes().iter().map(|process| process.pages).sum();
         let mut done = 0;
-        let mut memories = Vec::new();
-        for process in &known.processes {
+        let memories = of_all(&known.processes, holder, |process| {
             let mut pages = reader.pages(process.pid);
-            let taken = holder.import_memory(|buffer: &mut PageBuffer| {
+            holder.import_memory(|buffer: &mut PageBuffer| {
                 done += 1;
                 if done % TELL_PAGES == 0 {
                     tell(told("loading", done, Some(total)));
@@ -174,16 +173,9 @@ impl Snapshots {
                     Some((address, Ok(()))) => Ok(Some(address)),
                     Some((_, Err(error))) => Err(io::Error::other(error)),
                 }
-            });
-            match taken {
-                Ok(memory) => memories.push(memory),
-                Err(error) => {
-                    memories.into_iter().for_each(|id| holder.remove_snapshot_memory(id));
-                    return Err(crate::tenants::chain(&error));
-                }
-            }
-        }
-        known.has_memories(memories);
+            })
+        });
+        known.has_memories(memories.map_err(|error| crate::tenants::chain(&error))?);
         Ok(())
     }
 
@@ -222,9 +214,8 @@ impl Snapshots {
         if known.guest.is_some() {
             author.check_guest()?;
         }
-        let listed = |process: &super::disk::Process| {
-            reader.processes().iter().any(|known| known.pid == process.pid)
-        };
+        let listed =
+            |process: &Process| reader.processes().iter().any(|known| known.pid == process.pid);
         if known.processes.is_empty() || !known.processes.iter().all(listed) {
             return Err(format!("{} contradicts itself", path.display()));
         }
@@ -294,6 +285,25 @@ impl Snapshots {
         // Only now, of our own copy: whoever wrote the file may still write to it.
         author.check(&images)
     }
+}
+
+/// Makes memories of all `processes`; where one cannot be made there is none.
+pub(super) fn of_all(
+    processes: &[Process],
+    holder: &Tenant,
+    mut make: impl FnMut(&Process) -> io::Result<SpaceId>,
+) -> io::Result<Vec<SpaceId>> {
+    let mut memories = Vec::new();
+    for process in processes {
+        match make(process) {
+            Ok(memory) => memories.push(memory),
+            Err(error) => {
+                memories.into_iter().for_each(|id| holder.remove_snapshot_memory(id));
+                return Err(error);
+            }
+        }
+    }
+    Ok(memories)
 }
 
 /// Writes a snapshot into one file; its length.

@@ -18,6 +18,7 @@ use strata_sys::READ_BYTES;
 use strata_units::SpaceId;
 
 use super::disk::Process;
+use super::files::of_all;
 
 /// A file as it was when it had been written.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -86,19 +87,11 @@ pub(super) fn adopt(
 ) -> io::Result<Vec<SpaceId>> {
     let pages = Box::new(FiledPages(reader.page_blocks().clone()));
     let file = holder.open_snapshot_file(reader.file().try_clone()?, pages)?;
-    let mut memories = Vec::new();
-    for process in processes {
+    of_all(processes, holder, |process| {
         let pages = reader.contents_of(process.pid).map(|(address, content)| match content {
             Content::Filled(value) => (address, Filed::Filled(value)),
             Content::Stored(page) => (address, Filed::Page(page)),
         });
-        match holder.adopt_memory(&file, pages) {
-            Ok(memory) => memories.push(memory),
-            Err(error) => {
-                memories.into_iter().for_each(|id| holder.remove_snapshot_memory(id));
-                return Err(error);
-            }
-        }
-    }
-    Ok(memories)
+        holder.adopt_memory(&file, pages)
+    })
 }

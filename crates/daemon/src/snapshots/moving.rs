@@ -18,6 +18,7 @@ mod into;
 mod out;
 mod pieces;
 mod record;
+mod standstill;
 mod still;
 
 use std::io::{self, Read};

@@ -17,6 +17,7 @@ use super::super::disk::Known;
 use super::super::lineage::life_of;
 use super::pieces::{Gone, Once};
 use super::record::{Moves, Out};
+use super::standstill::Standstill;
 use super::still::{self, Still};
 use super::{ANSWERED_WITHIN, CUT, Sent, TAKEN_WITHIN, Wire, home, random};
 use crate::guests::Guests;
@@ -180,11 +181,16 @@ impl Snapshots {
         }
         let (still, gone) = self.stand_sent(tenant, wire)?;
         self.guests.step("still");
+        let mut took = Standstill::begin(still.since());
+        let stands = gone.as_ref().ok().and_then(|gone| gone.stands);
+        took.step("to stop it", stands.unwrap_or_else(|| still.since()));
+        took.step("for its memory", Instant::now());
         let there = sent.last().map(memories).unwrap_or_default();
         let last =
             gone.and_then(|gone| self.send(tenant, still.known(), &there, Some(&gone), wire));
         let ready = last.and_then(|_| {
             self.guests.step("all-sent");
+            took.step("for the rest", Instant::now());
             wire.expect(&MoveWord::Ready, ANSWERED_WITHIN)
         });
         if let Err(why) = ready {
@@ -195,7 +201,8 @@ impl Snapshots {
             return Err(why);
         }
         self.guests.step("ready");
-        self.hand_over(tenant, (host, id), all, still, wire)
+        took.step("until it stood there", Instant::now());
+        self.hand_over(tenant, (host, id), all, (still, took), wire)
     }
 
     /// Has it stand still, and sends what of its memory is read meanwhile: what that was, or
@@ -229,7 +236,7 @@ impl Snapshots {
         tenant: &Arc<Tenant>,
         (host, id): (&str, &str),
         pages: u64,
-        still: Still<'_>,
+        (still, mut took): (Still<'_>, Standstill),
         wire: &mut Wire,
     ) -> Result<String, String> {
         let name = &tenant.record().name;
@@ -252,19 +259,18 @@ impl Snapshots {
         let answer = wire.say(&MoveWord::Go).and_then(|()| wire.hear(ANSWERED_WITHIN));
         match answer {
             Ok(MoveWord::Running) => {
-                let stood_still = still.since().elapsed();
+                took.step("until it ran", Instant::now());
                 self.guests.step("answered");
                 let bytes = wire.sent_bytes;
                 self.end_still(tenant, still)?;
                 self.moves.forget_out(name)?;
                 let _ = wire.say(&MoveWord::Settled);
-                let ms = stood_still.as_secs_f64() * 1000.0;
                 log(
                     Priority::Notice,
-                    format_args!("{name}: moved to {host}, stood still for {ms:.1} ms"),
+                    format_args!("{name}: moved to {host}, stood still for {took}"),
                 );
                 Ok(format!(
-                    "{name} runs at {host}; it stood still for {ms:.1} ms, {} were sent for {} of memory",
+                    "{name} runs at {host}; it stood still for {took}, {} were sent for {} of memory",
                     ByteSize(bytes),
                     ByteSize(pages * PAGE_SIZE as u64)
                 ))

@@ -10,7 +10,8 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Instant;
 
 use strata_api::MoveWord;
 use strata_pager::{Carried, Carry};
@@ -35,14 +36,19 @@ struct Run {
     bytes: Vec<u8>,
 }
 
-/// What was sent of the memories of processes: ranges, in order.
+/// What was sent of the memories of processes.
 #[derive(Default)]
-pub(super) struct Gone(BTreeMap<SpaceId, Vec<(u64, u64)>>);
+pub(super) struct Gone {
+    /// Ranges, in order.
+    ranges: BTreeMap<SpaceId, Vec<(u64, u64)>>,
+    /// From when on all of it stood still, and its memory was read.
+    pub(super) stands: Option<Instant>,
+}
 
 impl Gone {
     /// Whether the page at `address` was sent.
     pub(super) fn has(&self, memory: SpaceId, address: u64) -> bool {
-        self.0.get(&memory).is_some_and(|ranges| {
+        self.ranges.get(&memory).is_some_and(|ranges| {
             let after = ranges.partition_point(|&(start, _)| start <= address);
             after > 0 && address < ranges[after - 1].1
         })
@@ -54,6 +60,7 @@ impl Gone {
 #[derive(Clone)]
 pub(in super::super) struct Once {
     sender: Arc<Mutex<Option<SyncSender<Run>>>>,
+    stands: Arc<OnceLock<Instant>>,
     /// Its QEMU is known by the number that it has here.
     is_guest: bool,
 }
@@ -61,7 +68,8 @@ pub(in super::super) struct Once {
 impl Once {
     pub(super) fn new(is_guest: bool) -> (Self, Runs) {
         let (sender, runs) = sync_channel(MOST_WAITING);
-        (Self { sender: Arc::new(Mutex::new(Some(sender))), is_guest }, Runs(runs))
+        let (sender, stands) = (Arc::new(Mutex::new(Some(sender))), Arc::default());
+        (Self { sender, stands: Arc::clone(&stands), is_guest }, Runs { runs, stands })
     }
 
     /// For one attempt.
@@ -72,6 +80,7 @@ impl Once {
         Box::new(move |carried| match carried {
             Carried::Standing(processes) => {
                 sender = lock(&once.sender).take();
+                once.stands.get_or_init(Instant::now);
                 pids.extend(processes.iter().map(|process| {
                     let own = if once.is_guest { None } else { number_within(process.pid) };
                     (process.memory, own.unwrap_or(process.pid))
@@ -88,19 +97,23 @@ impl Once {
 }
 
 /// What is to be sent.
-pub(super) struct Runs(Receiver<Run>);
+pub(super) struct Runs {
+    runs: Receiver<Run>,
+    stands: Arc<OnceLock<Instant>>,
+}
 
 impl Runs {
     /// Sends what comes until there is no more; what that was.
     pub(super) fn send(self, wire: &mut Wire) -> Result<Gone, String> {
         let mut gone = Gone::default();
-        let mut next = self.0.recv().ok();
+        let mut next = self.runs.recv().ok();
         while let Some(first) = next {
             wire.say(&MoveWord::Piece)?;
             next = self.piece(first, wire, &mut gone).map_err(|error| chain(&*error))?;
             wire.say(&MoveWord::End)?;
         }
-        gone.0.values_mut().for_each(|ranges| ranges.sort_unstable());
+        gone.ranges.values_mut().for_each(|ranges| ranges.sort_unstable());
+        gone.stands = self.stands.get().copied();
         Ok(gone)
     }
 
@@ -120,9 +133,9 @@ impl Runs {
             for (address, page) in addresses.zip(run.bytes.as_chunks::<PAGE_SIZE>().0) {
                 writer.page(address, page).map_err(io::Error::other)?;
             }
-            gone.0.entry(run.memory).or_default().push((run.start, end));
+            gone.ranges.entry(run.memory).or_default().push((run.start, end));
             pages += run.bytes.len() / PAGE_SIZE;
-            match self.0.recv() {
+            match self.runs.recv() {
                 Ok(other) if pages < PIECE_PAGES && other.pid == pid && other.start >= end => {
                     run = other;
                 }
@@ -141,7 +154,8 @@ mod tests {
     #[test]
     fn what_was_sent_is_known_by_page() {
         let (memory, page) = (SpaceId(3), PAGE_SIZE as u64);
-        let gone = Gone(BTreeMap::from([(memory, vec![(page, 3 * page), (8 * page, 9 * page)])]));
+        let ranges = BTreeMap::from([(memory, vec![(page, 3 * page), (8 * page, 9 * page)])]);
+        let gone = Gone { ranges, stands: None };
         let found: Vec<u64> = (0..10).filter(|at| gone.has(memory, at * page)).collect();
         assert_eq!(found, [1, 2, 8]);
         assert!(!gone.has(SpaceId(4), page));
@@ -154,6 +168,6 @@ mod tests {
         assert!(first(Carried::Standing(&[])));
         assert!(!second(Carried::Standing(&[])), "the first one was carried");
         drop((once, first, second));
-        assert!(runs.0.recv().is_err(), "nobody sends any more");
+        assert!(runs.runs.recv().is_err(), "nobody sends any more");
     }
 }

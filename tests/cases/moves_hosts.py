@@ -72,8 +72,8 @@ def program(run):
             program.report()
             with program.reaper_running():
                 done = move(here, program.name, other)
-            if not re.search(r"stood still for [0-9.]+ ms, .* were sent for .* of memory",
-                             done.stdout):
+            if not re.search(r"stood still for [0-9.]+ ms \(of it [0-9.]+ to stop it, .* until it "
+                             r"ran\), .* were sent for .* of memory", done.stdout):
                 raise Failure(f"it says {done.stdout!r}")
             run.note(done.stdout.strip())
             went_over(run, program, here, other)

@@ -279,12 +279,13 @@ pub(crate) struct Stoppable {
 }
 
 impl Stoppable {
-    /// Asks the guest what is to be known before.
+    /// Asks the guest what is to be known before, for which it may take `time`.
     pub(crate) fn new(
         guests: &Arc<Guests>,
         tenant: &Arc<Tenant>,
+        time: Duration,
     ) -> Result<(Self, Footing, u32), String> {
-        let mut talk = guests.talk(tenant, &guests.directory(tenant), STILL_WITHIN)?;
+        let mut talk = guests.talk(tenant, &guests.directory(tenant), time)?;
         let footing = state::footing(&mut talk.monitor).map_err(|error| error.to_string())?;
         let pid = talk.pid;
         let (guests, tenant) = (Arc::clone(guests), Arc::clone(tenant));

@@ -99,7 +99,7 @@ impl Snapshots {
         )?;
         let words: Vec<_> = launch.command.iter().skip(1).map(Into::into).collect();
         let _alone = self.guests.alone(tenant)?;
-        let (stoppable, footing, pid) = Stoppable::new(&self.guests, tenant)?;
+        let (stoppable, footing, pid) = Stoppable::new(&self.guests, tenant, SAID_WITHIN)?;
         if footing.memory_bytes != spec.memory_bytes {
             return Err(format!(
                 "it was promised {} bytes, and has {} bytes of memory that is captured",

@@ -175,9 +175,8 @@ impl Snapshots {
                 if took <= FEW || in_vain > MOST_IN_VAIN {
                     break;
                 }
-                least = least.min(pages);
             }
-            all = all.max(pages);
+            (least, all) = (least.min(pages), all.max(pages));
         }
         let (still, gone) = self.stand_sent(tenant, wire)?;
         self.guests.step("still");

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use strata_pager::{Only, SnapshotError, SnapshotRequest, Standing as Stands, Tenant};
 use strata_sys::{SIGCONT, SIGSTOP};
@@ -20,6 +20,10 @@ use crate::guests::{Alone, Guests, Stoppable, memory_at};
 
 /// How often a round may turn out torn: as for snapshots of programs.
 const ATTEMPTS: [u64; 3] = [0, FEW_PAGES, u64::MAX];
+
+/// How long a guest's QEMU may take to answer what is to be known before it is stopped: it
+/// runs meanwhile, and on a busy machine its monitor waits for the guest.
+const ASKED_WITHIN: Duration = Duration::from_secs(20);
 
 /// A tenant that stands still, all of it captured. Dropped, it runs on.
 pub(super) enum Still<'a> {
@@ -189,7 +193,7 @@ impl Snapshots {
             ));
         }
         let alone = self.guests.alone(tenant)?;
-        let (stoppable, footing, pid) = Stoppable::new(&self.guests, tenant)?;
+        let (stoppable, footing, pid) = Stoppable::new(&self.guests, tenant, ASKED_WITHIN)?;
         let range = memory_at(tenant, pid, footing.memory_start, footing.memory_bytes)?;
         let own = Self::disks_of(&spec, &launch.directory, &footing.disks)?;
         let words: Vec<_> = launch.command.iter().skip(1).map(Into::into).collect();

@@ -10,6 +10,7 @@ mod core_file;
 mod disk;
 mod files;
 mod forward;
+mod freezing;
 mod guest;
 mod guest_disks;
 mod guest_files;

@@ -14,12 +14,12 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use strata_api::{GuestDisk, GuestSpec, Progress, SnapshotRef, Unit};
-use strata_pager::{Filling, Freeze, Only, SnapshotError, SnapshotRequest, Standing, Tenant};
+use strata_pager::{Filling, Freeze, Tenant};
 use strata_snapshot::is_ending;
 use strata_sys::peer::Peer;
 use strata_sys::{Pidfd, Range};
@@ -27,13 +27,14 @@ use strata_units::SpaceId;
 use strata_vm::state;
 
 use super::disk::Known;
-use super::guest_disks::{FrozenDisk, Held, Image, others, sum};
+use super::freezing::Manner;
+use super::guest_disks::{FrozenDisk, Held, Image};
 use super::guest_files;
 use super::revive::{Hold, LOOK_EVERY, Revived, ends};
-use super::take::{FEW_PAGES, Numbers, captured};
+use super::take::{FEW_PAGES, Numbers};
 use super::{Snapshots, Tell, lock, wish_of};
 use crate::cgroup::Cgroups;
-use crate::guests::{BEFORE_SUFFIX, Stoppable, Talk, Undone, give_state, memory_at};
+use crate::guests::{BEFORE_SUFFIX, Talk, Undone, give_state, memory_at};
 
 /// How long a QEMU may take until it waits for a guest.
 const STARTED_WITHIN: Duration = Duration::from_secs(20);
@@ -94,94 +95,40 @@ impl Snapshots {
         spec: GuestSpec,
         tell: Tell<'_>,
     ) -> Result<(Freeze, Numbers), String> {
-        let launch = spec.launch.as_ref().ok_or(
-            "how it was started is not known as text, a disk of it is read through a pool, or it has a swap disk (--swap)",
-        )?;
-        let words: Vec<_> = launch.command.iter().skip(1).map(Into::into).collect();
-        let _alone = self.guests.alone(tenant)?;
-        let (stoppable, footing, pid) = Stoppable::new(&self.guests, tenant, SAID_WITHIN)?;
-        if footing.memory_bytes != spec.memory_bytes {
-            return Err(format!(
-                "it was promised {} bytes, and has {} bytes of memory that is captured",
-                spec.memory_bytes, footing.memory_bytes
-            ));
-        }
-        let range = memory_at(tenant, pid, footing.memory_start, footing.memory_bytes)?;
-        let files = footing
-            .files
-            .iter()
-            .map(|path| Image::of(&launch.directory, path))
-            .collect::<Result<_, _>>()?;
-        let own = Self::disks_of(&spec, &launch.directory, &footing.disks)?;
-        // A snapshot of which no guest could come is none.
-        let here = Path::new(&launch.directory);
-        let name = &tenant.record().name;
-        strata_vm::again(&words, name, &self.guests.directory(tenant), (here, &others(&own)))
-            .map_err(|refusal| refusal.to_string())?;
+        let mut guest = self.freezable(tenant, &spec, SAID_WITHIN)?;
         let id = known.info.id.clone();
-        let (_held, copies) = self.begin_copies(&own, footing.disks, &id.to_string())?;
+        let written = std::mem::take(&mut guest.written);
+        let (_held, copies) = self.begin_copies(&guest.own, written, &id.to_string())?;
         // QEMU's copies end when the guest is stopped, and begin anew for a second attempt.
         let attempts = if copies.is_empty() { &ATTEMPTS[..] } else { &ATTEMPTS[3..] };
-        let mut stoppable = stoppable;
-        stoppable.copy(copies, &mut |done, total| tell(copied(done, total)))?;
-        let stoppable = Arc::new(Mutex::new(stoppable));
-        let state = Arc::new(Mutex::new(Vec::new()));
+        lock(&guest.stoppable).copy(copies, &mut |done, total| tell(copied(done, total)))?;
         self.disk.make(&known.info.id)?;
         for (attempt, &most_frozen_pages) in attempts.iter().enumerate() {
             if attempt > 0 {
-                lock(&stoppable).copy_again(&mut |done, total| tell(copied(done, total)))?;
+                lock(&guest.stoppable).copy_again(&mut |done, total| tell(copied(done, total)))?;
             }
-            let (stops, goes_on) = (Arc::clone(&stoppable), Arc::clone(&stoppable));
-            let kept = Arc::clone(&state);
-            let request = SnapshotRequest {
-                freeze: Box::new(move || {
-                    let (since, bytes) = lock(&stops).stop().map_err(SnapshotError::Failed)?;
-                    *lock(&kept) = bytes;
-                    Ok(Standing { pids: vec![pid], since })
-                }),
-                thaw: Box::new(move || lock(&goes_on).go_on()),
-                most_frozen_pages,
-                stay: false,
-                urgent: false,
-                only: Some(Only { pid, range }),
-                carry: None,
-            };
-            match tenant.snapshot(request, |done, total| tell(captured(done, total))) {
-                Ok(freeze) => {
-                    self.guests.step("captured");
-                    let bytes = std::mem::take(&mut *lock(&state));
-                    let copies = lock(&stoppable).copied();
-                    let kept = Self::frozen(&own, &copies).and_then(|disks| {
-                        self.disk.write_state(&known.info.id, &bytes).map(|()| disks)
-                    });
-                    let disks = match kept {
-                        Ok(disks) => disks,
-                        Err(why) => {
-                            for process in &freeze.processes {
-                                tenant.remove_snapshot_memory(process.memory);
-                            }
-                            return Err(why);
-                        }
-                    };
-                    known.info.guest = true;
-                    known.info.disks = disks.iter().map(FrozenDisk::path).collect();
-                    known.guest = Some(GuestPart {
-                        version: guest_files::VERSION,
-                        spec,
-                        memory: (range.start, range.end),
-                        state_bytes: bytes.len() as u64,
-                        state_sum: sum(&bytes),
-                        files,
-                        disks,
-                        in_place: None,
-                    });
-                    // From here on its disks are a snapshot's.
-                    lock(&self.known).insert(id, known.clone());
-                    return Ok((freeze, Numbers::new()));
+            let manner = Manner { most_frozen_pages, urgent: false, once: None };
+            let Some(frozen) = guest.freeze(tenant, &manner, tell)? else { continue };
+            self.guests.step("captured");
+            let copies = lock(&guest.stoppable).copied();
+            let kept = Self::frozen(&guest.own, &copies).and_then(|disks| {
+                self.disk.write_state(&known.info.id, &frozen.state).map(|()| disks)
+            });
+            let disks = match kept {
+                Ok(disks) => disks,
+                Err(why) => {
+                    for process in &frozen.freeze.processes {
+                        tenant.remove_snapshot_memory(process.memory);
+                    }
+                    return Err(why);
                 }
-                Err(SnapshotError::Torn) => {}
-                Err(SnapshotError::Failed(why) | SnapshotError::Restless(why)) => return Err(why),
-            }
+            };
+            known.info.guest = true;
+            known.info.disks = disks.iter().map(FrozenDisk::path).collect();
+            known.guest = Some(guest.part(spec, &frozen.state, disks));
+            // From here on its disks are a snapshot's.
+            lock(&self.known).insert(id, known.clone());
+            return Ok((frozen.freeze, Numbers::new()));
         }
         Err("its memory cannot be captured".into())
     }

@@ -1,22 +1,21 @@
 //! A tenant that is on its way: its memory while it runs, and at last while it stands still.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use strata_pager::{Only, SnapshotError, SnapshotRequest, Standing as Stands, Tenant};
+use strata_pager::Tenant;
 use strata_sys::{SIGCONT, SIGSTOP};
 use strata_units::SpaceId;
 
 use super::super::disk::Known;
-use super::super::guest::GuestPart;
-use super::super::guest_disks::{Image, others, sum};
+use super::super::freezing::Manner;
+use super::super::guest_disks::Image;
 use super::super::revive::ends;
-use super::super::take::{FEW_PAGES, Numbers, Standing, captured};
-use super::super::{Snapshots, Tell, guest_files, lock};
+use super::super::take::{FEW_PAGES, Numbers, Standing};
+use super::super::{Snapshots, Tell, lock};
 use super::pieces::Once;
-use crate::guests::{Alone, Guests, Stoppable, memory_at};
+use crate::guests::{Alone, Guests, Stoppable};
 
 /// How often a round may turn out torn: as for snapshots of programs.
 const ATTEMPTS: [u64; 3] = [0, FEW_PAGES, u64::MAX];
@@ -181,9 +180,6 @@ impl Snapshots {
     ) -> Result<(Known, Option<StandingGuest<'a>>), String> {
         let stay = once.is_some();
         let mut spec = self.guests.spec(tenant).ok_or("it is no guest")?;
-        let launch = spec.launch.clone().ok_or(
-            "how it was started is not known as text, a disk of it is read through a pool, or it has a swap disk (--swap)",
-        )?;
         if let Some(disk) =
             spec.disks.iter().find(|disk| disk.temporary || disk.opened != disk.path)
         {
@@ -192,92 +188,36 @@ impl Snapshots {
                 disk.path
             ));
         }
-        let alone = self.guests.alone(tenant)?;
-        let (stoppable, footing, pid) = Stoppable::new(&self.guests, tenant, ASKED_WITHIN)?;
-        let range = memory_at(tenant, pid, footing.memory_start, footing.memory_bytes)?;
-        let own = Self::disks_of(&spec, &launch.directory, &footing.disks)?;
-        let words: Vec<_> = launch.command.iter().skip(1).map(Into::into).collect();
-        let here = Path::new(&launch.directory);
-        let name = &tenant.record().name;
-        strata_vm::again(&words, name, &self.guests.directory(tenant), (here, &others(&own)))
-            .map_err(|refusal| refusal.to_string())?;
-        let image = |path: &String| Image::of(&launch.directory, path);
-        let files = footing.files.iter().map(image).collect::<Result<_, _>>()?;
-        let in_place: Vec<String> = own.iter().map(|disk| disk.path.clone()).collect();
-        spec.disks = own;
-        let stoppable = Arc::new(Mutex::new(stoppable));
-        let stopped = Arc::new(Mutex::new(None));
+        let guest = self.freezable(tenant, &spec, ASKED_WITHIN)?;
+        let in_place: Vec<String> = guest.own.iter().map(|disk| disk.path.clone()).collect();
+        spec.disks.clone_from(&guest.own);
         for most_frozen_pages in ATTEMPTS {
-            let (stops, goes_on) = (Arc::clone(&stoppable), Arc::clone(&stoppable));
-            let kept = Arc::clone(&stopped);
-            let request = SnapshotRequest {
-                freeze: Box::new(move || {
-                    let (since, bytes) = lock(&stops).stop().map_err(SnapshotError::Failed)?;
-                    *lock(&kept) = Some((since, bytes));
-                    Ok(Stands { pids: vec![pid], since })
-                }),
-                thaw: Box::new(move || if stay { Ok(()) } else { lock(&goes_on).go_on() }),
-                most_frozen_pages,
-                stay,
-                urgent: true,
-                only: Some(Only { pid, range }),
-                carry: once.map(Once::carry),
-            };
-            let taken = tenant.snapshot(request, |done, total| tell(captured(done, total)));
-            let Some((since, bytes)) = lock(&stopped).take() else {
-                return Err(match taken {
-                    Err(SnapshotError::Failed(why) | SnapshotError::Restless(why)) => why,
-                    _ => "it does not stand still".to_owned(),
-                });
-            };
-            match taken {
-                Ok(freeze) => {
-                    known.is_captured(&freeze, &Numbers::new());
-                    known.info.guest = true;
-                    known.guest = Some(GuestPart {
-                        version: guest_files::VERSION,
-                        spec,
-                        memory: (range.start, range.end),
-                        state_bytes: bytes.len() as u64,
-                        state_sum: sum(&bytes),
-                        files,
-                        disks: Vec::new(),
-                        in_place: None,
-                    });
-                    let standing = stay.then(|| StandingGuest {
-                        known: known.clone(),
-                        since,
-                        stoppable,
-                        is_kept: false,
-                        _alone: alone,
-                    });
-                    let kept = self.keep_beside(&mut known, &bytes, (&in_place, stay));
-                    return match (kept, standing) {
-                        (Ok(()), None) => Ok((known, None)),
-                        (Ok(()), Some(mut standing)) => {
-                            standing.known = known.clone();
-                            Ok((known, Some(standing)))
-                        }
-                        (Err(why), standing) => {
-                            // It runs on.
-                            drop(standing);
-                            self.forget_memory(tenant, &known);
-                            Err(why)
-                        }
-                    };
+            let manner = Manner { most_frozen_pages, urgent: true, once };
+            let Some(frozen) = guest.freeze(tenant, &manner, tell)? else { continue };
+            known.is_captured(&frozen.freeze, &Numbers::new());
+            known.info.guest = true;
+            known.guest = Some(guest.part(spec, &frozen.state, Vec::new()));
+            let standing = stay.then(|| StandingGuest {
+                known: known.clone(),
+                since: frozen.since,
+                stoppable: guest.stoppable,
+                is_kept: false,
+                _alone: guest.alone,
+            });
+            let kept = self.keep_beside(&mut known, &frozen.state, (&in_place, stay));
+            return match (kept, standing) {
+                (Ok(()), None) => Ok((known, None)),
+                (Ok(()), Some(mut standing)) => {
+                    standing.known = known.clone();
+                    Ok((known, Some(standing)))
                 }
-                Err(error) => {
-                    if stay {
-                        lock(&stoppable).go_on()?;
-                    }
-                    match error {
-                        SnapshotError::Torn => {}
-                        SnapshotError::Failed(why) | SnapshotError::Restless(why) => {
-                            return Err(why);
-                        }
-                    }
+                (Err(why), standing) => {
+                    // It runs on.
+                    drop(standing);
+                    self.forget_memory(tenant, &known);
+                    Err(why)
                 }
-            }
+            };
         }
         Err("its memory cannot be captured".into())
     }

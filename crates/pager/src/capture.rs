@@ -25,6 +25,8 @@ pub(crate) mod pace;
 
 #[cfg(test)]
 pub(crate) mod capture_tests;
+#[cfg(test)]
+mod carry_tests;
 
 pub(crate) use freeze::Seen;
 

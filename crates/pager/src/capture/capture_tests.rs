@@ -22,7 +22,7 @@ use crate::testing;
 /// A snapshot of a world, not whole yet.
 pub(crate) struct Taken {
     pub(crate) id: SpaceId,
-    buffer: Vec<u8>,
+    pub(super) buffer: Vec<u8>,
 }
 
 impl Taken {
@@ -64,7 +64,7 @@ impl Taken {
     }
 
     /// Nothing is pending; how many pages the snapshot before had.
-    fn end(&mut self, world: &World) -> u64 {
+    pub(super) fn end(&mut self, world: &World) -> u64 {
         let capture =
             lock(&world.space.gate).end_capture(&world.tenant.registry).expect("captured");
         let from_base = capture.from_base;
@@ -72,7 +72,7 @@ impl Taken {
         from_base
     }
 
-    fn entry(&self, world: &World, page: usize) -> Entry {
+    pub(super) fn entry(&self, world: &World, page: usize) -> Entry {
         let number = PageNumber::containing(world.memory.address(page));
         let known = lock(&world.tenant.snapshots).get(&self.id).cloned().expect("whole");
         known.directory.get(&piece_of(number)).map_or(Entry::Untouched, |&leaf| {
@@ -80,7 +80,7 @@ impl Taken {
         })
     }
 
-    fn expect(&self, world: &World, page: usize, seed: u8) {
+    pub(super) fn expect(&self, world: &World, page: usize, seed: u8) {
         let mut buffer = PageBuffer::zeroed();
         match self.entry(world, page) {
             Entry::Untouched => {}
@@ -99,7 +99,7 @@ impl Taken {
 }
 
 /// The pages that are not captured yet.
-fn pending(world: &World) -> Vec<usize> {
+pub(super) fn pending(world: &World) -> Vec<usize> {
     let gate = lock(&world.space.gate);
     let is_pending = |&page: &usize| gate.is_pending(&world.tenant.map, world.memory.address(page));
     (0..PAGES).filter(is_pending).collect()
@@ -604,82 +604,5 @@ fn writing_evicting_and_capturing_at_the_same_time() {
     for (page, seed) in seeds.iter().enumerate() {
         world.expect(page, seed.load(Ordering::Relaxed) as u8);
     }
-    world.end();
-}
-
-#[test]
-fn what_is_wanted_page_by_page_is_marked_so() {
-    let Some(world) = World::of(testing::tenant()) else { return };
-    fill(&world, 0..48, |page| 1 + page as u8);
-    lock(&world.space.gate).is_precise = true;
-    let mut first = Taken::of(&world);
-    // Written while it is captured: a page of one block, and nine of the next.
-    world.write(3, 100);
-    for page in 16..25 {
-        world.write(page, 100);
-    }
-    let left: Vec<usize> = (0..3).chain(4..16).chain(32..48).collect();
-    assert_eq!(pending(&world), left, "the ninth took the rest of its block along");
-    first.capture_all(&world);
-    for page in 0..48 {
-        first.expect(&world, page, 1 + page as u8);
-    }
-    let mut second = Taken::of(&world);
-    assert_eq!(second.capture_all(&world), 15 + 16, "one was written, and a block is another's");
-    for page in 0..48 {
-        let is_written = page == 3 || (16..25).contains(&page);
-        second.expect(&world, page, if is_written { 100 } else { 1 + page as u8 });
-    }
-    first.remove(&world);
-    second.remove(&world);
-    world.end();
-}
-
-#[test]
-fn what_is_carried_is_what_the_snapshot_before_has_not() {
-    let Some(mut world) = World::of(testing::tenant()) else { return };
-    fill(&world, 0..40, |page| 1 + page as u8);
-    lock(&world.space.gate).is_precise = true;
-    let mut first = Taken::of(&world);
-    first.capture_all(&world);
-    for page in [3, 4, 20] {
-        world.write(page, 100 + page as u8);
-    }
-    world.evict_all(&[30]);
-    world.write(30, 130);
-    let mut second = Taken::of(&world);
-    // Another thread's write while it is carried: it was read before, and is stored.
-    world.write(20, 9);
-    let mut carried = Vec::new();
-    let mut each = |start: u64, bytes: &[u8]| {
-        for (at, page) in (start..).step_by(PAGE_SIZE).zip(bytes.as_chunks::<PAGE_SIZE>().0) {
-            let found = (0..PAGES).find(|&page| world.memory.address(page) == at).expect("ours");
-            assert!(page == &testing::page(100 + found as u8).0, "page {found}");
-            carried.push(found);
-        }
-        true
-    };
-    let hangs = Instant::now() + HANGS;
-    while world.space.capture_state().is_some_and(|(pending, _)| pending > 0) {
-        world.space.carry_some(&world.tenant, &mut each, &mut second.buffer).expect("wanted");
-        assert!(Instant::now() < hangs, "pages stay pending");
-    }
-    second.end(&world);
-    assert_eq!(carried, [3, 4, 30]);
-    second.expect(&world, 20, 120);
-    for page in (0..40).filter(|page| !carried.contains(page) && *page != 20) {
-        second.expect(&world, page, 1 + page as u8);
-    }
-    for page in carried {
-        assert_eq!(second.entry(&world, page), Entry::Lost, "{page} is nowhere else");
-    }
-    // Nobody takes it: whoever carries says so.
-    let mut third = Taken::of(&world);
-    let wanted = world.space.carry_some(&world.tenant, &mut |_, _| false, &mut third.buffer);
-    assert_eq!(wanted, None);
-    lock(&world.space.gate).capture = None;
-    world.tenant.forget_leaves(third.id);
-    first.remove(&world);
-    second.remove(&world);
     world.end();
 }

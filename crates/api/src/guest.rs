@@ -27,6 +27,10 @@ pub struct GuestSpec {
     /// How its balloon follows what it says of its memory; none: it does not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub self_balloon: Option<SelfBalloon>,
+    /// Of a guest of libvirt's, the XML of its domain as it ran; libvirt starts it. Said by
+    /// the daemon, and in snapshots alone whole.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub libvirt: Option<String>,
 }
 
 /// A disk that a guest writes to, which came from a snapshot.
@@ -150,6 +154,7 @@ mod tests {
             launch: None,
             disks: Vec::new(),
             self_balloon: None,
+            libvirt: None,
         };
         assert_eq!(spec.problem(), None);
         let named = |id: &str| GuestSpec { balloon: Some(id.into()), ..spec.clone() };

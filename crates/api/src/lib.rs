@@ -170,6 +170,9 @@ pub enum Request {
         /// ended, and nothing begun.
         #[serde(default)]
         again: bool,
+        /// It is not to run: whoever asked ends it, and knows that it can come.
+        #[serde(default)]
+        rehearse: bool,
     },
     /// Read the configuration again.
     Reload,

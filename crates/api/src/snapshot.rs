@@ -177,6 +177,11 @@ pub enum SnapshotState {
     Failed,
 }
 
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "as serde calls it")]
+fn is_not(flag: &bool) -> bool {
+    !flag
+}
+
 /// Everything there is to know about one snapshot. Sizes in bytes. All
 /// that are listed must fit in one line: with a short command a thousand do.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
@@ -218,6 +223,9 @@ pub struct SnapshotInfo {
     /// It is one of a virtual machine: of its memory and its devices.
     #[serde(default)]
     pub guest: bool,
+    /// Of one that libvirt has started, and starts when it comes back.
+    #[serde(default, skip_serializing_if = "is_not")]
+    pub libvirt: bool,
     /// Files that are copies of the guest's disks.
     #[serde(default)]
     pub disks: Vec<String>,

@@ -19,6 +19,7 @@ use strata_vm::{OtherDisk, again};
 
 use crate::client::{ask_watching, misunderstood, refused};
 use crate::failure::{Failure, Result, printable};
+use crate::guest_domain::{self, Paused};
 use crate::program::{self, Caller};
 use crate::progress::Meter;
 use crate::snapshots::long;
@@ -43,11 +44,15 @@ pub(crate) struct Wish<'a> {
     pub(crate) count: u32,
     /// The one of that name, which lives, goes back.
     pub(crate) rollback: bool,
+    /// It is ended before it runs: it is seen that it can come.
+    pub(crate) rehearse: bool,
 }
 
 /// A QEMU that was started and has no guest yet. Dropped, it is ended.
 pub(crate) struct Waiting {
     child: Option<Child>,
+    /// Of a QEMU that libvirt has started.
+    domain: Option<Paused>,
     name: String,
     log: PathBuf,
     /// Sockets of its consoles.
@@ -60,17 +65,24 @@ impl Drop for Waiting {
             let _ = child.kill();
             let _ = child.wait();
         }
+        if let Some(domain) = self.domain.take() {
+            domain.end();
+        }
     }
 }
 
 impl Waiting {
     pub(crate) fn pid(&self) -> u32 {
-        self.child.as_ref().map_or(0, Child::id)
+        match &self.domain {
+            Some(domain) => domain.pid,
+            None => self.child.as_ref().map_or(0, Child::id),
+        }
     }
 
     /// It goes on without us.
     pub(crate) fn let_go(mut self) {
         drop(self.child.take());
+        drop(self.domain.take());
     }
 
     /// Opens its consoles, for as long as its devices are loaded. A serial line that was
@@ -135,7 +147,7 @@ pub(crate) fn revive(
     wish: &Wish<'_>,
     what: &str,
 ) -> Result<Vec<RevivedTenant>> {
-    let &Wish { name, count, rollback } = wish;
+    let &Wish { name, count, rollback, rehearse } = wish;
     let mut waiting = Vec::new();
     for index in 1..=count {
         let name = name.map(|name| clone_name(name, index, count));
@@ -151,6 +163,7 @@ pub(crate) fn revive(
             pid,
             rollback,
             again: false,
+            rehearse,
         };
         match filled(socket, request, what) {
             Ok(Reply::Revived { tenants, warnings }) => {
@@ -166,7 +179,9 @@ pub(crate) fn revive(
             }
         }
     }
-    waiting.into_iter().for_each(Waiting::let_go);
+    if !rehearse {
+        waiting.into_iter().for_each(Waiting::let_go);
+    }
     Ok(alive)
 }
 
@@ -206,6 +221,12 @@ fn start(
     };
     warnings.iter().for_each(|warning| run::warn(warning));
     let directory = PathBuf::from(directory);
+    if guest.libvirt.is_some() {
+        let is_clone = name != snapshot.tenant;
+        let domain = guest_domain::start(&name, &guest, &environment, is_clone, what)?;
+        let (domain, log, consoles) = (Some(domain), PathBuf::new(), Vec::new());
+        return Ok(Waiting { child: None, domain, name, log, consoles });
+    }
     let launch = guest.launch.as_ref().ok_or_else(|| misunderstood(what))?;
     let path = std::env::var_os("PATH").unwrap_or_default();
     let first: OsString = launch.command.first().ok_or_else(|| misunderstood(what))?.into();
@@ -238,7 +259,7 @@ fn start(
         .process_group(0)
         .spawn()
         .map_err(failed)?;
-    Ok(Waiting { child: Some(child), name, log, consoles })
+    Ok(Waiting { child: Some(child), domain: None, name, log, consoles })
 }
 
 /// QEMU's words for a guest that waits, and its consoles' sockets.
@@ -252,12 +273,7 @@ fn line(
 ) -> Result<(Vec<OsString>, Vec<PathBuf>)> {
     let words: Vec<OsString> = launch.command.iter().skip(1).map(Into::into).collect();
     let here = Path::new(&launch.directory);
-    let other = |disk: &GuestDisk| OtherDisk {
-        said: PathBuf::from(&disk.said),
-        path: disk.opened.clone(),
-        format: disk.format.clone(),
-    };
-    let disks: Vec<_> = guest.disks.iter().map(other).collect();
+    let disks = others(guest);
     let second = again(&words, name, directory, (here, &disks));
     let second = second.map_err(|why| vm::refusal_of(what, why))?;
     let written = directory.to_string_lossy();
@@ -275,6 +291,16 @@ fn line(
     let mut words = vm::words(&plan, directory, what)?;
     words.extend(["-incoming".into(), "defer".into()]);
     Ok((words, second.consoles))
+}
+
+/// What stands in the places of the images of its command line, or its domain.
+pub(crate) fn others(guest: &GuestSpec) -> Vec<OtherDisk> {
+    let other = |disk: &GuestDisk| OtherDisk {
+        said: PathBuf::from(&disk.said),
+        path: disk.opened.clone(),
+        format: disk.format.clone(),
+    };
+    guest.disks.iter().map(other).collect()
 }
 
 /// Refuses what only programs' clones can be.

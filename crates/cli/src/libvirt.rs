@@ -2,10 +2,9 @@
 //! to be a tenant, and what the daemon's configuration has to say; changes the domain if it
 //! is told to. What the XML needs is decided in `strata-vm`; libvirt is asked by `virsh`.
 
-use std::io::{Read, Write};
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, Stdio};
+use std::path::Path;
+use std::process::ExitCode;
 
 use strata_api::{AGENT_SOCKET_NAME, DEFAULT_SOCKET, name_problem};
 use strata_units::ByteSize;
@@ -14,29 +13,26 @@ use strata_vm::{Domain, DomainWish, OLDEST, amend, unified};
 use crate::args::VmLibvirtArguments;
 use crate::failure::{Failure, Result, printable};
 use crate::program::{self, Caller};
+use crate::virsh::Virsh;
 use crate::{daemon, place, run, vm};
 
 const QEMU_CONF: &str = "/etc/libvirt/qemu.conf";
 /// Where libvirt makes the files of guests' memory, unless its configuration says otherwise.
 const MEMORY_DIRECTORY: &str = "/var/lib/libvirt/qemu/ram";
 /// The libvirt whose guests have a user and directories of their own.
-const SYSTEM: &str = "qemu:///system";
+pub(crate) const SYSTEM: &str = "qemu:///system";
 /// Whose QEMU is, as distributions have it.
 const USUAL_USERS: [&str; 2] = ["libvirt-qemu", "qemu"];
 /// The name of the rule that is proposed.
 const TEMPLATE: &str = "vm-{guest}";
-/// A domain's XML is some ten kilobytes.
-const MAX_PRINTED_BYTES: u64 = 8 << 20;
+/// Where libvirt lets QEMU make files.
+pub(crate) const MONITORS: &str = "/var/lib/libvirt/qemu";
 
 pub(crate) fn libvirt(arguments: &VmLibvirtArguments) -> Result<ExitCode> {
     let name = &arguments.domain;
     let what = format!("cannot make the guest {name} a tenant");
     let virsh = Virsh::find(&what)?;
-    let uri = virsh.ask(&["uri"])?;
-    if uri.trim() != SYSTEM {
-        let why = format!("libvirt is at {}, and its guests have to be of {SYSTEM}", uri.trim());
-        return Err(Failure::new(what, why).todo(format!("set LIBVIRT_DEFAULT_URI={SYSTEM}")));
-    }
+    virsh.check_system()?;
     let info = virsh.ask(&["dominfo", "--domain", name])?;
     if !says(&info, "Persistent", "yes") {
         let why = "it is transient: libvirt forgets it when it ends";
@@ -55,6 +51,7 @@ pub(crate) fn libvirt(arguments: &VmLibvirtArguments) -> Result<ExitCode> {
         library: &shown(&library),
         memory_directory: &memory_directory(&configured),
         agent_socket: agents.as_deref(),
+        monitor_directory: MONITORS,
     };
     let domain = amend(&old, &wish).map_err(|refusals| {
         let mut failures: Vec<Failure> = refusals
@@ -90,62 +87,6 @@ pub(crate) fn libvirt(arguments: &VmLibvirtArguments) -> Result<ExitCode> {
         tell("nothing was changed; --apply changes the domain");
     }
     Ok(ExitCode::SUCCESS)
-}
-
-/// libvirt's own command line.
-struct Virsh {
-    program: PathBuf,
-    what: String,
-}
-
-impl Virsh {
-    fn find(what: &str) -> Result<Self> {
-        let path = std::env::var_os("PATH").unwrap_or_default();
-        let program = place::in_path("virsh", &path).ok_or_else(|| {
-            Failure::new(what, "virsh is not there").todo("install libvirt's clients")
-        })?;
-        Ok(Self { program, what: what.to_owned() })
-    }
-
-    fn ask(&self, words: &[&str]) -> Result<String> {
-        self.run(words, "")
-    }
-
-    fn define(&self, text: &str, what: &str) -> Result<()> {
-        self.run(&["define", "--file", "/dev/stdin"], text)
-            .map(drop)
-            .map_err(|failure| Failure::new(what, failure).todo("nothing was changed"))
-    }
-
-    fn run(&self, words: &[&str], input: &str) -> Result<String> {
-        let failed = |why: String| Failure::new(self.what.as_str(), why);
-        let mut child = Command::new(&self.program)
-            .args(["--quiet"])
-            .args(words)
-            .env("LC_ALL", "C")
-            .env_remove("LD_PRELOAD")
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .map_err(|error| failed(format!("virsh: {error}")))?;
-        if let Some(mut stdin) = child.stdin.take() {
-            // Who does not read it says why on standard error.
-            let _ = stdin.write_all(input.as_bytes());
-        }
-        let mut printed = Vec::new();
-        if let Some(out) = child.stdout.take() {
-            let _ = out.take(MAX_PRINTED_BYTES).read_to_end(&mut printed);
-        }
-        let done = child.wait_with_output().map_err(|error| failed(format!("virsh: {error}")))?;
-        if !done.status.success() {
-            let said = String::from_utf8_lossy(&done.stderr);
-            let lines: Vec<&str> = said.lines().filter(|line| !line.trim().is_empty()).collect();
-            let why = lines.join(", ").replace("error: ", "");
-            return Err(failed(format!("virsh {}: {why}", words[0])));
-        }
-        String::from_utf8(printed).map_err(|_| failed("virsh does not print text".to_owned()))
-    }
 }
 
 /// Whether a line `Key:   value` is there.

@@ -11,6 +11,7 @@ mod client;
 mod daemon;
 mod failure;
 mod guest_again;
+mod guest_domain;
 mod libvirt;
 mod moves;
 mod place;
@@ -29,6 +30,7 @@ mod testing;
 mod tiers;
 mod top;
 mod tree;
+mod virsh;
 mod vm;
 
 use std::io::Write;

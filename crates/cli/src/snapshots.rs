@@ -17,7 +17,7 @@ use crate::client::{self, NoReply, ask_each, ask_watching, misunderstood, refuse
 use crate::failure::{Failure, Result, printable};
 use crate::progress::Meter;
 use crate::run::warn;
-use crate::{daemon, guest_again, place, print};
+use crate::{daemon, guest_again, guest_domain, place, print};
 
 /// Names that a message lists before it says "…".
 const SHOWN_NAMES: usize = 5;
@@ -164,8 +164,13 @@ pub(crate) fn rollback(name: &str, target: RollbackTarget) -> Result<()> {
             format!("the tenant is at {}, the snapshot at {}", socket.display(), holder.display());
         return Err(Failure::new(what, why).todo("restore the snapshot under another name"));
     }
+    if found.libvirt {
+        let guests = guest_domain::rollback(&socket, name, &found, &what)?;
+        return print(&guests.iter().map(revived).collect::<String>());
+    }
     if found.guest {
-        let wish = guest_again::Wish { name: Some(name), count: 1, rollback: true };
+        let wish =
+            guest_again::Wish { name: Some(name), count: 1, rollback: true, rehearse: false };
         return print_guests(&socket, &found.id.into(), &wish, &what);
     }
     let request = Request::Rollback { name: name.to_owned(), snapshot: found.id.into() };
@@ -178,7 +183,8 @@ pub(crate) fn restore(snapshot: SnapshotRef, name: Option<String>) -> Result<()>
     let (socket, found) = find(&snapshot)?;
     if found.guest {
         let name = name.unwrap_or(found.tenant);
-        let wish = guest_again::Wish { name: Some(&name), count: 1, rollback: false };
+        let wish =
+            guest_again::Wish { name: Some(&name), count: 1, rollback: false, rehearse: false };
         return print_guests(&socket, &found.id.into(), &wish, &what);
     }
     print_revived(&socket, &Request::Restore { snapshot: found.id.into(), name }, &what)
@@ -215,7 +221,7 @@ pub(crate) fn clone(arguments: &CloneArguments) -> Result<()> {
             (name, _) => name.clone(),
         };
         let (name, count) = (name.as_deref(), arguments.count);
-        let wish = guest_again::Wish { name, count, rollback: false };
+        let wish = guest_again::Wish { name, count, rollback: false, rehearse: false };
         return print_guests(&socket, &found.id.into(), &wish, &what);
     }
     print_revived(&socket, &arguments.request(found.id.into(), copy_dirs), &what)

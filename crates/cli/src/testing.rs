@@ -123,6 +123,7 @@ pub(crate) fn snapshot(id: &str, parent: Option<&str>) -> strata_api::SnapshotIn
         pages: 262_144,
         copied_pages: 256,
         guest: false,
+        libvirt: false,
         disks: Vec::new(),
         processes: 1,
         uid: 1000,

@@ -93,6 +93,7 @@ fn start(
         launch: launch(&arguments.command, version).filter(|_| plan.disks.is_empty() && !plan.swap),
         disks: Vec::new(),
         self_balloon: arguments.balloon.settings(plan.memory, what)?,
+        libvirt: None,
     };
     let request = Request::Guest { name: tenant.name.clone(), guest };
     let reply = ask(&tenant.socket, &request).map_err(|none| none.failure(what, &tenant.socket))?;

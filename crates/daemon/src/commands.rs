@@ -164,13 +164,14 @@ impl Commands {
             Request::GuestAgain { snapshot, name, rollback } => {
                 self.guest_again(peer, &snapshot, (name, rollback), tell)
             }
-            Request::GuestFill { name, snapshot, pid, rollback, again } => {
+            Request::GuestFill { name, snapshot, pid, rollback, again, rehearse } => {
                 self.with(peer, &name, |tenant| {
                     match self.snapshots.fill_guest(
                         peer.uid,
                         tenant,
                         &snapshot,
-                        (pid, rollback, again),
+                        (pid, rollback),
+                        (again, rehearse),
                         tell,
                     ) {
                         Ok(one) => revived(vec![one]),

@@ -8,6 +8,7 @@
 
 mod balloons;
 mod disks;
+mod libvirts;
 mod monitor;
 mod steps;
 mod takeover;
@@ -129,6 +130,8 @@ pub(crate) struct Guests {
     talking: Mutex<BTreeSet<String>>,
     /// What QEMUs are that are about to take the places of others.
     coming: Mutex<BTreeMap<String, GuestSpec>>,
+    /// Monitors of libvirt's guests, and whose they are.
+    libvirts: Mutex<BTreeMap<String, (u32, PathBuf)>>,
 }
 
 /// What a guest's directory is called. Two users may each have a guest of one name.
@@ -145,6 +148,7 @@ impl Guests {
             known: Mutex::default(),
             talking: Mutex::default(),
             coming: Mutex::default(),
+            libvirts: Mutex::default(),
         });
         for tenant in tenants.list() {
             let record = tenant.record();
@@ -192,7 +196,7 @@ impl Guests {
             return error(format!("{name} runs already, and what runs becomes no guest"), "");
         }
         // Only what comes from a snapshot has any.
-        self.make_for(peer, tenant, GuestSpec { disks: Vec::new(), ..spec })
+        self.make_for(peer, tenant, GuestSpec { disks: Vec::new(), libvirt: None, ..spec })
     }
 
     /// The same for a tenant that is to be a guest again: nobody is in it; or the `next`
@@ -240,12 +244,17 @@ impl Guests {
         }
     }
 
-    fn make_directory(&self, peer: Peer, folder: &str, spec: &GuestSpec) -> io::Result<String> {
+    /// The directory of all guests' directories, and marks.
+    fn make_all(&self) -> io::Result<()> {
         match DirBuilder::new().mode(0o711).create(&self.directory) {
-            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
             // Whatever the umask is.
-            _ => fs::set_permissions(&self.directory, Permissions::from_mode(0o711))?,
+            _ => fs::set_permissions(&self.directory, Permissions::from_mode(0o711)),
         }
+    }
+
+    fn make_directory(&self, peer: Peer, folder: &str, spec: &GuestSpec) -> io::Result<String> {
+        self.make_all()?;
         let directory = self.make_empty(peer, &self.directory.join(folder))?;
         self.write_record(folder, spec)?;
         Ok(directory)
@@ -299,6 +308,7 @@ impl Guests {
         }
         known.retain(|folder, _| self.tenant(folder).is_some());
         drop(known);
+        lock(&self.libvirts).retain(|folder, _| self.tenant(folder).is_some());
         for entry in entries() {
             if entry.file_name().as_encoded_bytes().starts_with(ASIDE_PREFIX.as_bytes()) {
                 let _ = remove(&entry.path());
@@ -385,6 +395,7 @@ mod tests {
             launch: None,
             disks: Vec::new(),
             self_balloon: None,
+            libvirt: None,
         }
     }
 

@@ -94,6 +94,7 @@ mod tests {
             pages: 0,
             copied_pages: 0,
             guest: false,
+            libvirt: false,
             disks: Vec::new(),
             processes: 1,
             uid: 0,

@@ -401,6 +401,25 @@ impl Snapshots {
         ))
     }
 
+    /// Whether a tenant of another user is a guest of libvirt's: nothing of its snapshots
+    /// comes back with this daemon's rights. A name is one tenant's.
+    fn may_take_libvirts(&self, tenant: &Tenant) -> Result<bool, String> {
+        let record = tenant.record();
+        let name = &record.name;
+        let has_others = || {
+            let of_other =
+                |known: &Known| known.info.tenant == *name && known.info.uid != record.uid;
+            self.own_tenant(name).is_some() || lock(&self.known).values().any(of_other)
+        };
+        if self.uid != 0 || self.guests.libvirts(tenant)?.is_none() {
+            return Ok(false);
+        }
+        match has_others() {
+            true => Err(format!("another user's tenant {name} is there, or has snapshots")),
+            false => Ok(true),
+        }
+    }
+
     /// Whether anything is being done with any tenant.
     pub(crate) fn is_busy(&self) -> bool {
         !lock(&self.busy).is_empty()

@@ -8,7 +8,7 @@
 //! load QEMU 7.2 was seen to stand still for good with them, in `mirror_wait_on_conflicts`,
 //! which waits without letting go for an operation that waits itself.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -51,13 +51,14 @@ pub struct CopyProgress {
 /// The disks that are written, and the files that are only read.
 pub(crate) fn of_nodes(nodes: &Value) -> Result<(Vec<WrittenDisk>, Vec<String>), StateError> {
     let nodes = nodes.as_array().ok_or(QmpError::Nonsense("no list of its drives"))?;
-    let (mut written, mut read) = (BTreeMap::new(), Vec::new());
+    let (mut written, mut read, mut layers) = (BTreeMap::new(), Vec::new(), BTreeSet::new());
     for node in nodes {
         let text = |key: &str| node.get(key).and_then(Value::as_str).unwrap_or_default();
         let (file, driver) = (text("file").to_owned(), text("drv"));
         if node.get("ro").and_then(Value::as_bool) == Some(true) {
-            if driver == "file" {
-                read.push(file);
+            match driver {
+                "file" => read.push(file),
+                _ => drop(layers.insert(file)),
             }
             continue;
         }
@@ -78,6 +79,8 @@ pub(crate) fn of_nodes(nodes: &Value) -> Result<(Vec<WrittenDisk>, Vec<String>),
     for (file, found) in written {
         match found {
             (Some(disk), 1) => disks.push(disk),
+            // Only what writes it opens it to be written (auto-read-only, as libvirt says).
+            (None, 1) if layers.contains(&file) => read.push(file),
             _ => {
                 return Err(unfit(format!(
                     "its drive {} can be written and is not one image in one file (give its format: raw or qcow2)",
@@ -265,7 +268,9 @@ mod tests {
                   "backing-filename-format": "qcow2"}},
                 {"ro": false, "drv": "raw", "file": "/b", "node-name": "d", "image":
                  {"virtual-size": 5}},
-                {"ro": false, "drv": "file", "file": "/b"}]"##,
+                {"ro": false, "drv": "file", "file": "/b"},
+                {"ro": false, "drv": "file", "file": "/under"},
+                {"ro": true, "drv": "raw", "file": "/under", "image": {"virtual-size": 9}}]"##,
         )
         .expect("two disks");
         let disk = |node: &str, file: &str, format: &str, bytes| WrittenDisk {
@@ -278,7 +283,7 @@ mod tests {
         let backing = Some(("base".into(), "qcow2".into()));
         let first = WrittenDisk { backing, ..disk("#2", "/a", "qcow2", 9) };
         assert_eq!(disks, [first, disk("d", "/b", "raw", 5)]);
-        assert_eq!(read, ["/base"]);
+        assert_eq!(read, ["/base", "/under"]);
     }
 
     #[test]

@@ -2,14 +2,19 @@
 //! and what cannot be one. A pure function of the text, which changes nothing else in it.
 
 mod edit;
+mod live;
+mod other;
 mod refused;
 
 use roxmltree::{Document, Node, ParsingOptions};
 use strata_units::ByteSize;
 use strata_units::wire::{ENV_GUEST, ENV_SOCKET};
 
+use crate::line::MONITOR_ID;
 use crate::refusals::Refusal;
 use edit::{Edits, Element};
+pub use live::{LiveDomain, live_domain, with_images};
+pub use other::{OtherDomain, WaitingDomain, other_domain};
 
 /// The namespace of what libvirt passes on to QEMU.
 const QEMU: &str = "http://libvirt.org/schemas/domain/qemu/1.0";
@@ -32,6 +37,8 @@ pub struct DomainWish<'a> {
     pub memory_directory: &'a str,
     /// The daemon's socket for agents, where it is not the usual one.
     pub agent_socket: Option<&'a str>,
+    /// Where QEMU makes the socket of a monitor of Strata's own.
+    pub monitor_directory: &'a str,
 }
 
 /// A domain whose guest can be a tenant.
@@ -78,6 +85,7 @@ pub fn amend(text: &str, wish: &DomainWish<'_>) -> Result<Domain, Vec<Refusal>> 
     }
     change.balloon(devices);
     change.environment(root, wish);
+    change.generation(root);
     let Change { edits, notes } = change;
     Ok(Domain {
         name: inner(root, "name").unwrap_or_default().to_owned(),
@@ -208,6 +216,29 @@ impl Change<'_> {
         }
     }
 
+    /// A monitor beside libvirt's; what is missing for one.
+    fn monitor(&mut self, line: Option<Node<'_, '_>>, prefix: &str, socket: &str) -> Vec<Element> {
+        let words = monitor_words(socket);
+        if let Some(there) = line.and_then(monitor_argument) {
+            self.edits.set(there, "value", &words[1]);
+            return Vec::new();
+        }
+        let element = |word: String| Element::new(format!("{prefix}:arg")).with("value", word);
+        words.map(element).into()
+    }
+
+    /// By which the kernel of a clone sees that it is another machine.
+    fn generation(&mut self, root: Node<'_, '_>) {
+        let machine = child(root, "os").and_then(|os| child(os, "type"));
+        let is_pc = machine.and_then(|one| one.attribute("arch")) == Some("x86_64");
+        let acpi = child(root, "features").and_then(|features| child(features, "acpi"));
+        if let (true, Some(_), None, Some(before)) =
+            (is_pc, acpi, child(root, "genid"), child(root, "uuid"))
+        {
+            self.edits.add_behind(before, &Element::new("genid"));
+        }
+    }
+
     /// What the library is loaded by, and finds the guest's memory by.
     fn environment(&mut self, root: Node<'_, '_>, wish: &DomainWish<'_>) {
         // A default namespace would do, but a prefix is what libvirt writes.
@@ -235,6 +266,13 @@ impl Change<'_> {
                 }
             }
         }
+        // Snapshots need a monitor: libvirt's own has its one listener.
+        if let Some(uuid) = inner(root, "uuid") {
+            let socket = monitor_socket(wish.monitor_directory, uuid);
+            missing.extend(self.monitor(line, prefix, &socket));
+        } else {
+            self.notes.push("it has no uuid yet, and gets no monitor: define it first".to_owned());
+        }
         match line {
             Some(line) => self.edits.append(line, &missing),
             None => {
@@ -243,6 +281,29 @@ impl Change<'_> {
             }
         }
     }
+}
+
+/// The socket of a domain's monitor: its name stays when the domain gets another one.
+fn monitor_socket(directory: &str, uuid: &str) -> String {
+    format!("{directory}/{uuid}.strata")
+}
+
+fn monitor_words(socket: &str) -> [String; 4] {
+    [
+        "-chardev".to_owned(),
+        format!("socket,id={MONITOR_ID},path={socket},server=on,wait=off"),
+        "-mon".to_owned(),
+        format!("chardev={MONITOR_ID},mode=control"),
+    ]
+}
+
+/// The argument that has the socket of the monitor, if there is one.
+fn monitor_argument<'a, 'b>(line: Node<'a, 'b>) -> Option<Node<'a, 'b>> {
+    let is_it = |one: &Node<'_, '_>| {
+        let value = one.attribute("value").unwrap_or_default();
+        is_qemus(*one, "arg") && value.starts_with(&format!("socket,id={MONITOR_ID},"))
+    };
+    line.children().find(is_it)
 }
 
 /// The libraries to preload, ours among them: where it was, or in front.

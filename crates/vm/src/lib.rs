@@ -28,7 +28,10 @@ pub use again::{Again, OtherDisk, again};
 pub use balloon::{BALLOON_ID, GuestState, look};
 pub use described::{Described, described};
 pub use diff::unified;
-pub use domain::{Domain, DomainWish, amend};
+pub use domain::{
+    Domain, DomainWish, LiveDomain, OtherDomain, WaitingDomain, amend, live_domain, other_domain,
+    with_images,
+};
 pub use line::{MONITOR_SOCKET_NAME, Plan, Wish, plan};
 pub use pool_disks::{Format, PoolDisk, SWAP_SOCKET_NAME, socket_name};
 pub use qmp::{Monitor, QmpError};

@@ -22,7 +22,7 @@ use crate::version::{OLDEST, Version};
 pub const MONITOR_SOCKET_NAME: &str = "monitor";
 /// The guest's RAM, where the command line has no object for it.
 const RAM_ID: &str = "strata-ram";
-const MONITOR_ID: &str = "strata-monitor";
+pub(crate) const MONITOR_ID: &str = "strata-monitor";
 /// The device by which a guest's kernel learns that it is one of several from now on: it
 /// makes its random numbers anew then.
 pub(crate) const GENERATION: &str = "vmgenid";

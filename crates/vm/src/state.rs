@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 
 use crate::disks::{self, WrittenDisk};
 use crate::qmp::{Monitor, QmpError};
+use crate::version::Version;
 
 /// The one capability of QEMU's migration that is used, for the time of one migration:
 /// left on, the user's own next migration would leave the memory out as well.
@@ -104,6 +105,18 @@ pub fn memory(monitor: &mut Monitor) -> Result<(u64, u64), StateError> {
 pub fn status(monitor: &mut Monitor) -> Result<String, QmpError> {
     let answer = monitor.execute("query-status", None)?;
     Ok(answer.get("status").and_then(Value::as_str).unwrap_or_default().to_owned())
+}
+
+/// Which QEMU it is.
+///
+/// # Errors
+/// It does not say so.
+pub fn version(monitor: &mut Monitor) -> Result<Version, StateError> {
+    let answer = monitor.execute("query-version", None)?;
+    let part = |key: &str| answer.get("qemu")?.get(key)?.as_u64()?.try_into().ok();
+    let version = part("major").zip(part("minor"));
+    let version = version.map(|(major, minor)| Version { major, minor });
+    version.ok_or_else(|| QmpError::Nonsense("no version").into())
 }
 
 /// Has the guest stand still.

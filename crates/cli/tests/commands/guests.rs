@@ -65,6 +65,7 @@ fn a_guest_is_a_tenant_with_a_directory() {
         }),
         disks: Vec::new(),
         self_balloon: None,
+        libvirt: None,
     };
     assert_eq!(*guest, Request::Guest { name: "web1".into(), guest: spec });
 }

@@ -28,6 +28,7 @@ fn snapshot(id: &str, parent: Option<&str>, label: Option<&str>) -> SnapshotInfo
         pages: 262_144,
         copied_pages: 0,
         guest: false,
+        libvirt: false,
         disks: Vec::new(),
         processes: 1,
         uid: 0,

@@ -41,11 +41,13 @@ impl Needs {
 
     /// The lines that AppArmor has to have. The device's descriptor comes over the socket,
     /// and is looked at when it does.
-    fn lines(&self) -> [String; 3] {
+    fn lines(&self) -> [String; 4] {
         [
             format!("{} mr,", self.library.display()),
             format!("{} rw,", self.socket.display()),
             "/dev/userfaultfd rw,".to_owned(),
+            // Snapshots' monitors.
+            "/var/lib/libvirt/qemu/*.strata rw,".to_owned(),
         ]
     }
 }
@@ -195,7 +197,7 @@ mod tests {
             library: "/usr/lib/strata/libstrata.so".into(),
             socket: "/run/strata/agent.sock".into(),
         };
-        assert_eq!(needs.lines().map(|line| allows(text, &line)), [true, true, false]);
+        assert_eq!(needs.lines().map(|line| allows(text, &line)), [true, true, false, false]);
         assert!(!allows("/dev/userfaultfd r,", "/dev/userfaultfd rw,"));
         assert!(!allows("/dev/userfaultfd rw", "/dev/userfaultfd rw,"));
     }

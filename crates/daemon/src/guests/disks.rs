@@ -4,7 +4,7 @@
 
 use std::fs::{self, File, Permissions};
 use std::io::Read;
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, fchown};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -71,6 +71,10 @@ fn begin(disk: &WrittenDisk, image: &Path, path: &Path) -> Result<By, String> {
     let to = options.read(true).write(true).create_new(true).mode(0o600).open(path).map_err(
         |error| format!("the copy of a disk is made beside it, and {}", failed(path, &error)),
     )?;
+    // QEMU writes it, as whom it writes the image.
+    if let Ok(owner) = from.metadata() {
+        let _ = fchown(&to, Some(owner.uid()), Some(owner.gid()));
+    }
     // What is on the device by now need not go there while the guest stands still.
     let _ = from.sync_data();
     if reflink(&from, &to).is_ok() {

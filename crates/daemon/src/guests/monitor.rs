@@ -61,8 +61,13 @@ impl Drop for Alone<'_> {
 }
 
 impl Guests {
-    /// What a tenant is that is a guest.
+    /// What a tenant is that is a guest, and whose QEMU `strata` has started.
     pub(crate) fn spec(&self, tenant: &Tenant) -> Option<GuestSpec> {
+        self.known_spec(tenant).filter(|spec| spec.libvirt.is_none())
+    }
+
+    /// The same, or it came from a snapshot and libvirt has started it.
+    pub(crate) fn known_spec(&self, tenant: &Tenant) -> Option<GuestSpec> {
         lock(&self.known).get(&name_of(tenant)).map(|guest| guest.spec.clone())
     }
 
@@ -103,7 +108,12 @@ impl Guests {
         directory: &Path,
         time: Duration,
     ) -> Result<Talk, String> {
-        let stream = UnixStream::connect(directory.join(MONITOR_SOCKET_NAME))
+        let socket = directory.join(MONITOR_SOCKET_NAME);
+        let socket = match fs::symlink_metadata(&socket) {
+            Err(_) => self.libvirts_monitor(tenant).unwrap_or(socket),
+            Ok(_) => socket,
+        };
+        let stream = UnixStream::connect(socket)
             .map_err(|error| format!("its monitor cannot be reached: {error}"))?;
         let pid = who_answers(tenant, &stream, "its monitor")?;
         let monitor = Monitor::begin(stream, time).map_err(|error| error.to_string())?;
@@ -238,7 +248,7 @@ pub(super) fn who_answers(
     Ok(peer.pid)
 }
 
-fn name_of(tenant: &Tenant) -> String {
+pub(super) fn name_of(tenant: &Tenant) -> String {
     let record = tenant.record();
     folder(record.uid, &record.name)
 }

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use strata_api::{GuestDisk, GuestSpec};
 use strata_pager::{Freeze, Only, SnapshotError, SnapshotRequest, Standing, Tenant};
 use strata_sys::Range;
+use strata_vm::OtherDomain;
 use strata_vm::disks::WrittenDisk;
 
 use super::guest::GuestPart;
@@ -65,16 +66,15 @@ impl Snapshots {
                 spec.memory_bytes, footing.memory_bytes
             ));
         }
+        if spec.libvirt.is_some() && !footing.is_running {
+            return Err("it is paused, and would run on: virsh resume".to_owned());
+        }
         let range = memory_at(tenant, pid, footing.memory_start, footing.memory_bytes)?;
         let image = |path: &String| Image::of(&launch.directory, path);
         let files = footing.files.iter().map(image).collect::<Result<_, _>>()?;
         let own = Self::disks_of(spec, &launch.directory, &footing.disks)?;
         // What no guest could come of is of no use.
-        let words: Vec<_> = launch.command.iter().skip(1).map(Into::into).collect();
-        let here = Path::new(&launch.directory);
-        let name = &tenant.record().name;
-        strata_vm::again(&words, name, &self.guests.directory(tenant), (here, &others(&own)))
-            .map_err(|refusal| refusal.to_string())?;
+        can_come(spec, &tenant.record().name, &self.guests.directory(tenant), &own)?;
         let stoppable = Arc::new(Mutex::new(stoppable));
         Ok(Freezable { stoppable, pid, range, files, own, written: footing.disks, alone })
     }
@@ -135,4 +135,30 @@ impl Freezable<'_> {
             in_place: None,
         }
     }
+}
+
+/// Refuses a guest of which no second one could be started.
+fn can_come(
+    spec: &GuestSpec,
+    name: &str,
+    directory: &Path,
+    own: &[GuestDisk],
+) -> Result<(), String> {
+    let disks = others(own);
+    if let Some(text) = &spec.libvirt {
+        let wish = OtherDomain {
+            clone: None,
+            uuid: "",
+            monitor_directory: "/",
+            tenant: ("", ""),
+            disks: &disks,
+        };
+        let found = strata_vm::other_domain(text, &wish).map(drop);
+        return found.map_err(|refusals| refusals[0].to_string());
+    }
+    let launch = spec.launch.as_ref().ok_or("how it was started is not known")?;
+    let words: Vec<_> = launch.command.iter().skip(1).map(Into::into).collect();
+    let here = Path::new(&launch.directory);
+    let found = strata_vm::again(&words, name, directory, (here, &disks)).map(drop);
+    found.map_err(|refusal| refusal.to_string())
 }

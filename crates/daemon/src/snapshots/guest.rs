@@ -124,6 +124,7 @@ impl Snapshots {
                 }
             };
             known.info.guest = true;
+            known.info.libvirt = spec.libvirt.is_some();
             known.info.disks = disks.iter().map(FrozenDisk::path).collect();
             known.guest = Some(guest.part(spec, &frozen.state, disks));
             // From here on its disks are a snapshot's.
@@ -142,7 +143,9 @@ impl Snapshots {
     ) -> Result<(Known, Arc<Tenant>, GuestPart), String> {
         let (known, origin) = self.fitting(uid, named, tell)?;
         let part = known.guest.clone().ok_or_else(|| format!("{named} is of no guest"))?;
-        if uid != known.info.uid {
+        // What libvirt starts has the rights that its domain says; libvirt's master is root.
+        let is_libvirts = uid == 0 && part.spec.libvirt.is_some();
+        if uid != known.info.uid && !is_libvirts {
             // Its QEMU would run with more rights than the first one had.
             return Err(format!(
                 "{named} is of user {}, who alone starts guests of it",
@@ -166,7 +169,11 @@ impl Snapshots {
         let name = name.unwrap_or_else(|| self.free_clone_name(&known.info.tenant, 1));
         let _turn = self.turn(&name)?;
         let starter = Pidfd::open(peer.pid).map_err(|error| format!("whoever asked: {error}"))?;
+        let is_libvirts = part.spec.libvirt.is_some();
         if rollback {
+            if is_libvirts {
+                return Err("libvirt has one QEMU of a domain: end it, and restore it".to_owned());
+            }
             let tenant = self.own_tenant(&name).filter(|tenant| tenant.attachment().1);
             let tenant = tenant.ok_or_else(|| format!("{name} does not run"))?;
             if !tenant.shares_pages_with(&origin) || self.guests.spec(&tenant).is_none() {
@@ -180,8 +187,13 @@ impl Snapshots {
         if name != known.info.tenant {
             let disks = self.disks_for(&part, Some(&name), None)?;
             let starter = Some((peer.pid, starter));
-            let wish = crate::tenants::Wish { starter, ..wish_of(&known.info, &name) };
-            let (tenant, warnings) = self.tenants.create_beside(wish, &origin)?;
+            // libvirt's QEMUs stay in control groups of libvirt's, as those of a rule.
+            let of_rule = is_libvirts;
+            let wish = crate::tenants::Wish { starter, of_rule, ..wish_of(&known.info, &name) };
+            let (tenant, mut warnings) = self.tenants.create_beside(wish, &origin)?;
+            if is_libvirts {
+                warnings.clear();
+            }
             return Ok(begun(tenant, part, warnings, disks));
         }
         if !ends(&origin) {
@@ -190,7 +202,10 @@ impl Snapshots {
             ));
         }
         let disks = self.disks_for(&part, None, None)?;
-        let warnings = adopted(&origin, peer.pid, &starter);
+        let warnings = match is_libvirts {
+            true => Vec::new(),
+            false => adopted(&origin, peer.pid, &starter),
+        };
         Ok(begun(origin, part, warnings, disks))
     }
 
@@ -200,7 +215,8 @@ impl Snapshots {
         uid: u32,
         tenant: &Arc<Tenant>,
         named: &SnapshotRef,
-        (pid, rollback, again): (u32, bool, bool),
+        (pid, rollback): (u32, bool),
+        (again, rehearse): (bool, bool),
         tell: Tell<'_>,
     ) -> Result<Revived, String> {
         let name = tenant.record().name.clone();
@@ -211,8 +227,18 @@ impl Snapshots {
             self.descends(tenant, &self.find(uid, named)?.info.id);
             return Ok(revived);
         }
-        self.fill_in_turn(uid, tenant, named, (pid, rollback), tell, &mut || Ok(()))?;
-        Ok(revived)
+        let mut is_whole = false;
+        let mut hold = || match rehearse {
+            true => {
+                is_whole = true;
+                Err("it is a rehearsal".to_owned())
+            }
+            false => Ok(()),
+        };
+        match self.fill_in_turn(uid, tenant, named, (pid, rollback), tell, &mut hold) {
+            Err(_) if is_whole => Ok(revived),
+            outcome => outcome.map(|()| revived),
+        }
     }
 
     /// The same for one that moves here, which stands still until `hold` lets it run.
@@ -262,7 +288,7 @@ impl Snapshots {
         self.guests.step("given");
         let spec = match rollback {
             true => self.guests.coming(tenant),
-            false => self.guests.spec(tenant),
+            false => self.guests.known_spec(tenant),
         };
         let spec = spec.ok_or("the worker that has begun it is gone")?;
         hold()?;

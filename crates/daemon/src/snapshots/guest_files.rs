@@ -218,6 +218,12 @@ impl GuestPart {
     /// Refuses what a file says of a guest if that is none, or cannot be one here; takes
     /// the images that it reads for those that are here.
     pub(super) fn fits_here(&mut self, reader: &Reader) -> Result<(), String> {
+        if self.spec.libvirt.is_some() {
+            // Its XML would be root's word to libvirt.
+            return Err(
+                "it is of a guest of libvirt's, which comes back on its own host".to_owned()
+            );
+        }
         if let Some(why) = self.problem(reader) {
             return Err(format!("it contradicts itself: {why}"));
         }
@@ -270,6 +276,9 @@ impl GuestPart {
 
     /// Sums up what a file that travels does not have.
     pub(super) fn sum_up(&mut self) -> Result<(), String> {
+        if self.spec.libvirt.is_some() {
+            return Err("a guest of libvirt's comes back on its own host: persist it".to_owned());
+        }
         let directory = self.directory().to_owned();
         self.files.iter_mut().try_for_each(|image| image.sum_up(&directory))
     }

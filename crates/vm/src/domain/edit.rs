@@ -125,6 +125,30 @@ impl<'a> Edits<'a> {
         self.changes.push((at..at, format!(" {key}='{}'", escaped(value))));
     }
 
+    /// Sets the text of an element that has nothing else in it.
+    pub(super) fn set_text(&mut self, node: Node<'_, '_>, text: &str) {
+        match node.first_child() {
+            Some(old) if old.text() == Some(text) => {}
+            Some(old) => self.changes.push((old.range(), escaped(text))),
+            None => {
+                let (at, name) = (self.end_of_attributes(node), self.name(node));
+                let new = format!(">{}</{name}>", escaped(text));
+                self.changes.push((at..node.range().end, new));
+            }
+        }
+    }
+
+    /// Takes an element out, and the line that it has for itself.
+    pub(super) fn remove(&mut self, node: Node<'_, '_>) {
+        let mut range = node.range();
+        if let Some(indent) = self.indent(node)
+            && self.text[..range.start - indent.len()].ends_with('\n')
+        {
+            range.start -= indent.len() + 1;
+        }
+        self.changes.push((range, String::new()));
+    }
+
     /// Adds elements at the end of another.
     pub(super) fn append(&mut self, node: Node<'_, '_>, elements: &[Element]) {
         if elements.is_empty() {
@@ -230,6 +254,16 @@ mod tests {
         assert_eq!(set("<a>x</a>", "3"), "<a k='3'>x</a>");
         assert_eq!(set("<a k='3'/>", "3"), "<a k='3'/>");
         assert_eq!(set("<a xmlns:k='u'/>", "3"), "<a xmlns:k='u' k='3'/>");
+    }
+
+    #[test]
+    fn texts_are_set_and_elements_removed() {
+        let set = |text: &str| edited(text, |edits, doc| edits.set_text(first(doc, "a"), "<x>"));
+        assert_eq!(set("<d><a k='1'>old</a></d>"), "<d><a k='1'>&lt;x&gt;</a></d>");
+        assert_eq!(set("<d><a/></d>"), "<d><a>&lt;x&gt;</a></d>");
+        let removed = |text: &str| edited(text, |edits, doc| edits.remove(first(doc, "a")));
+        assert_eq!(removed("<d>\n  <a>\n    <b/>\n  </a>\n  <c/>\n</d>"), "<d>\n  <c/>\n</d>");
+        assert_eq!(removed("<d><c/><a/></d>"), "<d><c/></d>");
     }
 
     #[test]

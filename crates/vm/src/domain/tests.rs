@@ -6,6 +6,7 @@ const WISH: DomainWish<'_> = DomainWish {
     library: "/usr/lib/strata/libstrata.so",
     memory_directory: "/var/lib/libvirt/qemu/ram",
     agent_socket: None,
+    monitor_directory: "/var/lib/libvirt/qemu",
 };
 
 /// As `virsh dumpxml --inactive` prints one, shortened.
@@ -34,6 +35,7 @@ const DUMPED: &str = "<domain type='qemu'>
 const AMENDED: &str = "<domain type='qemu' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>
   <name>web1</name>
   <uuid>6a1d4d5e-7bb2-4dc7-8ad4-1e2b7b1a3c5d</uuid>
+  <genid/>
   <!-- of the web team -->
   <memory unit='KiB'>327680</memory>
   <currentMemory unit='KiB'>327680</currentMemory>
@@ -61,6 +63,10 @@ const AMENDED: &str = "<domain type='qemu' xmlns:qemu='http://libvirt.org/schema
   <qemu:commandline>
     <qemu:env name='LD_PRELOAD' value='/usr/lib/strata/libstrata.so'/>
     <qemu:env name='STRATA_GUEST_DIR' value='/var/lib/libvirt/qemu/ram'/>
+    <qemu:arg value='-chardev'/>
+    <qemu:arg value='socket,id=strata-monitor,path=/var/lib/libvirt/qemu/6a1d4d5e-7bb2-4dc7-8ad4-1e2b7b1a3c5d.strata,server=on,wait=off'/>
+    <qemu:arg value='-mon'/>
+    <qemu:arg value='chardev=strata-monitor,mode=control'/>
   </qemu:commandline>
 </domain>
 ";
@@ -116,7 +122,8 @@ fn what_a_domain_has_of_its_own_stays() {
         "<q:arg value='timestamp=on'/>",
         "<q:env name='LD_PRELOAD' value='/opt/x.so:/usr/lib/strata/libstrata.so'/>\n    \
          <q:env name='STRATA_GUEST_DIR' value='/var/lib/libvirt/qemu/ram'/>\n    \
-         <q:env name='STRATA_AGENT_SOCKET' value='/run/x/agent.sock'/>\n  </q:commandline>",
+         <q:env name='STRATA_AGENT_SOCKET' value='/run/x/agent.sock'/>\n    <q:arg value='-chardev'/>",
+        "<q:arg value='chardev=strata-monitor,mode=control'/>\n  </q:commandline>",
     ] {
         assert!(domain.text.contains(line), "{line} is not in {}", domain.text);
     }
@@ -203,4 +210,108 @@ fn libraries_that_are_there_stay() {
     assert_eq!(with(""), "/l/libstrata.so");
     assert_eq!(with("/a.so b.so"), "/l/libstrata.so:/a.so:b.so");
     assert_eq!(with("/a.so:/old/libstrata.so"), "/a.so:/l/libstrata.so");
+}
+
+/// Devices that a second guest of the kind would have as well.
+const DEVICES: &str = "<disk type='file' device='disk'>
+      <driver name='qemu' type='raw'/>
+      <source file='/images/a.img' index='1'/>
+      <backingStore/>
+      <target dev='vda' bus='virtio'/>
+    </disk>
+    <disk type='file' device='cdrom'>
+      <source file='/images/cd.iso'/>
+      <readonly/>
+    </disk>
+    <interface type='network'>
+      <mac address='52:54:00:00:00:01'/>
+      <source network='default'/>
+      <target dev='vnet3'/>
+      <model type='virtio'/>
+    </interface>
+    <serial type='pty'>
+      <source path='/dev/pts/3'/>
+      <log file='/var/log/a.log'/>
+    </serial>
+    <channel type='unix'>
+      <source mode='bind' path='/run/libvirt/qemu/channel/1-web1/org.qemu.guest_agent.0'/>
+    </channel>
+    <graphics type='vnc' port='5900' autoport='no'/>";
+
+fn other(text: &str, clone: bool) -> Result<WaitingDomain, Vec<Refusal>> {
+    let disk = crate::again::OtherDisk {
+        said: "/images/a.img".into(),
+        path: "/images/a.img.test".into(),
+        format: "qcow2".into(),
+    };
+    let wish = OtherDomain {
+        clone: clone.then_some("test"),
+        uuid: "11111111-2222-3333-4444-555555555555",
+        monitor_directory: "/m",
+        tenant: ("/run/agent.sock", "00ff"),
+        disks: &[disk],
+    };
+    other_domain(text, &wish)
+}
+
+#[test]
+fn a_clone_has_what_two_can_have_and_its_own_identity() {
+    let first = amended(&with_devices(DEVICES)).text;
+    let made = other(&first, true).expect("a clone");
+    assert_eq!(
+        (made.name.as_str(), made.emulator.as_str()),
+        ("test", "/usr/bin/qemu-system-x86_64")
+    );
+    for part in [
+        "<name>test</name>\n  <uuid>11111111-2222-3333-4444-555555555555</uuid>",
+        "<genid>11111111-2222-3333-4444-555555555555</genid>",
+        "<driver name='qemu' type='qcow2'/>\n      <source file='/images/a.img.test' index='1'/>\n      <target",
+        "<source file='/images/cd.iso'/>",
+        "<interface type='ethernet'>\n      <mac address='52:54:00:00:00:01'/>\n      <model",
+        "<log file='/var/log/a.log.test'/>",
+        "path='/run/libvirt/qemu/channel/1-web1/org",
+        "<graphics type='vnc' port='-1' autoport='yes'/>",
+        "path=/m/11111111-2222-3333-4444-555555555555.strata,server=on",
+        "<qemu:arg value='-incoming'/>\n    <qemu:arg value='defer'/>",
+        "<qemu:env name='STRATA_AGENT_SOCKET' value='/run/agent.sock'/>",
+        "<qemu:env name='STRATA_TOKEN' value='00ff'/>",
+    ] {
+        assert!(made.text.contains(part), "{part} is not in {}", made.text);
+    }
+    assert_eq!(made.notes.len(), 2, "{:?}", made.notes);
+    // What runs by now can be cloned likewise.
+    let again = other(&made.text.replace("a.img.test", "a.img"), true).expect("a clone of it");
+    assert_eq!(again.text.matches("-incoming").count(), 1);
+    assert_eq!(again.text.matches("STRATA_TOKEN").count(), 1);
+}
+
+#[test]
+fn what_takes_the_first_ones_place_has_all_that_it_had() {
+    let devices = format!("{DEVICES}<hostdev mode='subsystem' type='usb'/>");
+    let first = amended(&with_devices(&devices)).text;
+    let made = other(&first, false).expect("the same one");
+    assert_eq!((made.name.as_str(), made.notes.len()), ("web1", 0));
+    for part in ["<source network='default'/>", "port='5900'", "6a1d4d5e", "a.img.test", "usb"] {
+        assert!(made.text.contains(part), "{part} is not in {}", made.text);
+    }
+}
+
+#[test]
+fn what_is_one_guests_is_refused_by_name_for_a_clone() {
+    for (device, named, restored) in [
+        ("<hostdev mode='subsystem' type='usb'/>", "hostdev", true),
+        ("<tpm model='tpm-tis'/>", "tpm", false),
+        ("<serial type='tcp'/>", "tcp", true),
+        ("<vsock model='virtio'/>", "vsock", true),
+        ("<interface type='mcast'/>", "mcast", true),
+        ("<graphics type='vnc' socket='/x'/>", "display", true),
+        ("<disk type='block' device='disk'><source dev='/dev/sda'/></disk>", "disk", false),
+    ] {
+        let text = amended(&with_devices(device)).text;
+        let refusals = other(&text, true).expect_err(device);
+        assert!(refusals.len() == 1 && refusals[0].why.contains(named), "{refusals:?}");
+        assert_eq!(other(&text, false).is_ok(), restored, "{device}");
+    }
+    let without = other(DUMPED, true).expect_err("no monitor");
+    assert!(without[0].why.contains("monitor"), "{without:?}");
 }

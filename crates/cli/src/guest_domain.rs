@@ -1,0 +1,176 @@
+//! Guests of libvirt's that come from snapshots: libvirt starts their QEMU, paused, as a
+//! domain that it forgets when it has ended, and the daemon gives it memory and devices.
+//!
+//! libvirt has one QEMU of a domain. So in a rollback the one that runs is ended before the
+//! other is started; before that it was seen that the other can come, and a snapshot was
+//! taken of what runs.
+
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use strata_api::{GuestSpec, Reply, Request, RevivedTenant, SnapshotInfo, SnapshotRef};
+use strata_units::wire::{ENV_SOCKET, ENV_TOKEN};
+use strata_vm::{OtherDomain, other_domain};
+
+use crate::client::misunderstood;
+use crate::failure::{Failure, Result, printable};
+use crate::guest_again::{self, Wish, others};
+use crate::libvirt::MONITORS;
+use crate::program::{self, Caller};
+use crate::snapshots::long;
+use crate::virsh::Virsh;
+use crate::{run, vm};
+
+/// Where libvirt writes the numbers of its QEMUs.
+const NUMBERS: &str = "/run/libvirt/qemu";
+/// How long a domain that was ended may take to be gone.
+const GONE_WITHIN: Duration = Duration::from_secs(20);
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// A domain that waits.
+pub(crate) struct Paused {
+    virsh: Virsh,
+    name: String,
+    pub(crate) pid: u32,
+}
+
+impl Paused {
+    /// Nobody has seen it run.
+    pub(crate) fn end(self) {
+        if let Err(failure) = self.virsh.destroy(&self.name) {
+            run::warn(&format!("the domain {} waits for ever: {failure}", printable(&self.name)));
+        }
+    }
+}
+
+/// Has libvirt start a guest, which waits.
+pub(crate) fn start(
+    tenant: &str,
+    guest: &GuestSpec,
+    environment: &[(String, String)],
+    is_clone: bool,
+    what: &str,
+) -> Result<Paused> {
+    let virsh = Virsh::find(what)?;
+    virsh.check_system()?;
+    let uuid = fs::read_to_string("/proc/sys/kernel/random/uuid")
+        .map_err(|error| Failure::new(what, format!("no uuid: {error}")))?;
+    let value = |key: &str| {
+        let found = environment.iter().find(|(name, _)| name == key);
+        found.map(|(_, value)| value.as_str()).ok_or_else(|| misunderstood(what))
+    };
+    let wish = OtherDomain {
+        clone: is_clone.then_some(tenant),
+        uuid: uuid.trim(),
+        monitor_directory: MONITORS,
+        tenant: (value(ENV_SOCKET)?, value(ENV_TOKEN)?),
+        disks: &others(guest),
+    };
+    let domain = other_domain(guest.libvirt.as_deref().unwrap_or_default(), &wish);
+    let domain = domain.map_err(|mut refusals| vm::refusal_of(what, refusals.remove(0)))?;
+    let launch = guest.launch.as_ref().ok_or_else(|| misunderstood(what))?;
+    let program = program::examine(domain.emulator.as_ref(), "".as_ref(), Caller::this())?;
+    let version = vm::version(&program, what)?;
+    if version.to_string() != launch.version {
+        let why = format!("this is QEMU {version}, and the guest ran in {}", launch.version);
+        return Err(Failure::new(what, why).todo("start it with the QEMU that it ran in"));
+    }
+    for note in &domain.notes {
+        eprintln!("strata: {tenant}: {}", printable(note));
+    }
+    virsh.create(&domain.text)?;
+    let number = Path::new(NUMBERS).join(format!("{}.pid", domain.name));
+    let pid = fs::read_to_string(&number).ok().and_then(|text| text.trim().parse().ok());
+    let paused = Paused { virsh, name: domain.name, pid: pid.unwrap_or(0) };
+    if pid.is_none() {
+        let why = format!("{} does not say which process it is", number.display());
+        paused.end();
+        return Err(Failure::new(what, why));
+    }
+    Ok(paused)
+}
+
+/// The guest `name` goes back: what runs is ended when it is known that the other can come,
+/// and that it can come back itself.
+pub(crate) fn rollback(
+    socket: &Path,
+    name: &str,
+    found: &SnapshotInfo,
+    what: &str,
+) -> Result<Vec<RevivedTenant>> {
+    if name != found.tenant {
+        return Err(Failure::new(what, format!("the snapshot is of {}", found.tenant))
+            .todo("restore it under a name of its own"));
+    }
+    let target = SnapshotRef::from(found.id.clone());
+    let rehearsal = format!("{name}-rehearsal");
+    let wish = Wish { name: Some(&rehearsal), count: 1, rollback: false, rehearse: true };
+    guest_again::revive(socket, &target, &wish, what)?;
+    let request = Request::Snapshot { name: name.to_owned(), label: None, persist: false };
+    let Reply::Snapshot { snapshot: now, .. } = long(socket, &request, what)? else {
+        return Err(misunderstood(what));
+    };
+    let undo = SnapshotRef::from(now.id.clone());
+    let back = |snapshot: &SnapshotRef| {
+        let wish = Wish { name: Some(name), count: 1, rollback: false, rehearse: false };
+        guest_again::revive(socket, snapshot, &wish, what)
+    };
+    let forget = || {
+        let request = Request::SnapshotRemove { snapshot: undo.clone() };
+        if let Err(failure) = long(socket, &request, what) {
+            run::warn(&format!("{} is left of it: {failure}", now.id));
+        }
+    };
+    if let Err(failure) = end(socket, name, what) {
+        forget();
+        return Err(failure);
+    }
+    match back(&target) {
+        Ok(tenants) => {
+            forget();
+            Ok(tenants)
+        }
+        Err(failure) => match back(&undo) {
+            Ok(_) => {
+                forget();
+                Err(failure.todo(format!("{name} is back as it was before")))
+            }
+            Err(too) => Err(Failure::new(what, failure).todo(format!(
+                "it could not come back as it was either ({too}); what it was is in {} (strata restore)",
+                now.id
+            ))),
+        },
+    }
+}
+
+/// Ends the domain of a tenant, by libvirt.
+fn end(socket: &Path, name: &str, what: &str) -> Result<()> {
+    let request = Request::Stats { name: name.to_owned() };
+    let stats = || match long(socket, &request, what)? {
+        Reply::Stats { stats } => Ok(stats),
+        _ => Err(misunderstood(what)),
+    };
+    let pids = stats()?.pids;
+    let number = |entry: fs::DirEntry| {
+        let path = entry.path();
+        let domain = path.file_name()?.to_str()?.strip_suffix(".pid")?.to_owned();
+        let pid: u32 = fs::read_to_string(&path).ok()?.trim().parse().ok()?;
+        (pids == [pid]).then_some(domain)
+    };
+    let domain = fs::read_dir(NUMBERS).into_iter().flatten().flatten().find_map(number);
+    let domain = domain.ok_or_else(|| {
+        Failure::new(what, format!("libvirt knows nothing of the process of {name}"))
+            .todo("see virsh list")
+    })?;
+    Virsh::find(what)?.destroy(&domain)?;
+    let until = Instant::now() + GONE_WITHIN;
+    while !stats()?.pids.is_empty() {
+        if Instant::now() > until {
+            return Err(Failure::new(what, "its QEMU was ended and is not gone yet")
+                .todo(format!("strata restore {name}, when it is")));
+        }
+        std::thread::sleep(LOOK_EVERY);
+    }
+    Ok(())
+}

@@ -54,6 +54,13 @@ XML = """<domain type='qemu'>
 """
 
 
+# Refuses one start, when it is told to.
+HOOK = """#!/bin/sh
+[ "$1 $2" = "web-1 prepare" ] || exit 0
+! rm {place}/refuse 2>/dev/null
+"""
+
+
 class Revived(Domain):
     """One that `strata` had libvirt start: its line is full of what it has said."""
 
@@ -123,6 +130,25 @@ def cloned(run, libvirt, first, guest, sockets):
         copy.kill()
 
 
+def undone(run, libvirt, first, guest):
+    """libvirt does not start what the guest is to go back to: it is back as it was."""
+    guest.rounds(AHEAD)
+    last = guest.rounds(1)
+    with open(os.path.join(libvirt.place, "refuse"), "w"):
+        pass
+    failed = libvirt.strata("rollback", TENANT, first, check=False)
+    if failed.returncode == 0 or f"{TENANT} is back as it was before" not in failed.stderr or \
+            os.path.exists(os.path.join(libvirt.place, "refuse")):
+        raise Failure(f"a rollback that libvirt refuses: {failed.stdout}{failed.stderr}")
+    guest = Revived(run, libvirt, NAME, TENANT, guest.serial)
+    if guest.rounds(1) < last:
+        raise Failure(f"it was in round {last}, and has gone back")
+    shown = libvirt.strata("snapshots", TENANT).stdout
+    if f"{TENANT}@1" not in shown or f"{TENANT}@2" in shown:
+        raise Failure(f"its snapshots are {shown}")
+    return guest
+
+
 def back(run, libvirt, first, guest):
     """It is as it was, in a QEMU of libvirt's; its domain stays defined. A second time, too,
     when it has ended."""
@@ -143,7 +169,7 @@ def back(run, libvirt, first, guest):
     if NAME + "-rehearsal" in libvirt.virsh("list", "--all", "--name"):
         raise Failure("its rehearsal is there still")
     shown = libvirt.strata("snapshots", TENANT).stdout
-    if f"{TENANT}@2" in shown:
+    if f"{TENANT}@1" not in shown or f"{TENANT}@" in shown.replace(f"{TENANT}@1", ""):
         raise Failure(f"what was taken for the way back is there still: {shown}")
     libvirt.virsh("destroy", NAME)
     run.daemon.wait_until(lambda: guest.process.poll() is not None, "it has ended")
@@ -171,7 +197,7 @@ def libvirt_snapshots(run):
     mine, libvirt, guest = run.binaries, None, None
     run.binaries = run.daemon.binaries = published(run, place)
     try:
-        libvirt = Libvirt(run, place)
+        libvirt = Libvirt(run, place, HOOK.format(place=place))
         text = XML.format(name=NAME, memory=MEMORY_MIB, place=place, qemu=qemu)
         libvirt.virsh("define", "--file", "/dev/stdin", text=text)
         private = run.daemon.socket_path
@@ -196,6 +222,7 @@ def libvirt_snapshots(run):
             guest.rounds(1)
             first = taken(libvirt, guest)
             cloned(run, libvirt, first, guest, sockets)
+            guest = undone(run, libvirt, first, guest)
             back(run, libvirt, first, guest)
             run.daemon.strata("snapshot", "rm", first)
     finally:
@@ -205,4 +232,4 @@ def libvirt_snapshots(run):
             libvirt.end()
         run.binaries = run.daemon.binaries = mine
         shutil.rmtree(place, ignore_errors=True)
-    run.tests = 3
+    run.tests = 4

@@ -35,9 +35,10 @@ def user():
 
 
 class Libvirt:
-    """`place`: a directory that others may enter."""
+    """`place`: a directory that others may enter; `hook`: a script that libvirt asks before
+    a domain starts."""
 
-    def __init__(self, run, place):
+    def __init__(self, run, place, hook=None):
         self.run, self.place = run, place
         programs = [run.tool(name) for name in ("unshare", "nsenter", "virtlogd", "libvirtd")]
         self.virsh_path = run.tool("virsh")
@@ -51,6 +52,11 @@ class Libvirt:
             if there == CONFIGURATION:
                 # Without networks: a virtual one would be seen outside of the namespace.
                 shutil.copytree(there, here, ignore=shutil.ignore_patterns("networks", "autostart"))
+                if hook:
+                    os.makedirs(os.path.join(here, "hooks"), exist_ok=True)
+                    with open(os.path.join(here, "hooks", "qemu"), "w") as file:
+                        file.write(hook)
+                    os.chmod(file.name, 0o755)
                 if user() == "root":
                     with open(os.path.join(here, "qemu.conf"), "a") as file:
                         file.write('\nuser = "root"\ngroup = "root"\n')

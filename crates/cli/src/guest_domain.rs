@@ -122,9 +122,16 @@ pub(crate) fn rollback(
             run::warn(&format!("{} is left of it: {failure}", now.id));
         }
     };
-    if let Err(failure) = end(socket, name, what) {
-        forget();
-        return Err(failure);
+    let domain = match running(socket, name, what) {
+        Ok(domain) => domain,
+        Err(failure) => {
+            forget();
+            return Err(failure);
+        }
+    };
+    if let Err(failure) = end(socket, name, &domain, what) {
+        // It may have ended all the same.
+        return Err(failure.todo(format!("what it was is in {} (strata restore)", now.id)));
     }
     match back(&target) {
         Ok(tenants) => {
@@ -144,31 +151,36 @@ pub(crate) fn rollback(
     }
 }
 
-/// Ends the domain of a tenant, by libvirt.
-fn end(socket: &Path, name: &str, what: &str) -> Result<()> {
-    let request = Request::Stats { name: name.to_owned() };
-    let stats = || match long(socket, &request, what)? {
-        Reply::Stats { stats } => Ok(stats),
+fn pids(socket: &Path, name: &str, what: &str) -> Result<Vec<u32>> {
+    match long(socket, &Request::Stats { name: name.to_owned() }, what)? {
+        Reply::Stats { stats } => Ok(stats.pids),
         _ => Err(misunderstood(what)),
-    };
-    let pids = stats()?.pids;
-    let number = |entry: fs::DirEntry| {
+    }
+}
+
+/// The domain that a tenant runs as.
+fn running(socket: &Path, name: &str, what: &str) -> Result<String> {
+    let pids = pids(socket, name, what)?;
+    let domain = |entry: fs::DirEntry| {
         let path = entry.path();
         let domain = path.file_name()?.to_str()?.strip_suffix(".pid")?.to_owned();
         let pid: u32 = fs::read_to_string(&path).ok()?.trim().parse().ok()?;
         (pids == [pid]).then_some(domain)
     };
-    let domain = fs::read_dir(NUMBERS).into_iter().flatten().flatten().find_map(number);
-    let domain = domain.ok_or_else(|| {
+    let found = fs::read_dir(NUMBERS).into_iter().flatten().flatten().find_map(domain);
+    found.ok_or_else(|| {
         Failure::new(what, format!("libvirt knows nothing of the process of {name}"))
             .todo("see virsh list")
-    })?;
-    Virsh::find(what)?.destroy(&domain)?;
+    })
+}
+
+/// Has libvirt end a domain, and the tenant know it.
+fn end(socket: &Path, name: &str, domain: &str, what: &str) -> Result<()> {
+    Virsh::find(what)?.destroy(domain)?;
     let until = Instant::now() + GONE_WITHIN;
-    while !stats()?.pids.is_empty() {
+    while !pids(socket, name, what)?.is_empty() {
         if Instant::now() > until {
-            return Err(Failure::new(what, "its QEMU was ended and is not gone yet")
-                .todo(format!("strata restore {name}, when it is")));
+            return Err(Failure::new(what, "its QEMU was ended and is not gone yet"));
         }
         std::thread::sleep(LOOK_EVERY);
     }

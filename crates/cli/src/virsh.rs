@@ -3,11 +3,16 @@
 use std::io::{Read, Write};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use crate::failure::{Failure, Result};
 use crate::libvirt::SYSTEM;
 use crate::place;
 
+/// How long it may take: a domain that starts waits for its devices.
+const ENDS_WITHIN: Duration = Duration::from_secs(120);
+const LOOK_EVERY: Duration = Duration::from_millis(5);
 /// A domain's XML is some ten kilobytes.
 const MAX_PRINTED_BYTES: u64 = 8 << 20;
 
@@ -73,17 +78,40 @@ impl Virsh {
             // Who does not read it says why on standard error.
             let _ = stdin.write_all(input.as_bytes());
         }
-        let mut printed = Vec::new();
-        if let Some(out) = child.stdout.take() {
-            let _ = out.take(MAX_PRINTED_BYTES).read_to_end(&mut printed);
-        }
-        let done = child.wait_with_output().map_err(|error| failed(format!("virsh: {error}")))?;
-        if !done.status.success() {
-            let said = String::from_utf8_lossy(&done.stderr);
+        let (out, said) = (read(child.stdout.take()), read(child.stderr.take()));
+        let until = Instant::now() + ENDS_WITHIN;
+        let status = loop {
+            match child.try_wait().map_err(|error| failed(format!("virsh: {error}")))? {
+                Some(status) => break status,
+                None if Instant::now() < until => std::thread::sleep(LOOK_EVERY),
+                None => {
+                    let _ = child.kill();
+                    let _ = child.wait();
+                    let why = format!("virsh {}: nothing in {ENDS_WITHIN:?}", words[0]);
+                    return Err(failed(why).todo("see to libvirtd"));
+                }
+            }
+        };
+        let bytes = |reader: JoinHandle<Vec<u8>>| reader.join().unwrap_or_default();
+        let printed = bytes(out);
+        if !status.success() {
+            let said = bytes(said);
+            let said = String::from_utf8_lossy(&said);
             let lines: Vec<&str> = said.lines().filter(|line| !line.trim().is_empty()).collect();
             let why = lines.join(", ").replace("error: ", "");
             return Err(failed(format!("virsh {}: {why}", words[0])));
         }
         String::from_utf8(printed).map_err(|_| failed("virsh does not print text".to_owned()))
     }
+}
+
+/// Reads what it says, while it says it.
+fn read(from: Option<impl Read + Send + 'static>) -> JoinHandle<Vec<u8>> {
+    std::thread::spawn(move || {
+        let mut bytes = Vec::new();
+        if let Some(from) = from {
+            let _ = from.take(MAX_PRINTED_BYTES).read_to_end(&mut bytes);
+        }
+        bytes
+    })
 }

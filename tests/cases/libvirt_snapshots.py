@@ -130,6 +130,31 @@ def cloned(run, libvirt, first, guest, sockets):
         copy.kill()
 
 
+def killed(run, libvirt, first, guest):
+    """The worker dies over a snapshot, and over a clone: the guest runs on, and nothing is left,
+    no domain either."""
+    step = os.path.join(libvirt.place, "run", "test-step")
+
+    def dies(name, *words):
+        with open(step, "w") as file:
+            file.write(name)
+        failed = libvirt.strata(*words, check=False)
+        if failed.returncode == 0 or os.path.exists(step):
+            raise Failure(f"the worker did not die when it had {name}: {failed.stdout}")
+    for name in ("copied", "stopped", "devices"):
+        dies(name, "snapshot", TENANT)
+        run.daemon.wait_until(lambda: state(libvirt, NAME) == "running", f"after {name} it runs")
+        guest.rounds(2)
+    for name in ("filled", "given"):
+        dies(name, "clone", first, "--name", "copy")
+        run.daemon.wait_until(lambda: "copy" not in libvirt.virsh("list", "--all", "--name")
+                              and "copy" not in run.daemon.tenants(), "the clone is gone")
+    guest.rounds(1)
+    made = [f"{NAME}.qcow2", f"{NAME}.qcow2.{first}"]
+    run.daemon.wait_until(lambda: sorted(
+        file for file in os.listdir(libvirt.place) if ".qcow2" in file) == made, "no disk is left")
+
+
 def undone(run, libvirt, first, guest):
     """libvirt does not start what the guest is to go back to: it is back as it was."""
     guest.rounds(AHEAD)
@@ -222,6 +247,7 @@ def libvirt_snapshots(run):
             guest.rounds(1)
             first = taken(libvirt, guest)
             cloned(run, libvirt, first, guest, sockets)
+            killed(run, libvirt, first, guest)
             guest = undone(run, libvirt, first, guest)
             back(run, libvirt, first, guest)
             run.daemon.strata("snapshot", "rm", first)
@@ -232,4 +258,4 @@ def libvirt_snapshots(run):
             libvirt.end()
         run.binaries = run.daemon.binaries = mine
         shutil.rmtree(place, ignore_errors=True)
-    run.tests = 4
+    run.tests = 5

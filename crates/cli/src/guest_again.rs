@@ -223,8 +223,9 @@ fn start(
     let directory = PathBuf::from(directory);
     if guest.libvirt.is_some() {
         let is_clone = name != snapshot.tenant;
-        let domain = guest_domain::start(&name, &guest, &environment, is_clone, what)?;
-        let (domain, log, consoles) = (Some(domain), PathBuf::new(), Vec::new());
+        let mut domain = guest_domain::start(&name, &guest, &environment, is_clone, what)?;
+        let consoles = std::mem::take(&mut domain.consoles);
+        let (domain, log) = (Some(domain), PathBuf::new());
         return Ok(Waiting { child: None, domain, name, log, consoles });
     }
     let launch = guest.launch.as_ref().ok_or_else(|| misunderstood(what))?;

@@ -6,7 +6,7 @@
 //! taken of what runs.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use strata_api::{GuestSpec, Reply, Request, RevivedTenant, SnapshotInfo, SnapshotRef};
@@ -33,6 +33,7 @@ pub(crate) struct Paused {
     virsh: Virsh,
     name: String,
     pub(crate) pid: u32,
+    pub(crate) consoles: Vec<PathBuf>,
 }
 
 impl Paused {
@@ -82,7 +83,8 @@ pub(crate) fn start(
     virsh.create(&domain.text)?;
     let number = Path::new(NUMBERS).join(format!("{}.pid", domain.name));
     let pid = fs::read_to_string(&number).ok().and_then(|text| text.trim().parse().ok());
-    let paused = Paused { virsh, name: domain.name, pid: pid.unwrap_or(0) };
+    let consoles = domain.consoles.into_iter().map(PathBuf::from).collect();
+    let paused = Paused { virsh, name: domain.name, pid: pid.unwrap_or(0), consoles };
     if pid.is_none() {
         let why = format!("{} does not say which process it is", number.display());
         paused.end();

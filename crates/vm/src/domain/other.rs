@@ -61,6 +61,8 @@ pub struct WaitingDomain {
     pub emulator: String,
     /// Its XML.
     pub text: String,
+    /// Sockets of its serial lines: one that was full is sent on only to whom opens it.
+    pub consoles: Vec<String>,
     /// What is not as it was.
     pub notes: Vec<String>,
 }
@@ -83,7 +85,8 @@ pub fn other_domain(text: &str, wish: &OtherDomain<'_>) -> Result<WaitingDomain,
     if let Some(generation) = child(root, "genid") {
         edits.set_text(generation, wish.uuid);
     }
-    let mut other = Other { edits: &mut edits, notes: &mut notes, wish };
+    let mut consoles = Vec::new();
+    let mut other = Other { edits: &mut edits, notes: &mut notes, consoles: &mut consoles, wish };
     if let Err(refusal) = other.firmware(root) {
         refusals.push(refusal);
     }
@@ -106,6 +109,7 @@ pub fn other_domain(text: &str, wish: &OtherDomain<'_>) -> Result<WaitingDomain,
         name: name.unwrap_or_default().to_owned(),
         emulator: emulator.unwrap_or_default().to_owned(),
         text: edits.finish(),
+        consoles,
         notes,
     })
 }
@@ -135,6 +139,7 @@ fn one_only(what: &str) -> Refusal {
 struct Other<'a, 'b> {
     edits: &'a mut Edits<'b>,
     notes: &'a mut Vec<String>,
+    consoles: &'a mut Vec<String>,
     wish: &'a OtherDomain<'a>,
 }
 
@@ -159,6 +164,13 @@ impl<'a> Other<'a, '_> {
 
     fn device(&mut self, device: Node<'_, '_>) -> Result<(), Refusal> {
         let name = device.tag_name().name();
+        let source = child(device, "source").filter(|one| one.attribute("mode") == Some("bind"));
+        if let ("serial" | "parallel", Some(path)) =
+            (name, source.and_then(|one| one.attribute("path")))
+        {
+            let end = self.wish.clone.map_or(String::new(), |name| format!(".{name}"));
+            self.consoles.push(format!("{path}{end}"));
+        }
         match name {
             "tpm" => Err(Refusal::new(
                 "the state of a tpm is not in a snapshot",

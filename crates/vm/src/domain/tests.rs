@@ -279,6 +279,10 @@ fn a_clone_has_what_two_can_have_and_its_own_identity() {
         assert!(made.text.contains(part), "{part} is not in {}", made.text);
     }
     assert_eq!(made.notes.len(), 2, "{:?}", made.notes);
+    let serial = "<serial type='unix'><source mode='bind' path='/s'/></serial>";
+    let served = amended(&with_devices(serial)).text;
+    assert_eq!(other(&served, true).expect("a clone").consoles, ["/s.test"]);
+    assert_eq!(other(&served, false).expect("the same").consoles, ["/s"]);
     // What runs by now can be cloned likewise.
     let again = other(&made.text.replace("a.img.test", "a.img"), true).expect("a clone of it");
     assert_eq!(again.text.matches("-incoming").count(), 1);

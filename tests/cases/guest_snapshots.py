@@ -25,7 +25,16 @@ def monitor(run, name, *commands):
     """What the guest's own monitor answers, between two questions of the worker's."""
     with socket.socket(socket.AF_UNIX) as talk:
         talk.settimeout(20 * run.patience)
-        talk.connect(os.path.join(directory_of(run, name), "monitor"))
+        until = time.monotonic() + 20 * run.patience
+        while True:
+            try:
+                talk.connect(os.path.join(directory_of(run, name), "monitor"))
+                break
+            except BlockingIOError:
+                # QEMU lets one wait, and the worker does just now.
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
         lines = talk.makefile("rw")
         lines.readline()
         answers = []
@@ -145,6 +154,16 @@ def silent(run, guest):
     guest.rounds(2)
 
 
+def paused(run, guest):
+    """One that somebody has paused would run on: refused, and it stays as it is."""
+    monitor(run, NAME, {"execute": "stop"})
+    refused(run, "it is paused", "snapshot", NAME)
+    status, _ = monitor(run, NAME, {"execute": "query-status"}, {"execute": "cont"})
+    if status["return"]["status"] != "paused":
+        raise Failure(f"it was paused, and is {status}")
+    guest.rounds(2)
+
+
 def left_still(run, guest):
     """A guest that stands still for a snapshot of nobody's: the next worker has it run on."""
     mark = os.path.join(run.daemon.directory, "guests", f"={os.getuid()}.{NAME}")
@@ -217,7 +236,7 @@ def guest_snapshots(run):
                    f"file={image},format=raw,if=none,id=d,readonly=on",
                    "-device", "virtio-blk-pci,drive=d", "-nic", "user,model=virtio-net-pci"])
     guest.image, guest.twins, guest.next = image, [], None
-    checks = (taken, cloned, clone_of_a_clone, refusals, silent, left_still, killed, rolled_back,
+    checks = (taken, cloned, clone_of_a_clone, refusals, silent, paused, left_still, killed, rolled_back,
               restored)
     try:
         guest.hear(r"^up\n")

@@ -66,8 +66,10 @@ impl Snapshots {
                 spec.memory_bytes, footing.memory_bytes
             ));
         }
-        if spec.libvirt.is_some() && !footing.is_running {
-            return Err("it is paused, and would run on: virsh resume".to_owned());
+        if !footing.is_running {
+            // What has given the state of its devices cannot be let stand still again.
+            let how = if spec.libvirt.is_some() { "virsh resume" } else { "cont in its monitor" };
+            return Err(format!("it is paused, and would run on: let it run first ({how})"));
         }
         let range = memory_at(tenant, pid, footing.memory_start, footing.memory_bytes)?;
         let image = |path: &String| Image::of(&launch.directory, path);

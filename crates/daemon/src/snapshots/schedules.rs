@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use strata_api::SnapshotRef;
+use strata_pager::Tenant;
 use strata_sys::{Priority, log};
 
 use super::Snapshots;
@@ -56,8 +57,19 @@ impl Schedules {
 }
 
 impl Snapshots {
+    /// The tenant of this name that snapshots can be of: this daemon's user's, or a guest of
+    /// libvirt's.
+    fn scheduled(&self, name: &str) -> Option<Arc<Tenant>> {
+        self.own_tenant(name).or_else(|| {
+            let mut all = self.tenants.list().into_iter();
+            all.find(|tenant| {
+                tenant.record().name == name && self.may_take_libvirts(tenant) == Ok(true)
+            })
+        })
+    }
+
     fn follow(&self, schedule: &Schedule, carried_out: &mut BTreeMap<String, f64>) {
-        let Some(tenant) = self.own_tenant(&schedule.name) else { return };
+        let Some(tenant) = self.scheduled(&schedule.name) else { return };
         let lives = tenant.attachment().1;
         let began = tenant.record().started;
         let last = carried_out.get(&schedule.name).copied().unwrap_or(began).max(began);

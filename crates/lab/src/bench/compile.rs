@@ -9,10 +9,10 @@
 //! A trial that is done is kept in a file beside the programs: a bench that was interrupted
 //! goes on there.
 
-use super::{
-    Bench,
-    report::{PartResults, Series, Side},
-};
+mod said;
+
+use self::said::{said, series};
+use super::{Bench, report::PartResults};
 use crate::{
     guest::{
         machine::{Disks, Guest, Shape, Under},
@@ -23,10 +23,8 @@ use crate::{
     machine::Provenance,
     process,
     progress::Progress,
-    statistics::spread,
     strata::{Strata, total_bytes},
     subject::scratch,
-    table::{Table, three_digits},
 };
 use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
@@ -45,8 +43,10 @@ const GUESTS: usize = 4;
 const FIXED_MIB: u64 = 128;
 /// What a guest is promised where memory moves.
 const MEMORY_MIB: u64 = 256;
-/// Part of the DRAM that is the pools'.
-const POOL_MIB: u64 = 64;
+/// Part of the DRAM that is a pool's: of one guest, and of all of them. There is room for
+/// what a guest reads.
+const OWN_POOL_MIB: u64 = 32;
+const ONE_POOL_MIB: u64 = 40;
 const SWAP_MIB: u64 = 512;
 /// Small, as it is QEMU's own and in nobody's account.
 const ACCELERATOR: &str = "tcg,thread=multi,tb-size=32";
@@ -59,7 +59,6 @@ const BALLOON: &str = "--self-balloon=calm=3,remember=10,down=32MiB";
 const SETTLING: Duration = Duration::from_secs(10);
 /// Repetitions of the configurations in between; the first and the last have all.
 const BETWEEN: usize = 2;
-const SECTOR: f64 = 512.0;
 
 /// Readies the guest's swap disk, and its agent where it has one.
 const READY: &str = "mkdir -p /dev/shm; \
@@ -106,6 +105,13 @@ impl Division {
 
     const fn has_pools(self) -> bool {
         matches!(self, Self::OwnPools | Self::OnePool)
+    }
+
+    const fn pool_mebibytes(self) -> u64 {
+        match self {
+            Self::OnePool => ONE_POOL_MIB,
+            _ => OWN_POOL_MIB,
+        }
     }
 
     fn pool(self, guest: usize) -> String {
@@ -208,12 +214,12 @@ fn tried(bench: &Bench, site: &Site, division: Division, dram_bytes: Option<u64>
     let (directory, _files) = scratch(&bench.janitor, "compile")?;
     let mut strata = None;
     if let Some(dram) = dram_bytes {
-        let pools = if division.has_pools() { POOL_MIB } else { 0 };
-        let lines = format!("dram = \"{}MiB\"\n", (dram >> 20).saturating_sub(pools));
+        let (pools, each) = (pools_of(division), division.pool_mebibytes());
+        let left = (dram >> 20).saturating_sub(each * pools.len() as u64);
+        let lines = format!("dram = \"{left}MiB\"\n");
         let started = Strata::start_configured(&bench.janitor, &bench.plan.binaries, &lines)?;
-        for pool in pools_of(division) {
-            let limit = format!("{}MiB", pools / pools_of(division).len() as u64);
-            started.ask(&["pool", "create", &pool, "--limit", &limit])?;
+        for pool in pools {
+            started.ask(&["pool", "create", &pool, "--limit", &format!("{each}MiB")])?;
         }
         strata = Some(started);
     }
@@ -368,89 +374,11 @@ fn moved(guests: &[Guest]) -> (f64, f64) {
     sum
 }
 
-/// The last division beside the first.
-fn series(trials: &[Trial]) -> Vec<Series> {
-    type Figure = (&'static str, &'static str, fn(&Trial) -> f64);
-    let figures: [Figure; 4] = [
-        ("elapsed", "s", |trial| trial.seconds),
-        ("read from the host's disk", "sectors", |trial| trial.read_bytes / SECTOR),
-        ("read from disk and swap, as the guests count", "sectors", |trial| {
-            trial.sectors(|built| built.disk, 0) + trial.sectors(|built| built.swap, 0)
-        }),
-        ("processor time of the guests", "s", |trial| {
-            trial.guests.iter().map(|guest| guest.ticks).sum::<f64>() / 100.0
-        }),
-    ];
-    let side = |division: Division, of: fn(&Trial) -> f64| {
-        let mut side = Side::new(division.name());
-        let ours = trials.iter().filter(|trial| trial.division == division);
-        side.samples.extend(ours.map(of));
-        side
-    };
-    let all = figures.into_iter().map(|(name, unit, of)| Series {
-        name: name.to_owned(),
-        unit: unit.to_owned(),
-        left: side(Division::OnePool, of),
-        right: Some(side(Division::Fixed, of)),
-    });
-    all.collect()
-}
-
-/// Medians of each division.
-fn said(trials: &[Trial]) -> String {
-    let mut table = Table::new(&[
-        "",
-        "n",
-        "elapsed, s",
-        "processor time of the guests, s",
-        "the guests' disks: read, sectors",
-        "written",
-        "their swap disks: read",
-        "written",
-        "the host's disk: read",
-        "written",
-        "processor time of Strata, s",
-        "DRAM at the end, MiB",
-        "pools hold, MiB",
-        "cost, MiB",
-    ]);
-    for division in Division::ALL {
-        let ours: Vec<&Trial> = trials.iter().filter(|one| one.division == division).collect();
-        let median = |of: &dyn Fn(&Trial) -> f64| {
-            let samples: Vec<f64> = ours.iter().map(|&trial| of(trial)).collect();
-            spread(&samples).map_or_else(|| "–".to_owned(), |found| three_digits(found.median))
-        };
-        let mebibytes = f64::from(1 << 20);
-        table.row(vec![
-            division.name().to_owned(),
-            ours.len().to_string(),
-            median(&|trial| trial.seconds),
-            median(&|trial| trial.guests.iter().map(|guest| guest.ticks).sum::<f64>() / 100.0),
-            median(&|trial| trial.sectors(|built| built.disk, 0)),
-            median(&|trial| trial.sectors(|built| built.disk, 1)),
-            median(&|trial| trial.sectors(|built| built.swap, 0)),
-            median(&|trial| trial.sectors(|built| built.swap, 1)),
-            median(&|trial| trial.read_bytes / SECTOR),
-            median(&|trial| trial.written_bytes / SECTOR),
-            median(&|trial| trial.daemon_seconds),
-            median(&|trial| trial.dram_bytes as f64 / mebibytes),
-            median(&|trial| trial.pool_bytes(|pool| pool.page_bytes) / mebibytes),
-            median(&|trial| trial.pool_bytes(|pool| pool.cost_bytes) / mebibytes),
-        ]);
-    }
-    format!(
-        "\n{GUESTS} guests, emulated. Fixed parts: plain QEMU, {FIXED_MIB} MiB each. The others: \
-         {MEMORY_MIB} MiB each, promised, in the DRAM that the first four processes took; the pools \
-         have {POOL_MIB} MiB of it. Medians; all guests together.\n\n{}",
-        table.markdown()
-    )
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn trial(division: Division, repetition: usize) -> Trial {
+    pub(super) fn trial(division: Division, repetition: usize) -> Trial {
         let built = Built {
             seconds: 2.0,
             ticks: 150.0,
@@ -470,20 +398,6 @@ mod tests {
             tenants: Vec::new(),
             pools: Vec::new(),
         }
-    }
-
-    #[test]
-    fn sums_are_of_all_guests() {
-        let trials = [trial(Division::Fixed, 0), trial(Division::OnePool, 0)];
-        let series = series(&trials);
-        let read = |name: &str| {
-            let found = series.iter().find(|one| one.name.starts_with(name)).expect("there");
-            (found.left.samples.clone(), found.right.as_ref().expect("two").samples.clone())
-        };
-        assert_eq!(read("read from the host's disk"), (vec![10.0], vec![10.0]));
-        assert_eq!(read("read from disk and swap"), (vec![432.0], vec![432.0]));
-        assert_eq!(read("processor"), (vec![6.0], vec![6.0]));
-        assert!(said(&trials).contains("fixed parts"));
     }
 
     #[test]

@@ -2,7 +2,8 @@
 //! and where Strata's own monitor is in them (`strata vm libvirt`).
 //!
 //! libvirt's files are root's, and looked at as the guest's QEMU sees the file system: it
-//! can be another one than ours. QEMU itself may write neither there.
+//! can be another one than ours. QEMU itself may write neither there, nor mount anything: it
+//! is in the user namespace that the daemon is in, without rights of root's.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -94,11 +95,20 @@ fn domain_of(tenant: &Tenant) -> Option<(u32, LiveDomain)> {
     if !name.starts_with("qemu-") && name != "kvm" {
         return None;
     }
+    if !is_in_our_user_namespace(pid) {
+        return None;
+    }
     let directory = root_of(pid).join(DOMAINS);
     let entries = fs::read_dir(directory).ok()?.flatten().take(MOST_DOMAINS);
     let files = entries.map(|entry| entry.path());
     let mut files = files.filter(|path| path.extension().is_some_and(|end| end == "xml"));
     files.find_map(|path| Some((pid, live_domain(&roots(&path)?, pid)?)))
+}
+
+/// In another one anybody can mount files of root's under names of libvirt's.
+fn is_in_our_user_namespace(pid: u32) -> bool {
+    let of = |who: &str| fs::metadata(format!("/proc/{who}/ns/user")).map(|found| found.ino());
+    matches!((of(&pid.to_string()), of("self")), (Ok(its), Ok(ours)) if its == ours)
 }
 
 /// What a file says that is root's, and whose name leads nowhere else.
@@ -113,4 +123,29 @@ fn roots(path: &Path) -> Option<String> {
     let mut text = String::new();
     file.take(MOST_BYTES).read_to_string(&mut text).ok()?;
     Some(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::process::{Command, Stdio};
+
+    use super::*;
+
+    #[test]
+    fn a_process_in_a_user_namespace_of_its_own_is_told() {
+        assert!(is_in_our_user_namespace(std::process::id()));
+        let mut other = Command::new("unshare");
+        other.args(["--user", "sh", "-c", "echo; read _"]);
+        other.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
+        let Ok(mut other) = other.spawn() else { return println!("skipped: no unshare here") };
+        let said = other.stdout.as_mut().expect("piped").read(&mut [0]).expect("read");
+        if said == 1 {
+            assert!(!is_in_our_user_namespace(other.id()));
+        } else {
+            println!("skipped: no user namespaces here");
+        }
+        drop(other.stdin.take());
+        let _ = other.wait();
+    }
 }

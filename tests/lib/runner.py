@@ -161,8 +161,12 @@ class Runner:
                     log.write(run.daemon.strata("ps", "--json", check=False).stdout)
                 except subprocess.TimeoutExpired:
                     log.write("strata ps hangs\n")
-            for log in glob.glob(os.path.join(run.daemon.directory, "snapshots", "criu-*.log")):
-                shutil.copy(log, run.log_directory)
+        if verdict == "FAIL":
+            # Of every daemon that the case had.
+            places = {run.directory, *([run.daemon.directory] if run.daemon else [])}
+            for place in places:
+                for log in glob.glob(os.path.join(place, "**", "criu-*.log"), recursive=True):
+                    shutil.copy(log, run.log_directory)
         for program in run.programs:
             program.close(verdict == "FAIL")
         reason = self.after(registered, slot, run, verdict, reason)

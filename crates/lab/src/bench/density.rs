@@ -113,7 +113,7 @@ fn fleet(
     swap_file::undo_all(&mut changes)?;
     progress.finish(&what);
     if seen.is_err() && killed > 0 {
-        let line = format!("{name}: the kernel's OOM killer ended {killed} of the guests.\n\n");
+        let line = format!("\n{name}: the kernel's OOM killer ended {killed} of the guests.\n\n");
         results.text.push_str(&line);
         return Ok(Vec::new());
     }

@@ -58,9 +58,11 @@ impl Archive {
         self.bytes.resize(self.bytes.len().next_multiple_of(4), 0);
     }
 
-    /// A file of this machine, with the libraries that it is linked with.
+    /// A program of this machine, with the libraries that it is linked with, and without
+    /// what only a debugger reads: all of it is the guest's memory for good.
     pub(super) fn program(&mut self, source: &Path, name: &str) -> Result<()> {
-        self.file(source, name)?;
+        let mode = fs::metadata(source).context("look at a program")?.permissions().mode();
+        self.put(name, mode, &stripped(source)?);
         let output = Command::new("ldd").arg(source).stderr(Stdio::null()).output();
         let said = output.context("run ldd")?.stdout;
         for library in libraries(&String::from_utf8_lossy(&said)) {
@@ -95,6 +97,17 @@ impl Archive {
         self.entry("TRAILER!!!", 0, &[]);
         self.bytes
     }
+}
+
+/// What `strip` makes of a program; where there is none, the program as it is.
+fn stripped(source: &Path) -> Result<Vec<u8>> {
+    let (directory, name) = (std::env::temp_dir(), source.file_name().unwrap_or_default());
+    let to = directory.join(format!("{}-{}", std::process::id(), name.to_string_lossy()));
+    let made = Command::new("strip").arg("-o").arg(&to).arg(source).output();
+    let read = if made.is_ok_and(|made| made.status.success()) { &to } else { source };
+    let bytes = fs::read(read).with_context(|| format!("read {}", source.display()));
+    let _ = fs::remove_file(&to);
+    bytes
 }
 
 /// Paths in what `ldd` prints.

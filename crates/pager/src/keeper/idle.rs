@@ -361,6 +361,11 @@ mod tests {
         let mut command = Command::new("sleep");
         let child = command.arg("1000").stdout(Stdio::null()).stderr(Stdio::null());
         let child = child.spawn().expect("a child");
+        let begun = Instant::now();
+        while !sleeps(child.id()) {
+            assert!(begun.elapsed() < HANGS, "it does not begin to sleep");
+            std::thread::sleep(Duration::from_millis(1));
+        }
         let (socket, _) = UnixDatagram::pair().expect("sockets");
         let own = Range { start: 0, end: 0 };
         let process = Arc::new(Process::open(child.id()).expect("a child"));
@@ -368,6 +373,14 @@ mod tests {
         let block = ControlBlock::create(strata_units::wire::MAGIC).expect("a control block");
         tenant.attach_unkept(uffd, block, SeqPacket::adopt(socket.into()), hail).expect("a space");
         Some((tenant, child))
+    }
+
+    /// Whether it has come to that: until then it still changes, and may wait for a processor
+    /// in between. A kernel that does not tell where a process waits says 0.
+    fn sleeps(pid: u32) -> bool {
+        let waits_in = std::fs::read_to_string(format!("/proc/{pid}/wchan")).expect("its wchan");
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).expect("its stat");
+        stat.contains(") S ") && (waits_in == "0" || waits_in.contains("nanosleep"))
     }
 
     fn is_unchanged(keeper: &Keeper<'_>) -> bool {

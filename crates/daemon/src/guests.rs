@@ -13,6 +13,7 @@ mod monitor;
 mod steps;
 mod takeover;
 
+pub(crate) use balloons::Lack;
 pub(crate) use disks::{DiskCopy, create_image, keep};
 pub(crate) use monitor::{Alone, MOST_STATE_BYTES, Stoppable, Talk, give_state, memory_at};
 pub(crate) use takeover::{BEFORE_SUFFIX, Undone};
@@ -65,6 +66,7 @@ struct Guest {
     /// When it came to be known: a second one of its name is another one.
     made: Instant,
     self_balloon: Option<BalloonStats>,
+    lack: Option<Lack>,
     said: Option<GuestState>,
     trouble: String,
     due: Instant,
@@ -76,7 +78,7 @@ impl Guest {
         let (made, self_balloon) =
             (Instant::now(), spec.self_balloon.map(|_| BalloonStats::default()));
         let trouble = String::new();
-        Self { spec, made, self_balloon, said: None, trouble, due: made, pause: EVERY }
+        Self { spec, made, self_balloon, lack: None, said: None, trouble, due: made, pause: EVERY }
     }
 
     fn stats(&self) -> GuestStats {

@@ -21,6 +21,7 @@ use strata_units::ByteSize;
 use crate::cgroup::Cgroups;
 use crate::commands::LEAST_BUDGET;
 use crate::current::Current;
+use crate::guests::{Guests, Lack};
 use crate::tenants::Tenants;
 
 const EVERY: Duration = Duration::from_secs(1);
@@ -33,6 +34,7 @@ const THOUSANDTHS: f64 = 1000.0;
 pub(crate) struct Shares {
     current: Arc<Current>,
     tenants: Arc<Tenants>,
+    guests: Arc<Guests>,
     last: Mutex<Vec<TenantShare>>,
     /// There is a thread that does.
     runs: AtomicBool,
@@ -48,9 +50,14 @@ struct Remembered {
 }
 
 impl Shares {
-    pub(crate) fn new(current: &Arc<Current>, tenants: &Arc<Tenants>) -> Arc<Self> {
+    pub(crate) fn new(
+        current: &Arc<Current>,
+        tenants: &Arc<Tenants>,
+        guests: &Arc<Guests>,
+    ) -> Arc<Self> {
         let (current, tenants) = (Arc::clone(current), Arc::clone(tenants));
-        Arc::new(Self { current, tenants, last: Mutex::default(), runs: AtomicBool::new(false) })
+        let (guests, runs) = (Arc::clone(guests), AtomicBool::new(false));
+        Arc::new(Self { current, tenants, guests, last: Mutex::default(), runs })
     }
 
     /// Shares out from now on, if there is something to be shared out.
@@ -109,7 +116,9 @@ impl Shares {
             let demand = tenant.demand();
             let curve = known.curve.clone();
             let before = known.demand.replace(demand);
-            seen.push(seen_of(tenant, claim, curve, [&demand, &before.unwrap_or(demand)], seconds));
+            let demands = [&demand, &before.unwrap_or(demand)];
+            let lack = self.guests.lack(tenant);
+            seen.push(seen_of(tenant, claim, curve, demands, lack, seconds));
             past.push(known.past);
         }
         let shared_bytes = dram_bytes.saturating_sub(fixed);
@@ -244,8 +253,12 @@ fn seen_of(
     claim: &Claim,
     curve: Vec<Point>,
     [now, before]: [&Demand; 2],
+    lack: Option<Lack>,
     seconds: f64,
 ) -> Seen {
+    // What a guest's balloon keeps from it counts as what is out, and waiting for it inside
+    // of the guest as waiting for pages.
+    let lack = lack.unwrap_or_default();
     let since = |now: u64, before: u64| now.saturating_sub(before);
     let nanoseconds = seconds.max(0.001) * 1e9;
     Seen {
@@ -256,10 +269,13 @@ fn seen_of(
         packed_bytes: now.packed_bytes,
         budget_bytes: tenant.budget_bytes(),
         used_bytes: now.used_bytes,
-        whole_bytes: now.whole_bytes.max(now.used_bytes),
+        whole_bytes: now.whole_bytes.max(now.used_bytes).saturating_add(lack.bytes),
         growth_bytes: since(now.whole_bytes, before.whole_bytes),
-        returned_bytes: since(now.returned_bytes, before.returned_bytes),
-        stall: (since(now.waited_ns, before.waited_ns) as f64 / nanoseconds).min(1.0),
+        returned_bytes: since(now.returned_bytes, before.returned_bytes)
+            .saturating_add((lack.returned_bytes * seconds) as u64),
+        stall: (since(now.waited_ns, before.waited_ns) as f64 / nanoseconds)
+            .max(lack.stall)
+            .min(1.0),
         busy: since(now.processor_ns, before.processor_ns) as f64 / 1e9,
         curve,
     }

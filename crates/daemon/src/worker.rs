@@ -88,7 +88,7 @@ fn start(inheritance: &Inheritance) -> anyhow::Result<()> {
     let snapshots = Arc::new(Snapshots::new(&current, &tenants, &guests));
     ready::start(&snapshots)?;
     let schedules = Schedules::new(&snapshots, &current);
-    let shares = Shares::new(&current, &tenants);
+    let shares = Shares::new(&current, &tenants, &guests);
     let commands = Commands::new(
         Arc::clone(&tenants),
         Arc::clone(&snapshots),

@@ -5,6 +5,10 @@
 //! it has and could not give up, or what its programs may come to use (`Committed_AS`, as
 //! Magenheimer's self-ballooning of 2008 has it), whichever is more, and headroom.
 //!
+//! Where the host has no DRAM for everything, it says how much it has for the guest: what it
+//! would have to evict at once is not given, so that the guest drops what it can read again
+//! instead of the host compressing it. What the guest cannot give up it has even then.
+//!
 //! A guest is a stranger. Without a fresh reading that makes sense nothing is ever taken:
 //! silence means "give back". What it says can only change what it has itself, between the
 //! floor and what it was promised, down no faster than the settings say.
@@ -66,6 +70,19 @@ pub struct Seen {
     pub seconds: f64,
     /// What the guest says, and how old that is at most, in seconds.
     pub reading: Option<(Reading, f64)>,
+    /// What the host has DRAM for; none: it does not bound the guest.
+    pub fits_bytes: Option<u64>,
+}
+
+/// What a guest would have without a bound of the host's, and what it suffers without it.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Wish {
+    /// What its balloon would leave it.
+    pub bytes: u64,
+    /// Part of the time in which some of its tasks waited for memory.
+    pub stall: f64,
+    /// What it read again in a second: from its swap, and of what it had given up.
+    pub returned_bytes: f64,
 }
 
 /// What is remembered of a guest from decision to decision.
@@ -73,10 +90,19 @@ pub struct Seen {
 pub struct Past {
     last: Option<Reading>,
     target: Option<Target>,
+    wish: Option<Wish>,
     calm_s: f64,
     /// What it had when it was last pressed.
     pressed_bytes: u64,
     since_pressed_s: f64,
+}
+
+impl Past {
+    /// By the last reading; none: there is none that makes sense.
+    #[must_use]
+    pub fn wish(&self) -> Option<Wish> {
+        self.wish
+    }
 }
 
 /// Why a guest is to have what it is to have.
@@ -106,6 +132,8 @@ pub enum Why {
     Shrinks,
     /// It has what it needs.
     Fits,
+    /// It would have more, and the host has no DRAM for that.
+    Bounded,
 }
 
 impl Why {
@@ -116,6 +144,7 @@ impl Why {
             Self::Silent | Self::Stale | Self::Nonsense | Self::First => true,
             Self::Stalled | Self::Swaps | Self::Low => true,
             Self::Refaults | Self::Grows | Self::Fits | Self::Waits | Self::Shrinks => false,
+            Self::Bounded => false,
         }
     }
 
@@ -135,6 +164,7 @@ impl Why {
             Self::Waits => "it needs less, and was short not long ago",
             Self::Shrinks => "it needs less",
             Self::Fits => "it has what it needs",
+            Self::Bounded => "the host has no DRAM for more",
         }
     }
 }
@@ -186,6 +216,11 @@ impl Settings {
         self.floor_bytes.min(memory_bytes)
     }
 
+    /// How far it may shrink in one step.
+    fn down_in(&self, seconds: f64) -> u64 {
+        (self.down_bytes as f64 * seconds.min(LONGEST_STEP_S)) as u64
+    }
+
     fn pressure(&self, rates: &Rates, available: u64, headroom: u64) -> Option<Why> {
         let over = |rate: f64, percent: u32| rate > 0.0 && rate * 100.0 >= f64::from(percent);
         if over(rates.some, self.some_percent) || over(rates.full, self.full_percent) {
@@ -235,6 +270,7 @@ pub fn decide(settings: &Settings, past: &mut Past, seen: &Seen) -> Target {
 /// Everything that it was promised; what is heard next is the first thing that is heard.
 fn given_back(past: &mut Past, seen: &Seen, why: Why) -> Target {
     past.last = None;
+    past.wish = None;
     past.calm_s = 0.0;
     Target { bytes: seen.memory_bytes, why }
 }
@@ -246,8 +282,6 @@ fn by_reading(
     reading: &Reading,
     seconds: f64,
 ) -> Target {
-    let has = seen.balloon_bytes.min(seen.memory_bytes);
-    let held = has.max(settings.floor_of(seen.memory_bytes));
     let before = past.last.replace(*reading);
     let rates = match &before {
         Some(before) if before.at_ms == reading.at_ms => {
@@ -259,20 +293,57 @@ fn by_reading(
         None => None,
     };
     let Some(rates) = rates else {
+        past.wish = None;
         past.calm_s = 0.0;
         return Target { bytes: seen.memory_bytes, why: Why::First };
     };
-    let had = seen.had_bytes.max(has);
-    let kept = had.saturating_sub(reading.available_bytes);
-    let kept = kept.saturating_add(reading.dirty_bytes).min(seen.memory_bytes);
-    let committed = reading.committed_bytes.unwrap_or(0);
-    let need = kept.max(part(committed, settings.committed_percent)).min(seen.memory_bytes);
-    let headroom = settings.headroom_bytes.max(part(need, settings.headroom_percent));
-    let headroom = match reading.committed_bytes {
-        Some(_) => headroom,
-        None => headroom.saturating_mul(2),
-    };
-    if let Some(why) = settings.pressure(&rates, reading.available_bytes, headroom) {
+    let needs = Needs::of(settings, seen, reading);
+    let wished = wished(settings, past, seen, reading, &rates, &needs, seconds);
+    let returned_bytes = rates.swap_in_bytes + rates.refault_bytes;
+    past.wish = Some(Wish { bytes: wished.bytes, stall: rates.some, returned_bytes });
+    bounded(settings, seen, &needs, wished, seconds)
+}
+
+/// What a guest cannot do without, in bytes.
+struct Needs {
+    /// What it could not give up.
+    kept: u64,
+    /// That, or what its programs may come to use.
+    all: u64,
+    /// What it is to have beyond its need.
+    headroom: u64,
+}
+
+impl Needs {
+    fn of(settings: &Settings, seen: &Seen, reading: &Reading) -> Self {
+        let had = seen.had_bytes.max(seen.balloon_bytes.min(seen.memory_bytes));
+        let kept = had.saturating_sub(reading.available_bytes);
+        let kept = kept.saturating_add(reading.dirty_bytes).min(seen.memory_bytes);
+        let committed = reading.committed_bytes.unwrap_or(0);
+        let all = kept.max(part(committed, settings.committed_percent)).min(seen.memory_bytes);
+        let headroom = settings.headroom_bytes.max(part(all, settings.headroom_percent));
+        let headroom = match reading.committed_bytes {
+            Some(_) => headroom,
+            None => headroom.saturating_mul(2),
+        };
+        Self { kept, all, headroom }
+    }
+}
+
+/// What it would have if the host had room for everything.
+fn wished(
+    settings: &Settings,
+    past: &mut Past,
+    seen: &Seen,
+    reading: &Reading,
+    rates: &Rates,
+    needs: &Needs,
+    seconds: f64,
+) -> Target {
+    let has = seen.balloon_bytes.min(seen.memory_bytes);
+    let floor = settings.floor_of(seen.memory_bytes);
+    let Needs { all: need, headroom, .. } = *needs;
+    if let Some(why) = settings.pressure(rates, reading.available_bytes, headroom) {
         past.calm_s = 0.0;
         past.since_pressed_s = 0.0;
         past.pressed_bytes = has;
@@ -282,10 +353,9 @@ fn by_reading(
     let is_calm = past.calm_s >= f64::from(settings.calm_s);
     // What was given back may still be on its way.
     let given = past.target.filter(|_| !is_calm).map_or(0, |target| target.bytes);
-    let held = held.max(given).min(seen.memory_bytes);
+    let held = has.max(floor).max(given).min(seen.memory_bytes);
     let is_remembered = past.since_pressed_s < f64::from(settings.remember_s);
     let pressed = if is_remembered { past.pressed_bytes.saturating_add(headroom) } else { 0 };
-    let floor = settings.floor_of(seen.memory_bytes);
     let goal = need.saturating_add(headroom).max(pressed).clamp(floor, seen.memory_bytes);
     let up = (settings.up_bytes as f64 * seconds.max(1.0)) as u64;
     let most = has.saturating_add(up).clamp(floor, seen.memory_bytes);
@@ -302,8 +372,33 @@ fn by_reading(
     if !is_calm {
         return Target { bytes: held, why: Why::Waits };
     }
-    let down = (settings.down_bytes as f64 * seconds.min(LONGEST_STEP_S)) as u64;
+    // What is free beyond its headroom it does not miss.
+    let down = settings.down_in(seconds).max(reading.free_bytes.saturating_sub(headroom));
     Target { bytes: has.saturating_sub(down).max(goal), why: Why::Shrinks }
+}
+
+/// That, as far as the host has room. What it could not give up it has all the same, and
+/// its headroom; and where it reads from its swap what its programs may come to use: else
+/// it would go on giving that up.
+fn bounded(
+    settings: &Settings,
+    seen: &Seen,
+    needs: &Needs,
+    wished: Target,
+    seconds: f64,
+) -> Target {
+    let Some(fits) = seen.fits_bytes else { return wished };
+    let need = if wished.why == Why::Swaps { needs.all } else { needs.kept };
+    let bound = fits.max(need.saturating_add(needs.headroom));
+    let bound = bound.max(settings.floor_of(seen.memory_bytes)).min(seen.memory_bytes);
+    let has = seen.balloon_bytes.min(seen.memory_bytes);
+    let over = has.saturating_sub(bound);
+    let most = match over {
+        0 => bound,
+        over if over < settings.hysteresis_bytes => has,
+        over => has - over.min(settings.down_in(seconds)),
+    };
+    if wished.bytes <= most { wished } else { Target { bytes: most, why: Why::Bounded } }
 }
 
 #[cfg(test)]

@@ -33,6 +33,7 @@ struct Guest {
     balloon: u64,
     reading: Reading,
     past: Past,
+    fits: Option<u64>,
 }
 
 impl Guest {
@@ -50,7 +51,7 @@ impl Guest {
             major_faults: counted,
             ..Reading::default()
         };
-        Self { kept, committed, balloon: MEMORY, reading, past: Past::default() }
+        Self { kept, committed, balloon: MEMORY, reading, past: Past::default(), fits: None }
     }
 
     /// A second goes by, in which `change` happens.
@@ -58,7 +59,8 @@ impl Guest {
         self.reading.at_ms += 1000;
         self.reading.available_bytes =
             self.balloon.saturating_sub(self.kept).min(self.reading.total_bytes);
-        self.reading.free_bytes = self.reading.available_bytes / 2;
+        // The rest it has in its page cache.
+        self.reading.free_bytes = self.reading.available_bytes.min(8 * MIB);
         self.reading.committed_bytes = Some(self.committed);
         change(&mut self.reading);
         let seen = self.seen();
@@ -74,6 +76,7 @@ impl Guest {
             had_bytes: self.balloon,
             seconds: 1.0,
             reading: Some((self.reading, 0.5)),
+            fits_bytes: self.fits,
         }
     }
 
@@ -255,6 +258,65 @@ prop_compose! {
     }
 }
 
+/// A guest that waits for memory a quarter of the time.
+fn waits(reading: &mut Reading) {
+    reading.some_us = reading.some_us.map(|waited| waited + 250_000);
+}
+
+#[test]
+fn a_guest_that_waits_gets_what_the_host_has_room_for() {
+    let settings = settings();
+    let mut guest = Guest::new(200 * MIB, 100 * MIB);
+    guest.fits = Some(300 * MIB);
+    guest.second(&settings, |_| {});
+    guest.balloon = 250 * MIB;
+    let target = guest.second(&settings, waits);
+    assert_eq!((target.bytes, target.why), (300 * MIB, Why::Bounded));
+    let wish = guest.past.wish().expect("it was heard");
+    assert_eq!((wish.bytes, wish.stall), (MEMORY, 0.25), "whoever shares out is told");
+    // It has less room by now, and gives up the rest at the usual pace, waiting or not.
+    guest.fits = Some(260 * MIB);
+    assert_eq!(guest.second(&settings, waits).bytes, 284 * MIB);
+    assert_eq!(guest.seconds(&settings, 5).bytes, 260 * MIB);
+    guest.fits = Some(255 * MIB);
+    assert_eq!(guest.second(&settings, waits).bytes, 260 * MIB, "that is hardly less");
+    guest.fits = Some(2 * MEMORY);
+    assert_eq!(guest.second(&settings, waits).bytes, MEMORY);
+}
+
+#[test]
+fn what_a_guest_cannot_give_up_it_has_without_room() {
+    let settings = settings();
+    let mut guest = Guest::new(400 * MIB, 500 * MIB);
+    guest.fits = Some(0);
+    guest.second(&settings, |_| {});
+    guest.balloon = 410 * MIB;
+    let target = guest.second(&settings, waits);
+    assert_eq!((target.bytes, target.why), (450 * MIB, Why::Bounded), "that and its headroom");
+    // What it has in its swap is none of that: else it would lose more and more to it.
+    let swaps = |reading: &mut Reading| {
+        reading.swapped_in_pages = reading.swapped_in_pages.map(|pages| pages + 4096);
+    };
+    assert_eq!(guest.second(&settings, swaps).bytes, 550 * MIB, "what its programs may use");
+    // A host without room takes nothing from a guest of which nothing is heard.
+    let silent = Seen { reading: None, ..guest.seen() };
+    let target = decide(&settings, &mut guest.past, &silent);
+    assert_eq!((target.bytes, target.why), (MEMORY, Why::Silent));
+    assert_eq!(guest.past.wish(), None);
+}
+
+#[test]
+fn what_is_free_goes_at_once() {
+    let settings = settings();
+    let mut guest = Guest::new(200 * MIB, 100 * MIB);
+    guest.seconds(&settings, 5);
+    let free = |reading: &mut Reading| reading.free_bytes = 500 * MIB;
+    // All but the headroom; the rest is page cache, and goes slowly.
+    assert_eq!(guest.second(&settings, free).bytes, MEMORY - 468 * MIB);
+    let none = |reading: &mut Reading| reading.free_bytes = 0;
+    assert_eq!(guest.second(&settings, none).bytes, MEMORY - 484 * MIB);
+}
+
 fn any_age() -> impl Strategy<Value = f64> {
     prop_oneof![0.0..10.0, Just(f64::NAN), Just(f64::INFINITY), -10.0..1e9]
 }
@@ -267,17 +329,25 @@ proptest! {
         settings in any_settings(),
         memory in 1..2 * MEMORY,
         said in prop::collection::vec(
-            (prop::option::of((any_reading(), any_age())), figure(), any_age()), 1..30),
+            (
+                prop::option::of((any_reading(), any_age())),
+                figure(),
+                any_age(),
+                prop::option::of(figure()),
+            ),
+            1..30,
+        ),
     ) {
         let mut past = Past::default();
         let mut balloon = memory;
-        for (reading, had, seconds) in said {
+        for (reading, had, seconds, fits_bytes) in said {
             let seen = Seen {
                 memory_bytes: memory,
                 balloon_bytes: balloon,
                 had_bytes: had,
                 seconds,
                 reading,
+                fits_bytes,
             };
             let target = decide(&settings, &mut past, &seen);
             prop_assert!(target.bytes >= settings.floor_bytes.min(memory));
@@ -286,7 +356,8 @@ proptest! {
             let can_be = reading.is_some_and(|(reading, _)| makes_sense(&reading, memory, had));
             if target.bytes < balloon {
                 prop_assert!(is_fresh && can_be && !target.why.gives_back(), "{target:?}");
-                let most = settings.down_bytes.saturating_mul(2);
+                let free = reading.map_or(0, |(reading, _)| reading.free_bytes);
+                let most = settings.down_bytes.saturating_mul(2).max(free);
                 prop_assert!(balloon - target.bytes <= most, "{target:?}");
             }
             if target.why.gives_back() {

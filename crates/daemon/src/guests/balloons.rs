@@ -7,6 +7,9 @@
 //! this daemon's clock; whoever answers must be a process of the tenant. Where nothing fresh
 //! is heard the guest gets everything back: that is also the first thing that a new worker
 //! does.
+//!
+//! Where DRAM is shared out, a guest's budget bounds its balloon, and what a guest would
+//! have beyond that is told to whoever shares out ([`Lack`]).
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fs;
@@ -17,6 +20,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use strata_api::{BalloonStats, SelfBalloon};
+use strata_pager::Tenant;
 use strata_policy::balloon::{Past, Seen, Settings, Target, Why, decide};
 use strata_sys::{Priority, connect_now, log};
 use strata_units::PAGE_SIZE;
@@ -24,7 +28,7 @@ use strata_units::reading::{Lines, MAX_READING_BYTES, Reading, question};
 use strata_vm::self_balloon::{Held, PORT_SOCKET_NAME, held, set};
 
 use super::monitor::who_answers;
-use super::{CONVERSATION, Guests, HEARD_PREFIX, lock};
+use super::{CONVERSATION, Guests, HEARD_PREFIX, folder, lock};
 
 /// How often it is looked what agents say, where there are guests of this kind.
 const LISTEN_EVERY: Duration = Duration::from_millis(200);
@@ -48,6 +52,9 @@ const MOST_ASKED: usize = 32;
 const MOST_HELD: usize = 64;
 /// What is read from an agent at one time: some lines. Who says more is heard later.
 const MOST_PIECES: usize = 8;
+/// Part of a tenant's budget that no balloon fills: its guest grows into it, without
+/// something having to leave.
+const SPARE_PART: u64 = 16;
 /// Balloons are set in such steps.
 const STEP_BYTES: u64 = 1 << 20;
 
@@ -132,6 +139,16 @@ fn is_for_later(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
 }
 
+/// What a guest would have beyond what its balloon leaves it, and what it suffers without.
+#[derive(Clone, Copy, PartialEq, Debug, Default)]
+pub(crate) struct Lack {
+    pub bytes: u64,
+    /// Part of the time in which some of its tasks waited for memory.
+    pub stall: f64,
+    /// What it read again in a second.
+    pub returned_bytes: f64,
+}
+
 /// Who speaks for a guest.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum By {
@@ -162,6 +179,9 @@ struct Following {
     /// What the balloon left the guest, and when it was looked at.
     held: VecDeque<(Instant, u64)>,
     ordered: Option<(u64, Instant)>,
+    lack: Option<Lack>,
+    /// What of its tenant's had been evicted when that was last looked at, in bytes.
+    evicted: Option<u64>,
     stats: BalloonStats,
 }
 
@@ -184,6 +204,8 @@ impl Following {
             pause: LOOK_AGAIN,
             held: VecDeque::new(),
             ordered: None,
+            lack: None,
+            evicted: None,
             stats: BalloonStats::default(),
         }
     }
@@ -234,12 +256,15 @@ impl Following {
         self.pause = (self.pause * 2).min(SELDOM);
         self.look_at = now + self.pause;
         self.ordered = None;
+        self.lack = None;
         self.stats.target_bytes = None;
         self.stats.why = why;
     }
 
     /// What the balloon is to be told, if anything, by what its monitor says.
-    fn decide(&mut self, held: &Held, now: Instant) -> Option<u64> {
+    /// `room_bytes`: what its tenant may have more, less than nothing where it must have
+    /// less; none: no bound.
+    fn decide(&mut self, held: &Held, room_bytes: Option<i64>, now: Instant) -> Option<u64> {
         self.pause = LOOK_AGAIN;
         self.look_at = now + LOOK_AGAIN;
         self.is_new = false;
@@ -248,6 +273,7 @@ impl Following {
             _ => {
                 // What stands still says nothing, and takes and gives nothing.
                 self.held.clear();
+                self.lack = None;
                 self.stats.target_bytes = None;
                 self.stats.why =
                     if held.runs { "its balloon does not answer" } else { "it does not run" }
@@ -274,9 +300,15 @@ impl Following {
                 .decided_at
                 .map_or(0.0, |at| now.saturating_duration_since(at).as_secs_f64()),
             reading,
+            fits_bytes: room_bytes.map(|room| balloon_bytes.saturating_add_signed(room)),
         };
         self.decided_at = Some(now);
         let target = decide(&self.settings, &mut self.past, &seen);
+        self.lack = self.past.wish().map(|wish| Lack {
+            bytes: wish.bytes.saturating_sub(balloon_bytes),
+            stall: wish.stall,
+            returned_bytes: wish.returned_bytes,
+        });
         let bytes = target.bytes.checked_next_multiple_of(STEP_BYTES);
         let bytes = bytes.unwrap_or(u64::MAX).min(self.memory_bytes);
         self.show(target, bytes, balloon_bytes, by);
@@ -418,10 +450,11 @@ impl Guests {
         let Some(_alone) = self.alone_now(&wish.folder) else { return };
         let with_statistics = following.by(Instant::now()) == By::Driver;
         let given_back = following.stats.given_back_total;
+        let room = room(&tenant, &mut following.evicted);
         let outcome = self.talk(&tenant, &directory, CONVERSATION).and_then(|mut talk| {
             let held = held(&mut talk.monitor, &wish.balloon, with_statistics)
                 .map_err(|error| error.to_string())?;
-            match following.decide(&held, Instant::now()) {
+            match following.decide(&held, room, Instant::now()) {
                 Some(bytes) => set(&mut talk.monitor, bytes).map_err(|error| error.to_string()),
                 None => Ok(()),
             }
@@ -436,8 +469,30 @@ impl Guests {
         }
         if let Some(guest) = lock(&self.known).get_mut(&wish.folder) {
             guest.self_balloon = Some(stats.clone());
+            guest.lack = following.lack;
         }
     }
+
+    /// What a guest would have beyond what its balloon leaves it; none: it is no guest whose
+    /// balloon follows it, or nothing is heard from it.
+    pub(crate) fn lack(&self, tenant: &Tenant) -> Option<Lack> {
+        let record = tenant.record();
+        lock(&self.known).get(&folder(record.uid, &record.name))?.lack
+    }
+}
+
+/// What is free of a tenant's budget, less some room and what had to leave since `evicted`,
+/// which is what had left by the last time. What has left before counts for nothing: it is
+/// cold, and has a place. None: its budget is its own affair, as whoever set it may want
+/// guests that have more than their DRAM.
+fn room(tenant: &Tenant, evicted: &mut Option<u64>) -> Option<i64> {
+    tenant.claim()?;
+    let (demand, budget) = (tenant.demand(), tenant.budget_bytes());
+    let before = evicted.replace(demand.evicted_bytes).unwrap_or(demand.evicted_bytes);
+    let left = demand.evicted_bytes.saturating_sub(before);
+    let signed = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
+    let taken = demand.used_bytes.saturating_add(budget / SPARE_PART).saturating_add(left);
+    Some(signed(budget).saturating_sub(signed(taken)))
 }
 
 #[cfg(test)]

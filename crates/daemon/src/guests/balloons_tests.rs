@@ -16,6 +16,7 @@ struct Place {
     now: Instant,
     balloon: u64,
     reading: Reading,
+    room: Option<i64>,
 }
 
 impl Place {
@@ -37,7 +38,7 @@ impl Place {
             ..Reading::default()
         };
         let following = Following::new(&wish, has_agent, now);
-        Self { following, agent: None, now, balloon: MEMORY, reading }
+        Self { following, agent: None, now, balloon: MEMORY, reading, room: None }
     }
 
     /// A connection, if there is none.
@@ -80,7 +81,7 @@ impl Place {
         self.listen();
         assert!(self.following.is_due(self.now));
         let held = self.held();
-        let order = self.following.decide(&held, self.now);
+        let order = self.following.decide(&held, self.room, self.now);
         self.balloon = order.unwrap_or(self.balloon);
         order
     }
@@ -102,16 +103,39 @@ fn a_guest_shrinks_by_its_agents_word_and_silence_gives_it_back() {
     assert!(!place.listen());
     assert!(place.following.is_due(place.now));
     let held = place.held();
-    assert!(place.following.decide(&held, place.now).is_none_or(|bytes| bytes >= place.balloon));
+    assert!(
+        place.following.decide(&held, None, place.now).is_none_or(|bytes| bytes >= place.balloon)
+    );
     place.now = silent_since + 7 * SECOND;
-    assert_eq!(place.following.decide(&held, place.now), Some(MEMORY));
+    assert_eq!(place.following.decide(&held, None, place.now), Some(MEMORY));
     let stats = place.following.stats.clone();
     assert_eq!((stats.by.as_str(), stats.given_back_total), ("", 1));
     assert_eq!(stats.given_back_why, Why::Stale.text());
     // The order is not given again and again, and is after a while.
-    assert_eq!(place.following.decide(&held, place.now + SECOND), None);
-    assert_eq!(place.following.decide(&held, place.now + ORDER_AGAIN), Some(MEMORY));
+    assert_eq!(place.following.decide(&held, None, place.now + SECOND), None);
+    assert_eq!(place.following.decide(&held, None, place.now + ORDER_AGAIN), Some(MEMORY));
     assert_eq!(place.following.stats.given_back_total, 1);
+}
+
+#[test]
+fn a_guest_that_waits_gets_what_its_budget_has_room_for_and_the_rest_is_told() {
+    let mut place = Place::new(true);
+    place.second();
+    place.balloon = 300 * MIB;
+    place.following.held.clear();
+    place.room = Some(100 * MIB as i64);
+    place.reading.some_us = Some(500_000);
+    assert_eq!(place.second(), Some(400 * MIB));
+    let lack = place.following.lack.expect("it was heard");
+    assert_eq!((lack.bytes, lack.stall), (MEMORY - 300 * MIB, 0.5));
+    place.room = Some(-50 * MIB as i64);
+    place.reading.some_us = Some(1_000_000);
+    let order = place.second().expect("it has too much");
+    assert!((350 * MIB..400 * MIB).contains(&order), "{order}: down at its own pace");
+    // A guest that has stopped lacks nothing.
+    let held = Held { runs: false, ..place.held() };
+    assert_eq!(place.following.decide(&held, None, place.now), None);
+    assert_eq!(place.following.lack, None);
 }
 
 #[test]
@@ -138,7 +162,7 @@ fn a_new_worker_gives_back_first() {
     let mut place = Place::new(true);
     place.balloon = 300 * MIB;
     let held = place.held();
-    assert_eq!(place.following.decide(&held, place.now), Some(MEMORY));
+    assert_eq!(place.following.decide(&held, None, place.now), Some(MEMORY));
     let stats = &place.following.stats;
     assert_eq!((stats.given_back_total, stats.by.as_str()), (1, ""));
     assert_eq!(stats.given_back_why, Why::Silent.text());
@@ -157,7 +181,7 @@ fn where_no_agent_ever_spoke_the_driver_does() {
     let mut look = |after_s: u64, told_s: u64| {
         place.now += Duration::from_secs(after_s);
         let held = Held { statistics: told(told_s), ..place.held() };
-        (place.following.decide(&held, place.now), place.following.stats.why.clone())
+        (place.following.decide(&held, None, place.now), place.following.stats.why.clone())
     };
     assert_eq!(look(2, 10), (None, Why::Silent.text().to_owned()));
     // What is seen first may be of any age; what is new is the first thing heard.
@@ -170,12 +194,12 @@ fn where_no_agent_ever_spoke_the_driver_does() {
     place.balloon = order.expect("ordered");
     place.now += 8 * SECOND;
     let held = Held { statistics: told(14), ..place.held() };
-    assert_eq!(place.following.decide(&held, place.now), Some(MEMORY));
+    assert_eq!(place.following.decide(&held, None, place.now), Some(MEMORY));
     // An agent has spoken: the driver's word counts no more.
     place.following.has_agent = true;
     place.now += SECOND;
     let held = Held { statistics: told(20), ..place.held() };
-    assert_eq!(place.following.decide(&held, place.now), None);
+    assert_eq!(place.following.decide(&held, None, place.now), None);
     assert_eq!(place.following.stats.why, Why::Stale.text());
 }
 
@@ -184,10 +208,10 @@ fn what_stands_still_or_does_not_answer_is_told_nothing() {
     let mut place = Place::new(false);
     place.second();
     let held = Held { runs: false, ..place.held() };
-    assert_eq!(place.following.decide(&held, place.now), None);
+    assert_eq!(place.following.decide(&held, None, place.now), None);
     assert_eq!(place.following.stats.target_bytes, None);
     let held = Held { balloon_bytes: None, ..place.held() };
-    assert_eq!(place.following.decide(&held, place.now), None);
+    assert_eq!(place.following.decide(&held, None, place.now), None);
     assert!(place.following.stats.why.contains("does not answer"));
     place.following.failed("hung up".into(), place.now);
     assert!(!place.following.is_due(place.now + LOOK_AGAIN));

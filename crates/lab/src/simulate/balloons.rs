@@ -6,6 +6,7 @@
 use anyhow::ensure;
 use clap::Args;
 use strata_policy::balloon::{Past, Seen, Settings, decide};
+use strata_policy::shares;
 use strata_units::PAGE_SIZE;
 use strata_units::reading::Reading;
 
@@ -162,6 +163,57 @@ impl Guest {
     }
 }
 
+impl Guest {
+    /// Its balloon follows it, within what the host has for it.
+    fn follow(&mut self, fits_bytes: Option<u64>) {
+        let seen = Seen {
+            memory_bytes: self.plan.memory,
+            balloon_bytes: self.has,
+            had_bytes: self.has,
+            seconds: 1.0,
+            reading: Some((self.reading, 0.5)),
+            fits_bytes,
+        };
+        self.has = decide(&settings(self.plan.memory), &mut self.past, &seen).bytes;
+    }
+}
+
+/// What the host has for each guest.
+struct Shares {
+    budgets: Vec<u64>,
+    past: Vec<shares::Past>,
+}
+
+impl Shares {
+    fn new(guests: &[Guest], each: u64) -> Self {
+        let past = guests.iter().map(|_| shares::Past::default()).collect();
+        Self { budgets: vec![each; guests.len()], past }
+    }
+
+    /// As the daemon has them moved: what its balloon keeps from a guest counts as what is
+    /// out.
+    fn move_them(&mut self, guests: &[Guest], dram: u64) {
+        let seen = guests.iter().zip(&self.budgets).map(|(guest, &budget_bytes)| {
+            let wish = guest.past.wish();
+            let lack = wish.map_or(0, |wish| wish.bytes.saturating_sub(guest.has));
+            shares::Seen {
+                limit_bytes: guest.plan.memory,
+                weight: 1.0,
+                budget_bytes,
+                used_bytes: guest.has.min(budget_bytes),
+                whole_bytes: guest.has + lack,
+                returned_bytes: wish.map_or(0, |wish| wish.returned_bytes as u64),
+                stall: wish.map_or(0.0, |wish| wish.stall.min(1.0)),
+                busy: 1.0,
+                ..shares::Seen::default()
+            }
+        });
+        let seen: Vec<_> = seen.collect();
+        let shares = shares::share(dram, &seen, &mut self.past, 1.0);
+        self.budgets = shares.iter().map(|share| share.budget_bytes).collect();
+    }
+}
+
 /// Who sets the balloons.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Setter {
@@ -169,10 +221,12 @@ enum Setter {
     Equal,
     Mom,
     Themselves,
+    /// Within what the host's moving shares have for each.
+    Shared,
 }
 
 impl Setter {
-    const ALL: [Self; 4] = [Self::Static, Self::Equal, Self::Mom, Self::Themselves];
+    const ALL: [Self; 5] = [Self::Static, Self::Equal, Self::Mom, Self::Themselves, Self::Shared];
 
     const fn name(self) -> &'static str {
         match self {
@@ -180,6 +234,7 @@ impl Setter {
             Self::Equal => "equal, whatever the pressure (DMC)",
             Self::Mom => "by the host's pressure (MOM)",
             Self::Themselves => "self-ballooning (production)",
+            Self::Shared => "self-ballooning within moving shares (production)",
         }
     }
 }
@@ -241,10 +296,11 @@ fn run_with(setter: Setter, dram: u64, seconds: u64) -> Outcome {
     let begins = |plan: &Plan| match setter {
         Setter::Static => (dram as f64 * mean(plan) as f64 / means as f64) as u64,
         Setter::Equal => equal,
-        Setter::Mom | Setter::Themselves => plan.memory,
+        Setter::Mom | Setter::Themselves | Setter::Shared => plan.memory,
     };
     let mut guests: Vec<Guest> =
         GUESTS.iter().map(|plan| Guest::new(plan, begins(plan).min(plan.memory))).collect();
+    let mut shares = Shares::new(&guests, equal);
     let (mut sum, mut most) = (0.0, 0.0_f64);
     for second in 0..seconds {
         let all: u64 = guests.iter().map(|guest| guest.has).sum();
@@ -257,17 +313,11 @@ fn run_with(setter: Setter, dram: u64, seconds: u64) -> Outcome {
         most = most.max(all as f64 / dram as f64);
         match setter {
             Setter::Mom if second.is_multiple_of(MOM_EVERY) => mom(&mut guests, dram),
-            Setter::Themselves => {
-                for guest in &mut guests {
-                    let seen = Seen {
-                        memory_bytes: guest.plan.memory,
-                        balloon_bytes: guest.has,
-                        had_bytes: guest.has,
-                        seconds: 1.0,
-                        reading: Some((guest.reading, 0.5)),
-                    };
-                    let settings = settings(guest.plan.memory);
-                    guest.has = decide(&settings, &mut guest.past, &seen).bytes;
+            Setter::Themselves => guests.iter_mut().for_each(|guest| guest.follow(None)),
+            Setter::Shared => {
+                shares.move_them(&guests, dram);
+                for (guest, &budget) in guests.iter_mut().zip(&shares.budgets) {
+                    guest.follow(Some(budget));
                 }
             }
             _ => {}
@@ -326,6 +376,8 @@ mod tests {
         };
         let (fixed, own) = (reads(Setter::Equal), reads(Setter::Themselves));
         assert!(own < fixed, "{own} is not less than {fixed}");
+        let shared = reads(Setter::Shared);
+        assert!(shared < own / 2, "{shared} is not much less than {own}");
     }
 
     #[test]

@@ -37,6 +37,8 @@ pub struct Demand {
     pub whole_bytes: u64,
     /// What was brought back so far.
     pub returned_bytes: u64,
+    /// What was evicted so far.
+    pub evicted_bytes: u64,
     /// So long some thread has waited for a page.
     pub waited_ns: u64,
     /// Processor time of its processes that live.
@@ -98,6 +100,7 @@ impl Tenant {
             used_bytes,
             whole_bytes: in_place_bytes + out_bytes,
             returned_bytes: returned.saturating_sub(count(Counter::ZeroFaults)) * PAGE_SIZE as u64,
+            evicted_bytes: count(Counter::Evictions) * PAGE_SIZE as u64,
             waited_ns: self.waited_ns(),
             processor_ns: processor.as_nanos() as u64,
         }

@@ -1,13 +1,15 @@
-//! What an agent in a guest says of the guest's memory, and what becomes of that.
+//! What an agent in a guest says of the guest's memory, and what becomes of that; and what it
+//! says of what it was told.
 
 use strata_policy::balloon::{Past, Seen, Settings, decide};
+use strata_units::order::{Answer, Order};
 use strata_units::reading::{Lines, MAX_READING_BYTES, Reading, asked};
 
 const MIB: u64 = 1 << 20;
 const MEMORY: u64 = 512 * MIB;
 
 /// Lines of an agent's, in pieces of as many bytes as the first one says, a second each. Also
-/// taken for questions, as an agent reads them.
+/// taken for questions and orders, as an agent reads them.
 pub fn reading(data: &[u8]) {
     let Some((&size, said)) = data.split_first() else { return };
     let settings = Settings {
@@ -32,6 +34,14 @@ pub fn reading(data: &[u8]) {
         lines.take(piece, &mut |line| {
             assert!(line.len() <= MAX_READING_BYTES && !line.contains(&b'\n'));
             let _ = asked(line);
+            if let Some(order) = Order::parse(line) {
+                assert_eq!(Order::parse(order.to_string().as_bytes()), Some(order));
+            }
+            if let Some(answer) = Answer::parse(line) {
+                let text = answer.to_string();
+                assert!(text.len() <= MAX_READING_BYTES && !text.contains(char::is_control));
+                assert_eq!(Answer::parse(text.as_bytes()), Some(answer));
+            }
             let reading = Reading::parse(line);
             if let Some(reading) = &reading {
                 let again = Reading::parse(reading.to_string().as_bytes());

@@ -1,5 +1,6 @@
 //! The agent in a guest: reads what the kernel says of memory, and writes a line of that to
-//! a port of the host's now and then (`strata vm run --self-balloon`).
+//! a port of the host's now and then (`strata vm run --self-balloon`); and has the guest's
+//! hook run when the host says that the guest is another machine, a clone ([`orders`]).
 //!
 //! It decides nothing, and whatever fails costs the guest nothing: without the port, or
 //! without anybody at its other side, it waits. It allocates next to nothing once it runs:
@@ -7,8 +8,9 @@
 #![forbid(unsafe_code)]
 
 mod kernel;
+mod orders;
 
-use std::fmt::Write as _;
+use std::fmt::{Display, Write as _};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
@@ -16,11 +18,13 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use strata_units::order::Order;
 use strata_units::reading::{
     AGENT_PORT, AGENT_PORT_NAME, Lines, MAX_READING_BYTES, Reading, asked,
 };
 
 use kernel::Kernel;
+use orders::{HOOK, Orders};
 
 /// How often a line is written, unless something happens.
 const INTERVAL: Duration = Duration::from_secs(1);
@@ -37,12 +41,14 @@ const PART: u64 = 8;
 const PORTS: &str = "/sys/class/virtio-ports";
 
 const HELP: &str =
-    "Says to the host what this guest's memory is like (strata vm run --self-balloon).
+    "Says to the host what this guest's memory is like (strata vm run --self-balloon), and runs
+a hook when this guest has become another machine (strata clone).
 
-Usage: strata-guest-agent [--port PATH] [--interval MILLISECONDS] [--once]
+Usage: strata-guest-agent [--port PATH] [--interval MILLISECONDS] [--hook PATH] [--once]
 
   --port PATH              the port; without it the one called org.strata.memory.0
   --interval MILLISECONDS  how often a line is written, 1000 without it
+  --hook PATH              the hook; without it /usr/lib/strata/clone-hook
   --once                   print one line, and end
   --help, --version";
 
@@ -56,11 +62,13 @@ enum Wish {
     Run {
         port: Option<PathBuf>,
         interval: Duration,
+        hook: PathBuf,
     },
 }
 
 fn wish(mut words: impl Iterator<Item = String>) -> Result<Wish, String> {
     let (mut port, mut interval, mut once) = (None, INTERVAL, false);
+    let mut hook = PathBuf::from(HOOK);
     while let Some(word) = words.next() {
         let (name, value) = match word.split_once('=') {
             Some((name, value)) => (name, Some(value.to_owned())),
@@ -72,6 +80,7 @@ fn wish(mut words: impl Iterator<Item = String>) -> Result<Wish, String> {
             "--version" | "-V" => return Ok(Wish::Version),
             "--once" => once = true,
             "--port" => port = Some(value().ok_or("--port has no value")?.into()),
+            "--hook" => hook = value().ok_or("--hook has no value")?.into(),
             "--interval" => {
                 let text = value().ok_or("--interval has no value")?;
                 let ms = text.parse().ok().filter(|ms| INTERVALS_MS.contains(ms));
@@ -81,7 +90,7 @@ fn wish(mut words: impl Iterator<Item = String>) -> Result<Wish, String> {
             _ => return Err(format!("{word} is not known; see --help")),
         }
     }
-    Ok(if once { Wish::Once } else { Wish::Run { port, interval } })
+    Ok(if once { Wish::Once } else { Wish::Run { port, interval, hook } })
 }
 
 fn main() -> ExitCode {
@@ -95,7 +104,7 @@ fn main() -> ExitCode {
                 return ExitCode::FAILURE;
             }
         },
-        Ok(Wish::Run { port, interval }) => run(port.as_deref(), interval),
+        Ok(Wish::Run { port, interval, hook }) => run(port.as_deref(), interval, hook),
         Err(why) => {
             eprintln!("strata-guest-agent: {why}");
             return ExitCode::from(2);
@@ -105,14 +114,16 @@ fn main() -> ExitCode {
 }
 
 /// For ever: one port after the other.
-fn run(wished: Option<&Path>, interval: Duration) -> ! {
+fn run(wished: Option<&Path>, interval: Duration, hook: PathBuf) -> ! {
     // Who says that memory is short should not be the one who goes.
     let _ = fs::write("/proc/self/oom_score_adj", "-1000");
     let mut told = None;
+    let mut orders = Orders::new(hook);
     loop {
         let port = wished.map_or_else(|| port_in(Path::new(PORTS)), Path::to_owned);
-        let outcome =
-            Kernel::open().and_then(|kernel| serve(&mut open(&port)?, kernel, interval, &mut told));
+        let outcome = Kernel::open().and_then(|kernel| {
+            serve(&mut open(&port)?, kernel, interval, (&mut orders, &mut told))
+        });
         if let Err(error) = outcome
             && told != Some(error.kind())
         {
@@ -143,12 +154,22 @@ fn serve(
     port: &mut File,
     mut kernel: Kernel,
     interval: Duration,
-    told: &mut Option<io::ErrorKind>,
+    (orders, told): (&mut Orders, &mut Option<io::ErrorKind>),
 ) -> io::Result<()> {
     let mut voice = Voice::default();
     let mut due = Instant::now();
     loop {
         let is_somebody_there = voice.hear(port)?;
+        if let Some(order) = voice.order.take() {
+            orders.take(order);
+        }
+        orders.look(Instant::now());
+        if is_somebody_there
+            && let Some(answer) = orders.to_say()
+            && voice.write(port, answer)?
+        {
+            orders.was_said();
+        }
         let mut reading = kernel.look()?;
         reading.heard = voice.asked;
         let now = Instant::now();
@@ -168,6 +189,8 @@ struct Voice {
     lines: Lines,
     /// The last question.
     asked: u64,
+    /// The last order, until somebody takes it.
+    order: Option<Order>,
     said: Option<Reading>,
     line: String,
     /// A line was written in part.
@@ -177,7 +200,7 @@ struct Voice {
 impl Default for Voice {
     fn default() -> Self {
         let line = String::with_capacity(2 * MAX_READING_BYTES);
-        Self { lines: Lines::default(), asked: 0, said: None, line, is_torn: false }
+        Self { lines: Lines::default(), asked: 0, order: None, said: None, line, is_torn: false }
     }
 }
 
@@ -190,9 +213,14 @@ impl Voice {
             match port.read(&mut piece) {
                 Ok(0) => return Ok(false),
                 Ok(count) => {
-                    let newest = &mut self.asked;
+                    let (newest, order) = (&mut self.asked, &mut self.order);
                     self.lines.take(&piece[..count], &mut |line| {
-                        *newest = asked(line).unwrap_or(*newest);
+                        match (asked(line), Order::parse(line)) {
+                            (Some(number), _) => *newest = number,
+                            (None, Some(heard)) => *order = Some(heard),
+                            // A later host's word.
+                            (None, None) => {}
+                        }
                     });
                 }
                 Err(error) if is_for_later(&error) => break,
@@ -212,18 +240,24 @@ impl Voice {
         waited >= WAITED_US || fallen.max(grown) > said.available_bytes / PART
     }
 
-    /// Writes a line; false: there is no room, and it is forgotten.
+    /// Says what memory is like; false: there is no room, and it is forgotten.
     fn say(&mut self, port: &mut impl Write, reading: Reading) -> io::Result<bool> {
+        let is_whole = self.write(port, &reading)?;
+        self.said = Some(reading);
+        Ok(is_whole)
+    }
+
+    /// Writes a line; false: not all of it.
+    fn write(&mut self, port: &mut impl Write, text: &impl Display) -> io::Result<bool> {
         self.line.clear();
         if self.is_torn {
             self.line.push('\n');
         }
         // Into a string it is always written.
-        let _ = writeln!(self.line, "{reading}");
+        let _ = writeln!(self.line, "{text}");
         match port.write(self.line.as_bytes()) {
             Ok(count) => {
                 self.is_torn = count < self.line.len() && (count > 0 || self.is_torn);
-                self.said = Some(reading);
                 Ok(count == self.line.len())
             }
             Err(error) if is_for_later(&error) => Ok(false),
@@ -251,8 +285,11 @@ mod tests {
         let run = |port: Option<&str>, ms| Wish::Run {
             port: port.map(PathBuf::from),
             interval: Duration::from_millis(ms),
+            hook: HOOK.into(),
         };
         assert_eq!(words(""), Ok(run(None, 1000)));
+        let Ok(Wish::Run { hook, .. }) = words("--hook /h") else { panic!("it runs") };
+        assert_eq!(hook, Path::new("/h"));
         assert_eq!(words("--port /x --interval=200"), Ok(run(Some("/x"), 200)));
         assert_eq!(words("--once"), Ok(Wish::Once));
         assert_eq!((words("--help"), words("-V")), (Ok(Wish::Help), Ok(Wish::Version)));
@@ -277,7 +314,11 @@ mod tests {
         assert!(voice.hear(&mut theirs).expect("nothing yet"));
         ours.write_all(b"ask 7\nnonsense\nask 8\nask ").expect("room");
         assert!(voice.hear(&mut theirs).expect("heard"));
-        assert_eq!(voice.asked, 8);
+        assert_eq!((voice.asked, voice.order.take()), (8, None));
+        ours.write_all(b"9\nstrata-order/1 4 network\n").expect("room");
+        assert!(voice.hear(&mut theirs).expect("heard"));
+        let order = voice.order.take().expect("an order");
+        assert_eq!((voice.asked, order.number), (9, 4));
         let reading = Reading { heard: voice.asked, total_bytes: 5, ..Reading::default() };
         assert!(voice.say(&mut theirs, reading).expect("said"));
         let mut piece = [0; MAX_READING_BYTES];

@@ -9,6 +9,7 @@ pub mod handshake;
 mod hints;
 mod ids;
 mod label;
+pub mod order;
 mod page;
 pub mod pool;
 pub mod reading;

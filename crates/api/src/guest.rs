@@ -31,6 +31,33 @@ pub struct GuestSpec {
     /// the daemon, and in snapshots alone whole.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub libvirt: Option<String>,
+    /// It has a port for an agent in it.
+    #[serde(default, skip_serializing_if = "is_not")]
+    pub agent: bool,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "as serde calls it")]
+fn is_not(flag: &bool) -> bool {
+    !flag
+}
+
+/// What a clone is to be known by from now on, inside of it.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Identity {
+    /// Its host name.
+    pub host_name: String,
+    /// The addresses of its network cards, in their order.
+    pub macs: Vec<String>,
+}
+
+/// What a guest's agent says that its guest is known by.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Identified {
+    /// Its host name; none: it has none that can be said.
+    pub host_name: Option<String>,
+    /// The addresses of its network cards.
+    pub macs: Vec<String>,
 }
 
 /// A disk that a guest writes to, which came from a snapshot.
@@ -155,6 +182,7 @@ mod tests {
             disks: Vec::new(),
             self_balloon: None,
             libvirt: None,
+            agent: true,
         };
         assert_eq!(spec.problem(), None);
         let named = |id: &str| GuestSpec { balloon: Some(id.into()), ..spec.clone() };

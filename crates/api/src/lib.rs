@@ -26,7 +26,7 @@ mod stats;
 pub use advice::{
     Advice, AdviceBrief, AdviceState, CurvePoint, MAX_CURVE_POINTS, NEEDED_FOR, Need,
 };
-pub use guest::{GuestDisk, GuestSpec, GuestStats, Launch, SwapStats};
+pub use guest::{GuestDisk, GuestSpec, GuestStats, Identified, Identity, Launch, SwapStats};
 pub use mark::{MARK_NAME, MOST_MARK_BYTES, Mark};
 pub use moves::{
     FrameKind, MAX_FRAME_BYTES, MOVE_UNSETTLED, MOVE_VERSION, MoveNear, MoveWord, read_frame,
@@ -173,6 +173,15 @@ pub enum Request {
         /// It is not to run: whoever asked ends it, and knows that it can come.
         #[serde(default)]
         rehearse: bool,
+    },
+    /// Have the agent in a guest do what makes the guest another machine. Answered by
+    /// [`Reply::GuestOrdered`], or an error that says why it is not done.
+    GuestOrder {
+        /// The tenant.
+        name: String,
+        /// What it is to be known by; none: its network is another one from now on.
+        #[serde(default)]
+        identity: Option<Identity>,
     },
     /// Read the configuration again.
     Reload,
@@ -462,6 +471,7 @@ impl Request {
             | Self::Clone { .. }
             | Self::GuestAgain { .. }
             | Self::GuestFill { .. }
+            | Self::GuestOrder { .. }
             | Self::SnapshotRemove { .. }
             | Self::SnapshotPersist { .. }
             | Self::SnapshotExport { .. }
@@ -537,6 +547,11 @@ pub enum Reply {
         guest: Box<GuestSpec>,
         /// Things the user should know.
         warnings: Vec<String>,
+    },
+    /// To [`Request::GuestOrder`].
+    GuestOrdered {
+        /// What its agent says of it, when that is done.
+        identified: Identified,
     },
     /// To [`Request::List`].
     List {

@@ -17,7 +17,8 @@ mod snapshot;
 mod vm;
 
 pub(crate) use snapshot::{
-    CloneArguments, NetArgument, RollbackTarget, SnapshotArguments, SnapshotCommand,
+    CloneArguments, NetArgument, NetworkArguments, RollbackTarget, SnapshotArguments,
+    SnapshotCommand, TcpArgument,
 };
 pub(crate) use vm::{VmCommand, VmLibvirtArguments, VmRunArguments};
 
@@ -382,17 +383,25 @@ fn wait_seconds(text: &str) -> std::result::Result<Duration, String> {
 /// status.
 pub(crate) fn parse() -> std::result::Result<Command, ExitCode> {
     match Arguments::try_parse() {
-        Ok(Arguments { command: Command::Clone(clone) }) => {
+        Ok(Arguments { command }) => {
             // What the parser cannot express: options that exclude each other.
-            match clone.request(clone.snapshot.clone(), Vec::new()).snapshot_problem() {
-                None => Ok(Command::Clone(clone)),
+            let request = match &command {
+                Command::Clone(clone) => clone.request(clone.snapshot.clone(), Vec::new()),
+                Command::Vm { command: VmCommand::Clone { snapshot, count, name, network } } => {
+                    let (name, network) = (name.clone(), network.clone());
+                    CloneArguments::plain(snapshot.clone(), *count, name, network)
+                        .request(snapshot.clone(), Vec::new())
+                }
+                _ => return Ok(command),
+            };
+            match request.snapshot_problem() {
+                None => Ok(command),
                 Some(problem) => {
                     eprintln!("strata: usage: {}; see strata clone --help", printable(&problem));
                     Err(ExitCode::from(2))
                 }
             }
         }
-        Ok(arguments) => Ok(arguments.command),
         Err(error) => match error.kind() {
             ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
                 // A reader that went away is no failure.

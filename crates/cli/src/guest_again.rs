@@ -15,11 +15,12 @@ use strata_api::{
 };
 use strata_units::ByteSize;
 use strata_units::wire::ENV_GUEST;
-use strata_vm::{OtherDisk, again};
+use strata_vm::{Again, Networks, OtherDisk, again};
 
 use crate::client::{ask_watching, misunderstood, refused};
 use crate::failure::{Failure, Result, printable};
 use crate::guest_domain::{self, Paused};
+use crate::guest_identity::{self, GuestNet, Own};
 use crate::program::{self, Caller};
 use crate::progress::Meter;
 use crate::snapshots::long;
@@ -29,6 +30,8 @@ use crate::{place, run, vm};
 const LOG_NAME: &str = "qemu.log";
 /// Bytes of that which are shown when it fails.
 const MAX_SHOWN_BYTES: u64 = 4096;
+/// And lines.
+const SHOWN_LINES: usize = 3;
 
 /// How long a worker may take that follows one that has died, and how often it is asked.
 const NEXT_WORKER_WITHIN: Duration = Duration::from_secs(20);
@@ -46,6 +49,15 @@ pub(crate) struct Wish<'a> {
     pub(crate) rollback: bool,
     /// It is ended before it runs: it is seen that it can come.
     pub(crate) rehearse: bool,
+    /// Of a clone, its network.
+    pub(crate) net: GuestNet,
+}
+
+impl<'a> Wish<'a> {
+    /// One of that name.
+    pub(crate) fn one(name: &'a str) -> Self {
+        Self { name: Some(name), count: 1, rollback: false, rehearse: false, net: GuestNet::Kind }
+    }
 }
 
 /// A QEMU that was started and has no guest yet. Dropped, it is ended.
@@ -57,6 +69,8 @@ pub(crate) struct Waiting {
     log: PathBuf,
     /// Sockets of its consoles.
     consoles: Vec<PathBuf>,
+    /// Of a clone, what is its own.
+    own: Option<Own>,
 }
 
 impl Drop for Waiting {
@@ -77,6 +91,12 @@ impl Waiting {
             Some(domain) => domain.pid,
             None => self.child.as_ref().map_or(0, Child::id),
         }
+    }
+
+    /// What came of it, with the ports that lead to it.
+    fn with_ports(&self, tenant: RevivedTenant) -> RevivedTenant {
+        let forwards = self.own.as_ref().map(Own::forwards).unwrap_or_default();
+        RevivedTenant { forwards, ..tenant }
     }
 
     /// It goes on without us.
@@ -118,12 +138,14 @@ impl Waiting {
         attended
     }
 
-    /// The last line that QEMU said, if anything.
+    /// The last lines that QEMU said, if anything: what the last one says of is in those before.
     fn said(&self) -> Option<String> {
         let mut text = Vec::new();
         File::open(&self.log).ok()?.take(MAX_SHOWN_BYTES).read_to_end(&mut text).ok()?;
         let text = String::from_utf8_lossy(&text).into_owned();
-        text.lines().rfind(|line| !line.trim().is_empty()).map(printable)
+        let said: Vec<&str> = text.lines().filter(|line| !line.trim().is_empty()).collect();
+        let last = &said[said.len().saturating_sub(SHOWN_LINES)..];
+        (!last.is_empty()).then(|| printable(&last.join("; ")))
     }
 }
 
@@ -135,7 +157,8 @@ pub(crate) fn wait_for(
     name: &str,
     what: &str,
 ) -> Result<(Waiting, Vec<UnixStream>)> {
-    let mut waiting = start(socket, snapshot, (Some(name.to_owned()), false), what)?;
+    let one = (Some(name.to_owned()), false, 1);
+    let mut waiting = start(socket, snapshot, one, &GuestNet::Kind, what)?;
     let attended = waiting.attended();
     Ok((waiting, attended))
 }
@@ -147,11 +170,11 @@ pub(crate) fn revive(
     wish: &Wish<'_>,
     what: &str,
 ) -> Result<Vec<RevivedTenant>> {
-    let &Wish { name, count, rollback, rehearse } = wish;
+    let &Wish { name, count, rollback, rehearse, ref net } = wish;
     let mut waiting = Vec::new();
     for index in 1..=count {
         let name = name.map(|name| clone_name(name, index, count));
-        waiting.push(start(socket, snapshot, (name, rollback), what)?);
+        waiting.push(start(socket, snapshot, (name, rollback, index), net, what)?);
     }
     let mut alive = Vec::new();
     for one in &mut waiting {
@@ -168,7 +191,7 @@ pub(crate) fn revive(
         match filled(socket, request, what) {
             Ok(Reply::Revived { tenants, warnings }) => {
                 warnings.iter().for_each(|warning| run::warn(warning));
-                alive.extend(tenants);
+                alive.extend(tenants.into_iter().map(|tenant| one.with_ports(tenant)));
             }
             Ok(_) => return Err(misunderstood(what)),
             Err(failure) => {
@@ -180,7 +203,11 @@ pub(crate) fn revive(
         }
     }
     if !rehearse {
+        // From here on they go on without us, whatever they are called.
+        let own = waiting.iter_mut().filter_map(|one| Some((one.name.clone(), one.own.take()?)));
+        let own: Vec<(String, Own)> = own.collect();
         waiting.into_iter().for_each(Waiting::let_go);
+        guest_identity::give(socket, &own, net, what);
     }
     Ok(alive)
 }
@@ -206,11 +233,12 @@ fn filled(socket: &Path, mut request: Request, what: &str) -> Result<Reply> {
     }
 }
 
-/// Starts one QEMU, which waits.
+/// Starts one QEMU, which waits; the clone of that number, if it is a clone.
 fn start(
     socket: &Path,
     snapshot: &SnapshotRef,
-    (name, rollback): (Option<String>, bool),
+    (name, rollback, number): (Option<String>, bool, u32),
+    net: &GuestNet,
     what: &str,
 ) -> Result<Waiting> {
     let request = Request::GuestAgain { snapshot: snapshot.clone(), name, rollback };
@@ -221,12 +249,19 @@ fn start(
     };
     warnings.iter().for_each(|warning| run::warn(warning));
     let directory = PathBuf::from(directory);
+    let is_clone = name != snapshot.tenant;
+    let mut own = is_clone.then(|| Own::new(net, number, what)).transpose()?;
+    let networks = match &own {
+        Some(own) => Networks::Clone(own.networks(net)),
+        None => Networks::Back { beside: rollback },
+    };
     if guest.libvirt.is_some() {
-        let is_clone = name != snapshot.tenant;
-        let mut domain = guest_domain::start(&name, &guest, &environment, is_clone, what)?;
+        let mut domain = guest_domain::start(&name, &guest, &environment, networks, what)?;
         let consoles = std::mem::take(&mut domain.consoles);
+        let taps = std::mem::take(&mut domain.taps);
+        own = own.map(|own| own.with_taps(taps));
         let (domain, log) = (Some(domain), PathBuf::new());
-        return Ok(Waiting { child: None, domain, name, log, consoles });
+        return Ok(Waiting { child: None, domain, name, log, consoles, own });
     }
     let launch = guest.launch.as_ref().ok_or_else(|| misunderstood(what))?;
     let path = std::env::var_os("PATH").unwrap_or_default();
@@ -237,7 +272,8 @@ fn start(
         let why = format!("this is QEMU {version}, and the guest ran in {}", launch.version);
         return Err(Failure::new(what, why).todo("start it with the QEMU that it ran in"));
     }
-    let (words, consoles) = line(&name, &guest, launch, version, &directory, what)?;
+    let (words, second) = line(&name, &guest, launch, version, (&directory, networks), what)?;
+    own = own.map(|own| own.with_taps(second.taps));
     let library = place::installed(run::LIBRARY);
     let preload = std::env::var_os(run::LD_PRELOAD);
     let mut environment = run::environment(environment, library, preload)?;
@@ -260,22 +296,23 @@ fn start(
         .process_group(0)
         .spawn()
         .map_err(failed)?;
-    Ok(Waiting { child: Some(child), domain: None, name, log, consoles })
+    let (child, consoles) = (Some(child), second.consoles);
+    Ok(Waiting { child, domain: None, name, log, consoles, own })
 }
 
-/// QEMU's words for a guest that waits, and its consoles' sockets.
+/// QEMU's words for a guest that waits, and what of it is not as it was.
 fn line(
     name: &str,
     guest: &GuestSpec,
     launch: &Launch,
     version: strata_vm::Version,
-    directory: &Path,
+    (directory, networks): (&Path, Networks<'_>),
     what: &str,
-) -> Result<(Vec<OsString>, Vec<PathBuf>)> {
+) -> Result<(Vec<OsString>, Again)> {
     let words: Vec<OsString> = launch.command.iter().skip(1).map(Into::into).collect();
     let here = Path::new(&launch.directory);
     let disks = others(guest);
-    let second = again(&words, name, directory, (here, &disks));
+    let second = again(&words, name, directory, (here, &disks), networks);
     let second = second.map_err(|why| vm::refusal_of(what, why))?;
     let written = directory.to_string_lossy();
     // Of one that takes another's place: it gets that one's directory.
@@ -286,12 +323,14 @@ fn line(
     let first = OsString::from(&launch.command[0]);
     let wish = (Some(name), Some(ByteSize(guest.memory_bytes)));
     let mut plan = vm::planned(&first, &second.words, wish, version, here, what)?;
+    // Those of earlier versions have it with a balloon alone that follows its guest.
+    plan.agent = guest.agent || guest.self_balloon.is_some();
     if guest.self_balloon.is_some() {
         plan.balloon_by_itself().map_err(|why| vm::refusal_of(what, why))?;
     }
     let mut words = vm::words(&plan, directory, what)?;
     words.extend(["-incoming".into(), "defer".into()]);
-    Ok((words, second.consoles))
+    Ok((words, second))
 }
 
 /// What stands in the places of the images of its command line, or its domain.

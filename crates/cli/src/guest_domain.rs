@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use strata_api::{GuestSpec, Reply, Request, RevivedTenant, SnapshotInfo, SnapshotRef};
 use strata_units::wire::{ENV_SOCKET, ENV_TOKEN};
-use strata_vm::{OtherDomain, other_domain};
+use strata_vm::{Networks, OtherDomain, other_domain};
 
 use crate::client::misunderstood;
 use crate::failure::{Failure, Result, printable};
@@ -34,6 +34,8 @@ pub(crate) struct Paused {
     name: String,
     pub(crate) pid: u32,
     pub(crate) consoles: Vec<PathBuf>,
+    /// Tap devices that lead nowhere.
+    pub(crate) taps: Vec<String>,
 }
 
 impl Paused {
@@ -50,7 +52,7 @@ pub(crate) fn start(
     tenant: &str,
     guest: &GuestSpec,
     environment: &[(String, String)],
-    is_clone: bool,
+    networks: Networks<'_>,
     what: &str,
 ) -> Result<Paused> {
     let virsh = Virsh::find(what)?;
@@ -62,11 +64,12 @@ pub(crate) fn start(
         found.map(|(_, value)| value.as_str()).ok_or_else(|| misunderstood(what))
     };
     let wish = OtherDomain {
-        clone: is_clone.then_some(tenant),
+        clone: matches!(networks, Networks::Clone(_)).then_some(tenant),
         uuid: uuid.trim(),
         monitor_directory: MONITORS,
         tenant: (value(ENV_SOCKET)?, value(ENV_TOKEN)?),
         disks: &others(guest),
+        networks,
     };
     let domain = other_domain(guest.libvirt.as_deref().unwrap_or_default(), &wish);
     let domain = domain.map_err(|mut refusals| vm::refusal_of(what, refusals.remove(0)))?;
@@ -84,7 +87,8 @@ pub(crate) fn start(
     let number = Path::new(NUMBERS).join(format!("{}.pid", domain.name));
     let pid = fs::read_to_string(&number).ok().and_then(|text| text.trim().parse().ok());
     let consoles = domain.consoles.into_iter().map(PathBuf::from).collect();
-    let paused = Paused { virsh, name: domain.name, pid: pid.unwrap_or(0), consoles };
+    let (name, taps) = (domain.name, domain.taps);
+    let paused = Paused { virsh, name, pid: pid.unwrap_or(0), consoles, taps };
     if pid.is_none() {
         let why = format!("{} does not say which process it is", number.display());
         paused.end();
@@ -107,17 +111,15 @@ pub(crate) fn rollback(
     }
     let target = SnapshotRef::from(found.id.clone());
     let rehearsal = format!("{name}-rehearsal");
-    let wish = Wish { name: Some(&rehearsal), count: 1, rollback: false, rehearse: true };
+    let wish = Wish { rehearse: true, ..Wish::one(&rehearsal) };
     guest_again::revive(socket, &target, &wish, what)?;
     let request = Request::Snapshot { name: name.to_owned(), label: None, persist: false };
     let Reply::Snapshot { snapshot: now, .. } = long(socket, &request, what)? else {
         return Err(misunderstood(what));
     };
     let undo = SnapshotRef::from(now.id.clone());
-    let back = |snapshot: &SnapshotRef| {
-        let wish = Wish { name: Some(name), count: 1, rollback: false, rehearse: false };
-        guest_again::revive(socket, snapshot, &wish, what)
-    };
+    let back =
+        |snapshot: &SnapshotRef| guest_again::revive(socket, snapshot, &Wish::one(name), what);
     let forget = || {
         let request = Request::SnapshotRemove { snapshot: undo.clone() };
         if let Err(failure) = long(socket, &request, what) {

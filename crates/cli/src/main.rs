@@ -12,6 +12,7 @@ mod daemon;
 mod failure;
 mod guest_again;
 mod guest_domain;
+mod guest_identity;
 mod libvirt;
 mod moves;
 mod place;
@@ -140,8 +141,8 @@ fn execute(command: Command) -> Result<ExitCode> {
         Command::Vm { command: VmCommand::Restore { snapshot, name } } => {
             snapshots::restore(snapshot, name)?;
         }
-        Command::Vm { command: VmCommand::Clone { snapshot, count, name } } => {
-            snapshots::clone(&CloneArguments::plain(snapshot, count, name))?;
+        Command::Vm { command: VmCommand::Clone { snapshot, count, name, network } } => {
+            snapshots::clone(&CloneArguments::plain(snapshot, count, name, network))?;
         }
         Command::Vm { command: VmCommand::Ls { json } } => print(&vm::list(json)?)?,
         Command::Vm { command: VmCommand::Stats { name, json } } => {

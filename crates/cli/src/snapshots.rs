@@ -11,10 +11,11 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use strata_api::{Claim, DEFAULT_SOCKET, Reply, Request, RevivedTenant, SnapshotInfo, SnapshotRef};
 
 use crate::args::{
-    CloneArguments, NetArgument, RollbackTarget, SnapshotArguments, SnapshotCommand,
+    CloneArguments, NetArgument, RollbackTarget, SnapshotArguments, SnapshotCommand, TcpArgument,
 };
 use crate::client::{self, NoReply, ask_each, ask_watching, misunderstood, refused};
 use crate::failure::{Failure, Result, printable};
+use crate::guest_identity::GuestNet;
 use crate::progress::Meter;
 use crate::run::warn;
 use crate::{daemon, guest_again, guest_domain, place, print};
@@ -169,8 +170,7 @@ pub(crate) fn rollback(name: &str, target: RollbackTarget) -> Result<()> {
         return print(&guests.iter().map(revived).collect::<String>());
     }
     if found.guest {
-        let wish =
-            guest_again::Wish { name: Some(name), count: 1, rollback: true, rehearse: false };
+        let wish = guest_again::Wish { rollback: true, ..guest_again::Wish::one(name) };
         return print_guests(&socket, &found.id.into(), &wish, &what);
     }
     let request = Request::Rollback { name: name.to_owned(), snapshot: found.id.into() };
@@ -183,8 +183,7 @@ pub(crate) fn restore(snapshot: SnapshotRef, name: Option<String>) -> Result<()>
     let (socket, found) = find(&snapshot)?;
     if found.guest {
         let name = name.unwrap_or(found.tenant);
-        let wish =
-            guest_again::Wish { name: Some(&name), count: 1, rollback: false, rehearse: false };
+        let wish = guest_again::Wish::one(&name);
         return print_guests(&socket, &found.id.into(), &wish, &what);
     }
     print_revived(&socket, &Request::Restore { snapshot: found.id.into(), name }, &what)
@@ -214,15 +213,21 @@ pub(crate) fn clone(arguments: &CloneArguments) -> Result<()> {
     let (socket, found) = find(&arguments.snapshot)?;
     if found.guest {
         let own = guest_again::only_for_programs;
-        own(!matches!(arguments.net, NetArgument::Shared), "--net", &what)?;
+        own(arguments.network.net == Some(NetArgument::Shared), "--net shared", &what)?;
+        own(matches!(arguments.tcp, TcpArgument::Keep), "--tcp keep", &what)?;
         own(!arguments.copy_dir.is_empty(), "--copy-dir", &what)?;
         let name = match (&arguments.name, arguments.count) {
             (None, count) if count > 1 => Some(format!("{}-clone", found.tenant)),
             (name, _) => name.clone(),
         };
         let (name, count) = (name.as_deref(), arguments.count);
-        let wish = guest_again::Wish { name, count, rollback: false, rehearse: false };
+        let net = GuestNet::wished(&arguments.network, &what)?;
+        let wish = guest_again::Wish { name, count, rollback: false, rehearse: false, net };
         return print_guests(&socket, &found.id.into(), &wish, &what);
+    }
+    if let Some(NetArgument::Bridge(_)) = arguments.network.net {
+        let why = "--net bridge=NAME is for clones of guests, and this is a program";
+        return Err(refused(&what, why, "give it a network of its own: --net new"));
     }
     print_revived(&socket, &arguments.request(found.id.into(), copy_dirs), &what)
 }

@@ -94,6 +94,7 @@ fn start(
         disks: Vec::new(),
         self_balloon: arguments.balloon.settings(plan.memory, what)?,
         libvirt: None,
+        agent: plan.agent,
     };
     let request = Request::Guest { name: tenant.name.clone(), guest };
     let reply = ask(&tenant.socket, &request).map_err(|none| none.failure(what, &tenant.socket))?;

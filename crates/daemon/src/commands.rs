@@ -181,6 +181,12 @@ impl Commands {
                     }
                 })
             }
+            Request::GuestOrder { name, identity } => {
+                self.with(peer, &name, |tenant| match self.guests.order(tenant, identity) {
+                    Ok(identified) => Reply::GuestOrdered { identified },
+                    Err(why) => error(format!("{name}: {why}"), ""),
+                })
+            }
             Request::Reload => self.reload(peer),
             Request::Upgrade => self.upgrade(peer),
             Request::List { after } => self.list(peer, after.as_ref()),

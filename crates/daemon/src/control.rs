@@ -409,6 +409,7 @@ fn parse(line: &[u8]) -> Result<Request, String> {
         Request::Stats { name }
         | Request::Guest { name, .. }
         | Request::GuestFill { name, .. }
+        | Request::GuestOrder { name, .. }
         | Request::Claim { name, .. }
         | Request::Advise { name, .. }
         | Request::Release { name }

@@ -10,6 +10,7 @@ mod balloons;
 mod disks;
 mod libvirts;
 mod monitor;
+mod orders;
 mod steps;
 mod takeover;
 
@@ -130,6 +131,8 @@ pub(crate) struct Guests {
     known: Mutex<BTreeMap<String, Guest>>,
     /// Those whose monitors somebody talks to for longer: nobody else asks them.
     talking: Mutex<BTreeSet<String>>,
+    /// Those whose agents are being told something: nobody else talks to them.
+    ordering: Mutex<BTreeSet<String>>,
     /// What QEMUs are that are about to take the places of others.
     coming: Mutex<BTreeMap<String, GuestSpec>>,
     /// Monitors of libvirt's guests, and whose they are.
@@ -149,6 +152,7 @@ impl Guests {
             tenants: Arc::clone(tenants),
             known: Mutex::default(),
             talking: Mutex::default(),
+            ordering: Mutex::default(),
             coming: Mutex::default(),
             libvirts: Mutex::default(),
         });
@@ -400,6 +404,7 @@ mod tests {
             disks: Vec::new(),
             self_balloon: None,
             libvirt: None,
+            agent: false,
         }
     }
 

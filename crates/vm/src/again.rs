@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 
 use crate::drives::Drives;
 use crate::line::{GENERATION, Item, MONITOR_SOCKET_NAME, items, path_in, socket_at, text};
+use crate::networks::{Networks, Walk, apart};
 use crate::options::Options;
 use crate::refusals::Refusal;
 
@@ -97,13 +98,15 @@ pub struct Again {
     pub words: Vec<OsString>,
     /// Sockets that it listens at in the place of the first one's consoles.
     pub consoles: Vec<PathBuf>,
+    /// Tap devices that QEMU makes for it, and that lead nowhere.
+    pub taps: Vec<String>,
     /// What is not as it was.
     pub notes: Vec<String>,
 }
 
 /// The words of a guest that is to be called `name` and whose files are in `directory`. It
 /// has `disks` in the place of all images that the first one writes to; its relative paths
-/// are relative to `here`.
+/// are relative to `here`; what becomes of its networks is said by `networks`.
 ///
 /// # Errors
 /// There cannot be a second one like it: why, and what to do.
@@ -112,10 +115,11 @@ pub fn again(
     name: &str,
     directory: &Path,
     (here, disks): (&Path, &[OtherDisk]),
+    networks: Networks<'_>,
 ) -> Result<Again, Refusal> {
-    let drives = Drives::new(here, disks);
+    let (drives, networks) = (Drives::new(here, disks), Walk::new(networks));
     let (taken, consoles, notes) = (BTreeSet::new(), Vec::new(), Vec::new());
-    let mut second = Second { name, directory, drives, taken, consoles, notes };
+    let mut second = Second { name, directory, drives, networks, taken, consoles, notes };
     let mut all = Vec::new();
     for item in items(words)? {
         match item {
@@ -146,7 +150,11 @@ pub fn again(
         }
     }
     second.drives.check()?;
-    Ok(Again { words: all, consoles: second.consoles, notes: second.notes })
+    second.networks.check()?;
+    let Walk { taps, notes, replaced, .. } = second.networks;
+    all.extend(apart(replaced).into_iter().map(OsString::from));
+    second.notes.extend(notes);
+    Ok(Again { words: all, consoles: second.consoles, taps, notes: second.notes })
 }
 
 fn unknown(option: &str) -> Refusal {
@@ -164,6 +172,7 @@ struct Second<'a> {
     name: &'a str,
     directory: &'a Path,
     drives: Drives<'a>,
+    networks: Walk<'a>,
     /// Files in the directory.
     taken: BTreeSet<String>,
     consoles: Vec<PathBuf>,
@@ -172,7 +181,7 @@ struct Second<'a> {
 
 impl Second<'_> {
     /// What stands in the place of a device, if anything does.
-    fn device(&self, value: &str) -> Result<Option<String>, Refusal> {
+    fn device(&mut self, value: &str) -> Result<Option<String>, Refusal> {
         let mut options = Options::parse(value, "driver")?;
         let driver = options.get("driver").unwrap_or_default();
         if ["vhost-", "usb-host", "scsi-generic", "scsi-block"]
@@ -185,6 +194,10 @@ impl Second<'_> {
             options.set("guid", "auto");
             return Ok(Some(options.to_string()));
         }
+        let is_card = options.get("netdev").is_some();
+        if is_card && self.networks.card(&mut options, "mac") {
+            return Ok(Some(options.to_string()));
+        }
         Ok(None)
     }
 
@@ -195,7 +208,7 @@ impl Second<'_> {
                 options.set("guest", self.name);
                 Ok(options.to_string())
             }
-            "netdev" | "nic" | "net" => self.network(option, value),
+            "netdev" | "nic" | "net" => self.networks.network(option, value),
             "drive" => self.drives.drive(value),
             "blockdev" => self.drives.blockdev(value),
             image if IMAGES.contains(&image) => {
@@ -217,23 +230,6 @@ impl Second<'_> {
             "pidfile" | "D" => self.file(value),
             _ => Err(unknown(option)),
         }
-    }
-
-    fn network(&mut self, option: &str, value: &str) -> Result<String, Refusal> {
-        let mut options = Options::parse(value, "type")?;
-        let kind = options.get("type").unwrap_or_default();
-        if !matches!(kind.as_str(), "user" | "none" | "nic") {
-            return Err(Refusal::new(
-                format!("two guests with one address would be on the network of -{option} {kind}"),
-                "give the guest user networking (-nic user), or none",
-            ));
-        }
-        for key in ["hostfwd", "guestfwd", "smb", "smbserver"] {
-            if options.remove(key) {
-                self.notes.push(format!("its network has no {key}, which is the first guest's"));
-            }
-        }
-        Ok(options.to_string())
     }
 
     /// What is connected to a serial line and the like.
@@ -304,10 +300,12 @@ impl Second<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::networks::{CloneNetworks, NetworkWish};
 
     fn second(words: &[&str]) -> Result<Again, Refusal> {
         let words: Vec<OsString> = words.iter().map(OsString::from).collect();
-        again(&words, "b", Path::new("/run/strata/guests/0.b"), (Path::new("/"), &[]))
+        let place = Path::new("/run/strata/guests/0.b");
+        again(&words, "b", place, (Path::new("/"), &[]), Networks::Back { beside: false })
     }
 
     fn words(words: &[&str]) -> Vec<String> {
@@ -353,6 +351,29 @@ mod tests {
     }
 
     #[test]
+    fn a_clones_cards_have_addresses_in_their_order() {
+        let words: Vec<OsString> = [
+            "-device",
+            "e1000,netdev=m,id=x",
+            "-netdev",
+            "user,id=m",
+            "-netdev",
+            "bridge,id=n",
+            "-device",
+            "virtio-net-pci,netdev=n,mac=52:54:00:12:34:56",
+        ]
+        .map(OsString::from)
+        .into();
+        let clone = CloneNetworks { id: [1, 2, 3, 4], wish: NetworkWish::SameKind };
+        let place = Path::new("/x");
+        let found = again(&words, "b", place, (place, &[]), Networks::Clone(clone));
+        let found = found.expect("there can be");
+        assert_eq!(found.words[1], "driver=e1000,netdev=m,id=x,mac=02:01:02:03:04:00");
+        assert_eq!(found.words[7], "driver=virtio-net-pci,netdev=n,mac=02:01:02:03:04:01");
+        assert_eq!((found.taps, found.notes.len()), (vec!["st01020304-0".to_owned()], 1));
+    }
+
+    #[test]
     fn its_own_things_are_its_own() {
         let here = "/run/strata/guests/0.b";
         let found = second(&[
@@ -394,7 +415,7 @@ mod tests {
     fn what_is_one_guests_or_not_known_is_refused_by_name() {
         for (line, named) in [
             (&["-vnc", ":1"][..], "-vnc"),
-            (&["-netdev", "tap,id=n"], "tap"),
+            (&["-netdev", "vde,id=n"], "vde"),
             (&["-serial", "tcp::4444,server=on"], "tcp"),
             (&["-chardev", "socket,id=c,path=/x"], "connects to a socket"),
             (&["-chardev", "pipe,id=c,path=/x"], "pipe"),

@@ -8,6 +8,7 @@ mod refused;
 
 use roxmltree::{Document, Node, ParsingOptions};
 use strata_units::ByteSize;
+use strata_units::reading::AGENT_PORT_NAME;
 use strata_units::wire::{ENV_GUEST, ENV_SOCKET};
 
 use crate::line::MONITOR_ID;
@@ -84,6 +85,7 @@ pub fn amend(text: &str, wish: &DomainWish<'_>) -> Result<Domain, Vec<Refusal>> 
         change.bound_code(root, devices);
     }
     change.balloon(devices);
+    change.agent_port(devices);
     change.environment(root, wish);
     change.generation(root);
     let Change { edits, notes } = change;
@@ -216,6 +218,16 @@ impl Change<'_> {
         }
     }
 
+    /// A port for the agent in the guest.
+    fn agent_port(&mut self, devices: Node<'_, '_>) {
+        if agent_channel(devices).is_none() {
+            let target = Element::new("target").with("type", "virtio");
+            let target = target.with("name", AGENT_PORT_NAME);
+            let new = Element::new("channel").with("type", "unix").children([target]);
+            self.edits.append(devices, &[new]);
+        }
+    }
+
     /// A monitor beside libvirt's; what is missing for one.
     fn monitor(&mut self, line: Option<Node<'_, '_>>, prefix: &str, socket: &str) -> Vec<Element> {
         let words = monitor_words(socket);
@@ -281,6 +293,15 @@ impl Change<'_> {
             }
         }
     }
+}
+
+/// The port of the agent in the guest, if there is one.
+fn agent_channel<'a, 'b>(devices: Node<'a, 'b>) -> Option<Node<'a, 'b>> {
+    let is_it = |one: &Node<'_, '_>| {
+        let name = child(*one, "target").and_then(|target| target.attribute("name"));
+        is(*one, "channel") && name == Some(AGENT_PORT_NAME)
+    };
+    devices.children().find(is_it)
 }
 
 /// The socket of a domain's monitor: its name stays when the domain gets another one.

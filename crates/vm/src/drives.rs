@@ -120,6 +120,7 @@ mod tests {
     use std::ffi::OsString;
 
     use crate::again::again;
+    use crate::networks::Networks;
 
     use super::*;
 
@@ -132,7 +133,8 @@ mod tests {
         };
         let disks = [disk("/d/a.img", "/d/a.b", "qcow2"), disk("/d/v,1.qcow2", "/n", "qcow2")];
         let here = Path::new("/d");
-        let found = again(&words, "b", Path::new("/run/strata/guests/0.b"), (here, &disks))?;
+        let (place, networks) = (Path::new("/x"), Networks::Back { beside: false });
+        let found = again(&words, "b", place, (here, &disks), networks)?;
         Ok(found.words.into_iter().map(|word| word.into_string().expect("text")).collect())
     }
 

@@ -8,6 +8,7 @@
 
 mod accelerator;
 mod again;
+pub mod agent_port;
 mod balloon;
 mod described;
 mod diff;
@@ -15,6 +16,7 @@ pub mod disks;
 mod domain;
 mod drives;
 mod line;
+mod networks;
 mod options;
 mod pool_disks;
 mod qmp;
@@ -33,6 +35,7 @@ pub use domain::{
     with_images,
 };
 pub use line::{MONITOR_SOCKET_NAME, Plan, Wish, plan};
+pub use networks::{CloneNetworks, NetworkWish, Networks};
 pub use pool_disks::{Format, PoolDisk, SWAP_SOCKET_NAME, socket_name};
 pub use qmp::{Monitor, QmpError};
 pub use refusals::Refusal;

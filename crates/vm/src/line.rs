@@ -11,11 +11,11 @@ use std::path::{Path, PathBuf};
 use strata_units::ByteSize;
 
 use crate::accelerator::Accelerator;
+use crate::agent_port;
 use crate::balloon::BALLOON_ID;
 use crate::options::{Options, escaped, size};
 use crate::pool_disks::{self, PoolDisk};
 use crate::refusals::{self, Refusal};
-use crate::self_balloon;
 use crate::version::{OLDEST, Version};
 
 /// The monitor's socket, in the guest's directory.
@@ -103,8 +103,8 @@ pub struct Plan {
     pub disks: Vec<PoolDisk>,
     /// It has a swap disk of Strata's.
     pub swap: bool,
-    /// Whether its balloon follows what an agent in it says ([`Self::balloon_by_itself`]).
-    is_self_ballooned: bool,
+    /// It has a port for an agent in it.
+    pub agent: bool,
     items: Vec<Item>,
     /// Those of its RAM, of `items`.
     ram: Vec<usize>,
@@ -148,7 +148,7 @@ pub fn plan(words: &[OsString], wish: &Wish<'_>) -> Result<Plan, Refusal> {
         notes: Vec::new(),
         disks: Vec::new(),
         swap: false,
-        is_self_ballooned: false,
+        agent: false,
         items: line.items,
         ram,
         completed: None,
@@ -168,6 +168,7 @@ pub fn plan(words: &[OsString], wish: &Wish<'_>) -> Result<Plan, Refusal> {
         plan.add("-device", format!("{GENERATION},id=strata-generation,guid=auto"));
     }
     plan.inflate()?;
+    plan.agent = agent_port::can_have(&plan.machine);
     let waits = |item: &Item| matches!(item, Item::Option { name, .. } if name == "incoming");
     if plan.items.iter().any(waits) {
         // QEMU registers all of its memory for post-copy, and cannot what Strata has.
@@ -216,8 +217,8 @@ impl Plan {
         added.push(["-chardev".to_owned(), chardev]);
         added.push(["-mon".to_owned(), format!("chardev={MONITOR_ID},mode=control")]);
         added.extend(self.added.iter().cloned());
-        if self.is_self_ballooned {
-            added.extend(self_balloon::words(&self.machine, directory)?);
+        if self.agent {
+            added.extend(agent_port::words(&self.machine, directory)?);
         }
         added.extend(pool_disks::words(&self.disks, &self.machine, directory)?);
         if self.swap {
@@ -266,7 +267,6 @@ impl Plan {
         if self.balloon.is_none() {
             return refuse("it has none", "leave --self-balloon out, or take another machine");
         }
-        self.is_self_ballooned = true;
         for (index, item) in self.items.iter_mut().enumerate() {
             let Item::Option { name, value, .. } = item else { continue };
             if name != "device" {

@@ -1,37 +1,10 @@
-//! A guest whose balloon follows what the guest says of its memory: QEMU's words for the
-//! agent's port, what the monitor tells for it, and how the balloon is set.
-
-use std::path::Path;
+//! A guest whose balloon follows what the guest says of its memory: what the monitor tells
+//! for it, and how the balloon is set.
 
 use serde_json::{Value, json};
-use strata_units::reading::{AGENT_PORT_NAME, Reading};
+use strata_units::reading::Reading;
 
-use crate::line::{path_in, socket_at};
-use crate::options::escaped;
 use crate::qmp::{Monitor, QmpError};
-use crate::refusals::Refusal;
-
-/// The socket of the agent's port, in the guest's directory.
-pub const PORT_SOCKET_NAME: &str = "strata-memory";
-const PORT_ID: &str = "strata-memory";
-const BUS_ID: &str = "strata-serial";
-
-/// The words that are added for a machine of that kind.
-pub(crate) fn words(machine: &str, directory: &Path) -> Result<Vec<[String; 2]>, Refusal> {
-    let socket = socket_at(path_in(directory, PORT_SOCKET_NAME)?, "the socket")?;
-    let bus = if machine == "microvm" { "virtio-serial-device" } else { "virtio-serial-pci" };
-    let socket = escaped(&socket);
-    Ok([
-        ("-chardev", format!("socket,id={PORT_ID},path={socket},server=on,wait=off")),
-        ("-device", format!("{bus},id={BUS_ID}")),
-        (
-            "-device",
-            format!("virtserialport,bus={BUS_ID}.0,chardev={PORT_ID},name={AGENT_PORT_NAME}"),
-        ),
-    ]
-    .map(|(option, value)| [option.to_owned(), value])
-    .to_vec())
-}
 
 /// What a monitor tells for a balloon that is to be set.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -165,20 +138,5 @@ mod tests {
             let answers = Box::leak(Box::new([capable, paused, ("guest-stats", stats)]));
             assert_eq!(heard(answers, true).0, Held::default(), "{stats}");
         }
-    }
-
-    #[test]
-    fn the_port_is_on_a_bus_of_its_own() {
-        let line =
-            |machine| words(machine, Path::new("/run/a,b")).expect("words").concat().join(" ");
-        assert_eq!(
-            line("q35"),
-            "-chardev socket,id=strata-memory,path=/run/a,,b/strata-memory,server=on,wait=off \
-             -device virtio-serial-pci,id=strata-serial \
-             -device virtserialport,bus=strata-serial.0,chardev=strata-memory,name=org.strata.memory.0"
-        );
-        assert!(line("microvm").contains("virtio-serial-device,id="));
-        let long = format!("/{}", "d".repeat(94));
-        assert!(words("q35", Path::new(&long)).is_err());
     }
 }

@@ -106,13 +106,8 @@ pub(crate) struct CloneArguments {
     /// snapshot's
     #[arg(long, value_parser = tenant_name)]
     pub(crate) name: Option<String>,
-    /// Where the clones' network is
-    #[arg(long, value_enum, default_value = "shared")]
-    pub(crate) net: NetArgument,
-    /// A port of 127.0.0.1 that leads to one of the clone's; the second clone
-    /// has the next port, and so on; 0 chooses a free one; needs --net new
-    #[arg(long, value_name = "HOST:GUEST", value_parser = forward)]
-    pub(crate) forward: Vec<PortForward>,
+    #[command(flatten)]
+    pub(crate) network: NetworkArguments,
     /// What becomes of TCP connections inside of the clone; in a new network
     /// they go on in any case, those to others never do
     #[arg(long, value_enum, default_value = "close")]
@@ -124,16 +119,13 @@ pub(crate) struct CloneArguments {
 
 impl CloneArguments {
     /// Of what every clone has.
-    pub(crate) fn plain(snapshot: SnapshotRef, count: u32, name: Option<String>) -> Self {
-        Self {
-            snapshot,
-            count,
-            name,
-            net: NetArgument::Shared,
-            forward: Vec::new(),
-            tcp: TcpArgument::Close,
-            copy_dir: Vec::new(),
-        }
+    pub(crate) fn plain(
+        snapshot: SnapshotRef,
+        count: u32,
+        name: Option<String>,
+        network: NetworkArguments,
+    ) -> Self {
+        Self { snapshot, count, name, network, tcp: TcpArgument::Close, copy_dir: Vec::new() }
     }
 
     /// What to ask, with copies of these directories.
@@ -142,8 +134,11 @@ impl CloneArguments {
             snapshot,
             count: self.count,
             name: self.name.clone(),
-            net: self.net.into(),
-            forwards: self.forward.clone(),
+            net: match self.network.net {
+                Some(NetArgument::New) => Net::New,
+                _ => Net::Shared,
+            },
+            forwards: self.network.forward.clone(),
             tcp: self.tcp.into(),
             copy_dirs,
         }
@@ -159,21 +154,50 @@ pub(crate) enum RollbackTarget {
     Named(SnapshotRef),
 }
 
-/// [`Net`], as it is typed.
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub(crate) enum NetArgument {
-    /// The original's; a port that is still in use makes the clone fail
-    Shared,
-    /// One of its own for each clone
-    New,
+/// Which network clones have.
+#[derive(Args, Clone, Default, Debug)]
+pub(crate) struct NetworkArguments {
+    /// The clones' network: shared, new, or bridge=NAME
+    ///
+    /// shared: the original's; a port that is still in use makes the clone fail (programs have
+    /// this one without --net; guests cannot have it, and have one of the original's kind).
+    /// new: one of its own for each clone, reached by --forward. bridge=NAME: a guest is on
+    /// that bridge of this machine's, once it has an address of its own.
+    #[arg(long, value_name = "WHERE", value_parser = net)]
+    pub(crate) net: Option<NetArgument>,
+    /// A port of 127.0.0.1 that leads to one of the clone's; the second clone
+    /// has the next port, and so on; 0 chooses a free one; needs --net new
+    #[arg(long, value_name = "HOST:GUEST", value_parser = forward)]
+    pub(crate) forward: Vec<PortForward>,
 }
 
-impl From<NetArgument> for Net {
-    fn from(argument: NetArgument) -> Self {
-        match argument {
-            NetArgument::Shared => Self::Shared,
-            NetArgument::New => Self::New,
-        }
+/// Where a clone's network is, as it is typed.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum NetArgument {
+    /// The original's.
+    Shared,
+    /// One of its own for each clone.
+    New,
+    /// A bridge of this machine's.
+    Bridge(String),
+}
+
+/// Longest name of a network device.
+const MAX_DEVICE_BYTES: usize = 15;
+
+fn net(text: &str) -> Result<NetArgument, String> {
+    let is_device = |name: &str| {
+        let is_plain = |byte: u8| byte.is_ascii_graphic() && byte != b'/';
+        (1..=MAX_DEVICE_BYTES).contains(&name.len())
+            && name.bytes().all(is_plain)
+            && !name.starts_with('-')
+    };
+    match (text, text.strip_prefix("bridge=")) {
+        ("shared", _) => Ok(NetArgument::Shared),
+        ("new", _) => Ok(NetArgument::New),
+        (_, Some(name)) if is_device(name) => Ok(NetArgument::Bridge(name.to_owned())),
+        (_, Some(_)) => Err("a bridge's name has 1 to 15 plain characters".to_owned()),
+        _ => Err("it is shared, new, or bridge=NAME".to_owned()),
     }
 }
 

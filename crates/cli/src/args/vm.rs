@@ -66,6 +66,8 @@ pub(crate) enum VmCommand {
         /// The clone's name; of several NAME-1, NAME-2, …
         #[arg(long, value_parser = tenant_name)]
         name: Option<String>,
+        #[command(flatten)]
+        network: super::snapshot::NetworkArguments,
     },
     /// List the guests
     Ls {

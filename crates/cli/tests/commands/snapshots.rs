@@ -11,7 +11,7 @@ use strata_api::{
 
 use crate::fake::{Daemon, Directory, complaint, output, stats, stdout};
 
-fn snapshot(id: &str, parent: Option<&str>, label: Option<&str>) -> SnapshotInfo {
+pub(crate) fn snapshot(id: &str, parent: Option<&str>, label: Option<&str>) -> SnapshotInfo {
     let id: strata_api::SnapshotId = id.parse().expect("an identity");
     SnapshotInfo {
         tenant: id.tenant.clone(),

@@ -25,7 +25,8 @@ use strata_policy::balloon::{Past, Seen, Settings, Target, Why, decide};
 use strata_sys::{Priority, connect_now, log};
 use strata_units::PAGE_SIZE;
 use strata_units::reading::{Lines, MAX_READING_BYTES, Reading, question};
-use strata_vm::self_balloon::{Held, PORT_SOCKET_NAME, held, set};
+use strata_vm::agent_port::PORT_SOCKET_NAME;
+use strata_vm::self_balloon::{Held, held, set};
 
 use super::monitor::who_answers;
 use super::{CONVERSATION, Guests, HEARD_PREFIX, folder, lock};
@@ -130,7 +131,7 @@ impl Channel {
 }
 
 /// One that no worker before this one has used: an agent may still answer that one's.
-fn number() -> u64 {
+pub(super) fn number() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_micros()).unwrap_or(0) & ((1 << 51) - 1)
 }
@@ -433,6 +434,11 @@ impl Guests {
 
     fn follow_one(&self, wish: &Wish, following: &mut Following) {
         let Some(tenant) = self.tenant(&wish.folder) else { return };
+        if lock(&self.ordering).contains(&wish.folder) {
+            // The port has one at its other side: it is somebody else's for a moment.
+            following.channel = None;
+            return;
+        }
         let directory = self.directory(&tenant);
         let port = directory.join(PORT_SOCKET_NAME);
         let mut connect = || {

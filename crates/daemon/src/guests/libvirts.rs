@@ -14,6 +14,7 @@ use std::time::Duration;
 use strata_api::{GuestSpec, Launch};
 use strata_pager::Tenant;
 use strata_sys::OPEN_NO_LINK;
+use strata_sys::peer::Peer;
 use strata_vm::{LiveDomain, live_domain, state, with_images};
 
 use super::monitor::name_of;
@@ -22,6 +23,8 @@ use crate::program::Program;
 
 /// Where libvirt keeps what it knows of the domains that run.
 const DOMAINS: &str = "run/libvirt/qemu";
+/// What starts its guests.
+const MASTERS: [&str; 2] = ["libvirtd", "virtqemud"];
 /// Domains' files that are looked at, and how large they are.
 const MOST_DOMAINS: usize = 4096;
 const MOST_BYTES: u64 = 8 << 20;
@@ -62,6 +65,7 @@ impl Guests {
             disks,
             self_balloon: None,
             libvirt: Some(text),
+            agent: domain.agent.is_some(),
         }))
     }
 
@@ -79,6 +83,21 @@ impl Guests {
         lock(&self.libvirts).insert(folder, (pid, path.clone()));
         Some(path)
     }
+}
+
+/// The socket of the port of an agent in a guest of libvirt's, as it is reached from here,
+/// and what QEMU calls it.
+pub(super) fn libvirts_port(tenant: &Tenant) -> Option<(PathBuf, String)> {
+    let (pid, domain) = domain_of(tenant)?;
+    let (path, id) = domain.agent?;
+    Some((root_of(pid).join(path.trim_start_matches('/')), id))
+}
+
+/// Whether a process is libvirt's master, which listens where its guests' sockets are.
+pub(super) fn is_master(peer: Peer) -> bool {
+    let program = Program::of(peer.pid).ok().and_then(|program| program.exe);
+    let name = program.as_deref().and_then(Path::file_name).and_then(|name| name.to_str());
+    peer.uid == 0 && name.is_some_and(|name| MASTERS.contains(&name))
 }
 
 /// The file system as a process has it.

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use strata_api::{GuestDisk, GuestSpec};
 use strata_pager::{Freeze, Only, SnapshotError, SnapshotRequest, Standing, Tenant};
 use strata_sys::Range;
-use strata_vm::OtherDomain;
 use strata_vm::disks::WrittenDisk;
+use strata_vm::{Networks, OtherDomain};
 
 use super::guest::GuestPart;
 use super::guest_disks::{FrozenDisk, Image, others, sum};
@@ -146,7 +146,7 @@ fn can_come(
     directory: &Path,
     own: &[GuestDisk],
 ) -> Result<(), String> {
-    let disks = others(own);
+    let (disks, networks) = (others(own), Networks::Back { beside: false });
     if let Some(text) = &spec.libvirt {
         let wish = OtherDomain {
             clone: None,
@@ -154,6 +154,7 @@ fn can_come(
             monitor_directory: "/",
             tenant: ("", ""),
             disks: &disks,
+            networks,
         };
         let found = strata_vm::other_domain(text, &wish).map(drop);
         return found.map_err(|refusals| refusals[0].to_string());
@@ -161,6 +162,6 @@ fn can_come(
     let launch = spec.launch.as_ref().ok_or("how it was started is not known")?;
     let words: Vec<_> = launch.command.iter().skip(1).map(Into::into).collect();
     let here = Path::new(&launch.directory);
-    let found = strata_vm::again(&words, name, directory, (here, &disks)).map(drop);
+    let found = strata_vm::again(&words, name, directory, (here, &disks), networks).map(drop);
     found.map_err(|refusal| refusal.to_string())
 }

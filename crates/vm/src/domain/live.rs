@@ -4,7 +4,7 @@ use roxmltree::{Document, ParsingOptions};
 use strata_units::ByteSize;
 
 use super::edit::Edits;
-use super::{MAX_NODES, child, inner, is, is_qemus, memory, monitor_argument};
+use super::{MAX_NODES, agent_channel, child, inner, is, is_qemus, memory, monitor_argument};
 
 /// A domain that runs.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -19,6 +19,8 @@ pub struct LiveDomain {
     pub emulator: String,
     /// The socket of Strata's own monitor, if it has one.
     pub monitor: Option<String>,
+    /// The socket of the port of an agent in it, if it has one, and what QEMU calls that.
+    pub agent: Option<(String, String)>,
     /// All of its XML.
     pub text: String,
 }
@@ -40,12 +42,18 @@ pub fn live_domain(text: &str, pid: u32) -> Option<LiveDomain> {
     let line = domain.children().find(|one| is_qemus(*one, "commandline"));
     let socket = line.and_then(monitor_argument).and_then(|one| one.attribute("value"));
     let path = socket.and_then(|words| words.split(',').find_map(|w| w.strip_prefix("path=")));
+    let devices = child(domain, "devices")?;
+    let port = agent_channel(devices).and_then(|channel| {
+        let said = |name, key| child(channel, name).and_then(|one| one.attribute(key));
+        Some((said("source", "path")?.to_owned(), format!("char{}", said("alias", "name")?)))
+    });
     Some(LiveDomain {
         name: inner(domain, "name")?.to_owned(),
         memory: memory(child(domain, "memory")?)?,
         machine: child(child(domain, "os")?, "type")?.attribute("machine")?.to_owned(),
-        emulator: inner(child(domain, "devices")?, "emulator")?.to_owned(),
+        emulator: inner(devices, "emulator")?.to_owned(),
         monitor: path.map(str::to_owned),
+        agent: port,
         text: text[domain.range()].to_owned(),
     })
 }
@@ -97,7 +105,8 @@ mod tests {
     fn a_domain_is_what_its_process_has() {
         let domain = "<domain type='kvm' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>\
                       <name>a</name><memory unit='KiB'>2048</memory><os><type machine='q35'>hvm\
-                      </type></os><devices><emulator>/q</emulator></devices><qemu:commandline>\
+                      </type></os><devices><emulator>/q</emulator><channel type='unix'><source path='/p'/>\
+                      <target name='org.strata.memory.0'/><alias name='channel0'/></channel></devices><qemu:commandline>\
                       <qemu:arg value='socket,id=strata-monitor,path=/x.strata,server=on'/>\
                       </qemu:commandline></domain>";
         let text = format!("<domstatus state='running' pid='71'>\n  {domain}\n</domstatus>\n");
@@ -105,6 +114,7 @@ mod tests {
         assert_eq!((found.name.as_str(), found.memory), ("a", ByteSize(2 << 20)));
         assert_eq!((found.machine.as_str(), found.emulator.as_str()), ("q35", "/q"));
         assert_eq!((found.monitor.as_deref(), found.text.as_str()), (Some("/x.strata"), domain));
+        assert_eq!(found.agent, Some(("/p".to_owned(), "charchannel0".to_owned())));
         for (text, pid) in [(&*text, 72), ("<domain pid='71'/>", 71), ("<domstatus pid='71'", 71)] {
             assert_eq!(live_domain(text, pid), None, "{text}");
         }

@@ -15,6 +15,7 @@ use super::{
     refused,
 };
 use crate::again::OtherDisk;
+use crate::networks::{CloneNetworks, NetworkWish, Networks, apart};
 use crate::refusals::Refusal;
 
 /// Devices that two guests can have.
@@ -34,8 +35,8 @@ const FOR_TWO: [&str; 13] = [
     "iommu",
 ];
 /// What leads from an interface to a network that others are on.
-const TO_NETWORKS: [&str; 7] =
-    ["actual", "filterref", "portForward", "source", "target", "virtualport", "vlan"];
+const TO_NETWORKS: [&str; 8] =
+    ["actual", "backend", "filterref", "portForward", "source", "target", "virtualport", "vlan"];
 
 /// What the domain is to be.
 #[derive(Clone, Copy, Debug)]
@@ -50,6 +51,8 @@ pub struct OtherDomain<'a> {
     pub tenant: (&'a str, &'a str),
     /// Images in the places of those that the first one writes to.
     pub disks: &'a [OtherDisk],
+    /// What becomes of its networks.
+    pub networks: Networks<'a>,
 }
 
 /// A domain whose QEMU waits for the state of a guest.
@@ -63,6 +66,8 @@ pub struct WaitingDomain {
     pub text: String,
     /// Sockets of its serial lines: one that was full is sent on only to whom opens it.
     pub consoles: Vec<String>,
+    /// Tap devices that libvirt makes for it, and that lead nowhere.
+    pub taps: Vec<String>,
     /// What is not as it was.
     pub notes: Vec<String>,
 }
@@ -85,8 +90,16 @@ pub fn other_domain(text: &str, wish: &OtherDomain<'_>) -> Result<WaitingDomain,
     if let Some(generation) = child(root, "genid") {
         edits.set_text(generation, wish.uuid);
     }
-    let mut consoles = Vec::new();
-    let mut other = Other { edits: &mut edits, notes: &mut notes, consoles: &mut consoles, wish };
+    let (mut consoles, mut taps) = (Vec::new(), Vec::new());
+    let mut other = Other {
+        edits: &mut edits,
+        notes: &mut notes,
+        consoles: &mut consoles,
+        taps: &mut taps,
+        cards: 0,
+        replaced: 0,
+        wish,
+    };
     if let Err(refusal) = other.firmware(root) {
         refusals.push(refusal);
     }
@@ -97,7 +110,7 @@ pub fn other_domain(text: &str, wish: &OtherDomain<'_>) -> Result<WaitingDomain,
             refusals.push(refusal);
         }
     }
-    if let Err(refusal) = other.line(root) {
+    if let Err(refusal) = other.line(root).and_then(|()| other.has_network()) {
         refusals.push(refusal);
     }
     if !refusals.is_empty() {
@@ -110,6 +123,7 @@ pub fn other_domain(text: &str, wish: &OtherDomain<'_>) -> Result<WaitingDomain,
         emulator: emulator.unwrap_or_default().to_owned(),
         text: edits.finish(),
         consoles,
+        taps,
         notes,
     })
 }
@@ -140,6 +154,10 @@ struct Other<'a, 'b> {
     edits: &'a mut Edits<'b>,
     notes: &'a mut Vec<String>,
     consoles: &'a mut Vec<String>,
+    taps: &'a mut Vec<String>,
+    cards: usize,
+    /// User networks that became others.
+    replaced: usize,
     wish: &'a OtherDomain<'a>,
 }
 
@@ -215,23 +233,65 @@ impl<'a> Other<'a, '_> {
     }
 
     /// Each clone is alone: inside of it the address is the first one's, by the state of
-    /// the device.
+    /// the device, until somebody in it is told another. libvirt knows it by that one.
     fn interface(&mut self, device: Node<'_, '_>) -> Result<(), Refusal> {
         let kind = device.attribute("type").unwrap_or_default();
-        match kind {
-            "user" => {}
-            "network" | "bridge" | "direct" | "ethernet" => {
-                self.edits.set(device, "type", "ethernet");
-                self.notes.push(format!(
-                    "its interface ({kind}) is a tap device that leads nowhere: its address is the first guest's; give it one of its own inside, then put the tap on a bridge (ip link set TAP master BRIDGE)"
+        let Networks::Clone(clone) = self.wish.networks else { return Ok(()) };
+        let becomes_tap = match (kind, clone.wish) {
+            ("user", NetworkWish::User(_) | NetworkWish::SameKind) => false,
+            ("user", NetworkWish::Tap) => true,
+            ("network" | "bridge" | "direct" | "ethernet", NetworkWish::User(_)) => {
+                return Err(Refusal::new(
+                    format!(
+                        "its interface ({kind}) has ways that its driver uses: user networking lacks them"
+                    ),
+                    "clone it with --net bridge=NAME, or without --net",
                 ));
             }
+            ("network" | "bridge" | "direct" | "ethernet", _) => true,
             _ => return Err(one_only(&format!("its interface {kind}"))),
-        }
+        };
         for way in device.children().filter(|one| TO_NETWORKS.contains(&one.tag_name().name())) {
             self.edits.remove(way);
         }
+        let mut missing = Vec::new();
+        let mac = clone.mac(self.cards).to_string();
+        self.cards += 1;
+        match child(device, "mac") {
+            Some(there) => self.edits.set(there, "address", &mac),
+            None => missing.push(Element::new("mac").with("address", mac)),
+        }
+        if becomes_tap {
+            self.replaced += usize::from(kind == "user");
+            self.edits.set(device, "type", "ethernet");
+            let name = clone.tap(self.taps.len());
+            missing.push(Element::new("target").with("dev", name.as_str()));
+            if clone.wish == NetworkWish::SameKind {
+                self.notes.push(format!(
+                    "its interface ({kind}) is the tap device {name}, which leads nowhere; --net bridge=NAME puts a clone on a bridge"
+                ));
+            }
+            self.taps.push(name);
+        }
+        self.edits.append(device, &missing);
         Ok(())
+    }
+
+    /// Whether it has a network of the kind that is wished.
+    fn has_network(&self) -> Result<(), Refusal> {
+        let Networks::Clone(CloneNetworks { wish, .. }) = self.wish.networks else {
+            return Ok(());
+        };
+        match wish {
+            NetworkWish::User(forwards) if !forwards.is_empty() => Err(Refusal::new(
+                "user networking of libvirt's has no ports that lead to it",
+                "leave --forward out, or put the clone on a bridge: --net bridge=NAME",
+            )),
+            NetworkWish::Tap if self.taps.is_empty() => {
+                Err(Refusal::new("it has no network", "leave --net out"))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn console(&mut self, device: Node<'_, '_>) -> Result<(), Refusal> {
@@ -288,10 +348,11 @@ impl<'a> Other<'a, '_> {
         self.edits.set(monitor, "value", &monitor_words(&socket)[1]);
         let declared = root.namespaces().find(|one| one.uri() == QEMU && one.name().is_some());
         let prefix = declared.and_then(|one| one.name()).unwrap_or("qemu");
-        let mut missing = Vec::new();
+        let word = |word: &str| Element::new(format!("{prefix}:arg")).with("value", word);
+        let mut missing: Vec<Element> =
+            apart(self.replaced).iter().map(|text| word(text)).collect();
         let waits = line.children().any(|one| one.attribute("value") == Some("-incoming"));
         if !waits {
-            let word = |word: &str| Element::new(format!("{prefix}:arg")).with("value", word);
             missing.extend(["-incoming", "defer"].map(word));
         }
         let (socket, token) = self.wish.tenant;

@@ -1,6 +1,7 @@
 //! Tests of domains.
 
 use super::*;
+use crate::networks::{CloneNetworks, NetworkWish, Networks};
 
 const WISH: DomainWish<'_> = DomainWish {
     library: "/usr/lib/strata/libstrata.so",
@@ -239,17 +240,23 @@ const DEVICES: &str = "<disk type='file' device='disk'>
     <graphics type='vnc' port='5900' autoport='no'/>";
 
 fn other(text: &str, clone: bool) -> Result<WaitingDomain, Vec<Refusal>> {
+    let own = CloneNetworks { id: [1, 2, 3, 4], wish: NetworkWish::SameKind };
+    other_on(text, clone.then_some(own))
+}
+
+fn other_on(text: &str, clone: Option<CloneNetworks<'_>>) -> Result<WaitingDomain, Vec<Refusal>> {
     let disk = crate::again::OtherDisk {
         said: "/images/a.img".into(),
         path: "/images/a.img.test".into(),
         format: "qcow2".into(),
     };
     let wish = OtherDomain {
-        clone: clone.then_some("test"),
+        clone: clone.map(|_| "test"),
         uuid: "11111111-2222-3333-4444-555555555555",
         monitor_directory: "/m",
         tenant: ("/run/agent.sock", "00ff"),
         disks: &[disk],
+        networks: clone.map_or(Networks::Back { beside: false }, Networks::Clone),
     };
     other_domain(text, &wish)
 }
@@ -267,9 +274,10 @@ fn a_clone_has_what_two_can_have_and_its_own_identity() {
         "<genid>11111111-2222-3333-4444-555555555555</genid>",
         "<driver name='qemu' type='qcow2'/>\n      <source file='/images/a.img.test' index='1'/>\n      <target",
         "<source file='/images/cd.iso'/>",
-        "<interface type='ethernet'>\n      <mac address='52:54:00:00:00:01'/>\n      <model",
-        "<log file='/var/log/a.log.test'/>",
+        "<interface type='ethernet'>\n      <mac address='02:01:02:03:04:00'/>\n      <model type='virtio'/>\n      <target dev='st01020304-0'/>\n    </interface>",
         "path='/run/libvirt/qemu/channel/1-web1/org",
+        "<channel type='unix'>\n      <target type='virtio' name='org.strata.memory.0'/>",
+        "<log file='/var/log/a.log.test'/>",
         "<graphics type='vnc' port='-1' autoport='yes'/>",
         "path=/m/11111111-2222-3333-4444-555555555555.strata,server=on",
         "<qemu:arg value='-incoming'/>\n    <qemu:arg value='defer'/>",
@@ -287,6 +295,29 @@ fn a_clone_has_what_two_can_have_and_its_own_identity() {
     let again = other(&made.text.replace("a.img.test", "a.img"), true).expect("a clone of it");
     assert_eq!(again.text.matches("-incoming").count(), 1);
     assert_eq!(again.text.matches("STRATA_TOKEN").count(), 1);
+}
+
+#[test]
+fn a_clone_of_libvirts_has_the_network_that_is_wished() {
+    let id = [1, 2, 3, 4];
+    let user = amended(&with_devices("<interface type='user'><model type='virtio'/></interface>"));
+    let tap = CloneNetworks { id, wish: NetworkWish::Tap };
+    let made = other_on(&user.text, Some(tap)).expect("a clone");
+    assert_eq!((made.taps.len(), made.notes.len()), (1, 0));
+    assert!(made.text.contains("<interface type='ethernet'>"), "{}", made.text);
+    assert!(made.text.contains("<mac address='02:01:02:03:04:00'/>"), "{}", made.text);
+    assert!(made.text.contains("<qemu:arg value='user,id=strata-apart-0,restrict=on'/>"));
+    let bridged = amended(&with_devices(DEVICES)).text;
+    let own = |forwards| CloneNetworks { id, wish: NetworkWish::User(forwards) };
+    assert!(other_on(&user.text, Some(own(&[]))).expect("a clone").taps.is_empty());
+    for (text, clone, why) in [
+        (&user.text, own(&[(7001, 22)]), "no ports that lead to it"),
+        (&bridged, own(&[]), "user networking lacks"),
+        (&amended(&with_devices("")).text, tap, "no network"),
+    ] {
+        let refusals = other_on(text, Some(clone)).expect_err(why);
+        assert!(refusals[0].why.contains(why), "{refusals:?}");
+    }
 }
 
 #[test]

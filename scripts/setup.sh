@@ -126,8 +126,9 @@ modules=({nfnetlink,nf_tables,libcrc32c,crc32c_generic}.ko tun.ko veth.ko
     {unix,inet,tcp,udp,raw,af_packet,netlink}_diag.ko)
 # And for a file system on persistent memory.
 modules+=({libnvdimm,nfit,nd_btt,nd_pmem,crc16,mbcache,jbd2,ext4}.ko)
-# And for a guest's balloon, its disk, and the port of an agent in it.
-modules+=(virtio{,_ring,_pci_legacy_dev,_pci_modern_dev,_pci,_mmio,_balloon,_blk,_console}.ko)
+# And for a guest's balloon, its disk, its network card, and the port of an agent in it.
+modules+=(virtio{,_ring,_pci_legacy_dev,_pci_modern_dev,_pci,_mmio,_balloon,_blk,_console,_net}.ko
+    {failover,net_failover}.ko)
 
 # Kernels to boot guests with: the distribution's own, and a newer one if it
 # offers that beside it; vmlinuz-VERSION, and modules-VERSION beside it, where

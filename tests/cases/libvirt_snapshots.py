@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 
 import machine
+from guest_clones import with_agent
 from libvirt_guests import published
 from libvirtd import Domain, Emulated, Libvirt, user
 from strata import Failure, configured
@@ -104,8 +105,11 @@ def taken(libvirt, guest):
 
 
 def cloned(run, libvirt, first, guest, sockets):
-    """A domain of its own, transient, of another identity, on a disk of its own."""
+    """A domain of its own, transient, of another identity, inside of it too, on a disk of its
+    own."""
     done = libvirt.strata("clone", first, "--name", "copy")
+    if "copy: it answers as copy, with the address 02:" not in done.stderr:
+        raise Failure(f"who it is now: {done.stderr}")
     if done.stdout.strip() != "copy" or state(libvirt, "copy") != "running":
         raise Failure(f"clone: {done.stdout}{done.stderr}")
     if uuid(libvirt, "copy") == uuid(libvirt, guest.domain) or \
@@ -216,7 +220,7 @@ def libvirt_snapshots(run):
     os.chmod(place, 0o755)
     of = kernel()
     shutil.copy(of, os.path.join(place, "vmlinuz"))
-    shutil.copy(initramfs(run, of), os.path.join(place, "initramfs"))
+    shutil.copy(initramfs(run, of, more=with_agent(run)), os.path.join(place, "initramfs"))
     subprocess.run([run.tool("qemu-img"), "create", "-q", "-f", "qcow2",
                     os.path.join(place, f"{NAME}.qcow2"), "64M"], check=True)
     mine, libvirt, guest = run.binaries, None, None
@@ -240,6 +244,8 @@ def libvirt_snapshots(run):
             guest = Domain(run, libvirt, NAME, TENANT, f"{sockets}/{NAME}.serial")
             guest.start()
             guest.hear(r"^up\n")
+            guest.tell("agent")
+            guest.hear(r"^agent\n")
             guest.tell("disk")
             guest.hear(r"^disks\n")
             guest.tell(f"fill {FILLED_MIB}")

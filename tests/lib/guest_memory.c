@@ -6,6 +6,7 @@
  *   disk       write to its disks as well   end        switch the guest off
  *   forks      how often its kernel has made its random numbers anew for being a clone
  *   agent      start the agent for its balloon    silence    end that
+ *   serve      say who it is to whoever connects to its port 7 (guest_network.h)
  *   killed     how often memory was so short that the kernel ended something
  *   rest       do nothing until told something else
  *
@@ -13,6 +14,7 @@
  * seen at once.
  */
 #define _GNU_SOURCE
+#include "guest_network.h"
 #include "guest_program.h"
 
 #include <poll.h>
@@ -178,6 +180,12 @@ static void start_agent(void) {
     puts("agent");
 }
 
+static void start_server(void) {
+    mount_all();
+    if (fork() == 0)
+        serve();
+}
+
 static void end_agent(void) {
     if (agent > 0 && (kill(agent, SIGKILL) != 0 || waitpid(agent, NULL, 0) != agent))
         puts("WRONG agent not ended");
@@ -221,6 +229,8 @@ int main(void) {
                 count_forks();
             else if (strncmp(said, "agent", 5) == 0)
                 start_agent();
+            else if (strncmp(said, "serve", 5) == 0)
+                start_server();
             else if (strncmp(said, "silence", 7) == 0)
                 end_agent();
             else if (strncmp(said, "killed", 6) == 0)

@@ -12,6 +12,7 @@ static const char *const MODULES[] = {
     "virtio_ring",           "virtio",     "virtio_pci_legacy_dev",
     "virtio_pci_modern_dev", "virtio_pci", "virtio_mmio",
     "virtio_balloon",        "virtio_blk", "virtio_console",
+    "failover",              "net_failover", "virtio_net",
 };
 
 static void load_modules(void) {

@@ -89,7 +89,8 @@ def taken(run, guest):
 def cloned(run, guest):
     """Two more go on from where it was, all three right, each alone."""
     run.daemon.strata("set", NAME, "--dram", f"{PRESSED_MIB}MiB")
-    now = guest.rounds(4)
+    # So far that a clone, which is heard when it was looked for an agent in it, is not there yet.
+    now = guest.rounds(20)
     made = run.daemon.strata("clone", f"{NAME}@1", "--name", "twin", "--count", "2")
     if made.stdout.split() != ["twin-1", "twin-2"]:
         raise Failure(f"clone printed {made.stdout!r}, {made.stderr!r}")

@@ -23,9 +23,12 @@ use super::libvirts::{is_master, libvirts_port};
 use super::monitor::{name_of, who_answers};
 use super::{Guests, lock};
 
-/// How long an agent may take to be there: QEMU tells that its port is open, some
-/// milliseconds after the guest runs, and the balloon lets go of it.
-const THERE_WITHIN: Duration = Duration::from_secs(3);
+/// How often it is looked whether an agent is there: that its port is open QEMU knows of the
+/// state of the device, and says it when its main loop, which answers, has run timers once.
+const LOOKS: u32 = 6;
+const BETWEEN_LOOKS: Duration = Duration::from_millis(40);
+/// How long its port may take: the balloon lets go of it when it looks the next time.
+const REACHED_WITHIN: Duration = Duration::from_secs(3);
 /// How long it may take to hear what it is told.
 const HEARD_WITHIN: Duration = Duration::from_secs(15);
 /// How long it may take to have it done: it ends a hook sooner itself.
@@ -93,25 +96,20 @@ impl Guests {
         Err("no agent answers in it: it has no port for one, as it was started without".to_owned())
     }
 
-    /// Waits until somebody in the guest has the port open.
+    /// Sees that somebody in the guest has the port open.
     fn agent_is_there(&self, tenant: &Tenant, port: &Port) -> Result<(), String> {
-        let until = Instant::now() + THERE_WITHIN;
-        loop {
+        for _ in 0..LOOKS {
             let asked = self.alone(tenant).and_then(|_alone| {
                 let mut talk = self.talk(tenant, &self.directory(tenant), ASKED_WITHIN)?;
                 is_open(&mut talk.monitor, &port.id).map_err(|error| error.to_string())
             });
             match asked {
                 Ok(true) => return Ok(()),
-                Ok(false) if Instant::now() < until => std::thread::sleep(LOOK_EVERY),
-                Ok(false) => {
-                    return Err(
-                        "no agent answers in it: nobody in the guest has its port open".to_owned()
-                    );
-                }
+                Ok(false) => std::thread::sleep(BETWEEN_LOOKS),
                 Err(why) => return Err(format!("whether an agent is in it is not known: {why}")),
             }
         }
+        Err("no agent answers in it: nobody in the guest has its port open".to_owned())
     }
 }
 
@@ -129,7 +127,7 @@ fn step_of(identity: Identity) -> Result<Step, String> {
 
 /// A way to the agent: the balloon has let go of it, and QEMU listens.
 fn connected(tenant: &Tenant, port: &Port) -> Result<UnixStream, String> {
-    let until = Instant::now() + THERE_WITHIN;
+    let until = Instant::now() + REACHED_WITHIN;
     loop {
         match connect_now(&port.path) {
             Ok(stream) => {

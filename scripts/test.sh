@@ -61,10 +61,12 @@ fi
 if step "build" build; then
     if [ -n "$beside" ]; then
         rm -f "$target/lints.count"
-        (passed=0 failed=0 && lints) >"$target/lints.log" 2>&1 &
+        # A group of its own: cargo and what it has started go with it, when this is interrupted.
+        set -m
+        (passed=0 failed=0 && lints) >"$target/lints.log" 2>&1 </dev/null &
         beside=$!
-        # Not left behind when this is interrupted.
-        trap 'kill "$beside" 2>/dev/null' EXIT
+        set +m
+        trap 'kill -- "-$beside" 2>/dev/null' EXIT
     fi
     printf '\n== unit tests, and programs under pressure\n'
     tests/run.sh --units "$units" --patience 5 "$@" 2>&1 | tee "$log"

@@ -86,6 +86,23 @@ def follows(run, place, write, pid, name):
         raise Failure("the worker was replaced")
 
 
+def changed_again(run, pid, log, write):
+    """The file changes once more before the worker has read it: that makes room for one which
+    has what the supervisor has read."""
+    worker, before = worker_of(pid), machine.read(log).count("was read again")
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        write(40)
+        os.kill(pid, signal.SIGHUP)
+        run.daemon.wait_until(lambda: machine.read(log).count("was read again") > before,
+                              "the supervisor has read it")
+        write(56)
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    run.daemon.wait_until(lambda: worker_of(pid) not in (None, worker) and run.daemon.answers(),
+                          "another worker has what the supervisor has")
+
+
 @case("reload", native=False, own_daemon=True)
 def reload(run):
     """What is new in it holds, under load, without a wrong byte and with the same worker;
@@ -128,6 +145,12 @@ def reload(run):
         write(f'snapshot_dir = "{place}/elsewhere"\ndefault_dram = "48MiB"\n')
         os.kill(pid, signal.SIGHUP)
         run.daemon.wait_until(lambda: "of snapshot_dir" in machine.read(log), "it names what stays")
+
+        def is_followed():
+            run.daemon.strata("run", "--name", "next", "--", "true")
+            return "tenant next starts: budget 48.0 MiB" in machine.read(log)
+        # That was the supervisor. A worker that finds another file by then makes room.
+        run.daemon.wait_until(is_followed, "the worker follows the signal, too")
         if os.path.exists(f"{place}/elsewhere"):
             raise Failure("snapshots are elsewhere by now")
         write('default_dram = "plenty"\n')
@@ -137,6 +160,8 @@ def reload(run):
         budget_of_next(48, "third")
         if worker_of(pid) != worker or program.stats()["worker_restarts_total"] != 0:
             raise Failure("a worker was replaced for nothing")
+        changed_again(run, pid, log, lambda mib: write(snapshots + f'default_dram = "{mib}MiB"\n'))
+        budget_of_next(40, "changed")
         # A package was upgraded.
         write(snapshots + 'default_dram = "32MiB"\n')
         os.rename(stratad, stratad + ".old")

@@ -427,7 +427,8 @@ impl Commands {
                 kill_process(self.supervisor_pid, SIGHUP);
                 let until = Instant::now() + FOLLOWED_WITHIN;
                 while Instant::now() < until {
-                    if self.registry.config_followed().load(Ordering::Acquire) != before {
+                    // Less, where the worker has not followed the one before yet.
+                    if self.registry.config_followed().load(Ordering::Acquire) > before {
                         return Reply::Done { note: reread.note() };
                     }
                     std::thread::sleep(LOOK_EVERY);

@@ -50,8 +50,15 @@ def once(run, alone, first, second):
     groups = [program.stats()["group"] for program in (alone, first, second)]
     if groups != [None, "twins", "twins"]:
         raise Failure(f"they are of the groups {groups}")
-    run.daemon.wait_until(lambda: cost(first, second) < 1.4 * cost(alone),
-                          "two of a group cost what one costs")
+    try:
+        run.daemon.wait_until(lambda: cost(first, second) < 1.4 * cost(alone),
+                              "two of a group cost what one costs")
+    except Failure as failure:
+        parts = ("stored_bytes", "staged_bytes", "compressed_bytes", "file_bytes", "stored_objects",
+                 "deduplicated_pages")
+        told = [{part: one[part] for part in parts} for one in
+                (program.stats() for program in (alone, first, second))]
+        raise Failure(f"{failure}: alone {told[0]}, the two {told[1:]}") from None
     run.note(f"alone {cost(alone) // 1024} KiB, both twins {cost(first, second) // 1024} KiB")
     if cost(second) > 0.75 * cost(alone):
         raise Failure(f"the second pays {cost(second)} for what is there already, one alone "

@@ -161,7 +161,7 @@ def dense_redis(run, count):
 
 @case_of_guest("dax-redis", seconds=90)
 def dax_redis(run):
-    with mounted(), with_tier(run), dense_redis(run, 8_000) as program:
+    with mounted(), with_tier(run), dense_redis(run, 4_000) as program:
         stats = program.stats()
         if not stats["file_faults_total"] or not stats["file_bytes"]:
             raise Failure(f"nothing was in the tier: {stats['file_bytes']} bytes, "
@@ -177,7 +177,7 @@ def dax_full(run):
         status = os.statvfs(PLACE)
         with open(ballast, "wb") as file:
             os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize - spare)
-        with dense_redis(run, 5_000) as program:
+        with dense_redis(run, 3_500) as program:
             stats, status = program.stats(), os.statvfs(PLACE)
             if not stats["file_bytes"] or status.f_bavail * status.f_frsize > spare / 4:
                 raise Failure(f"the tier has {stats['file_bytes']} bytes, the device "

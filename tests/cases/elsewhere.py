@@ -49,11 +49,11 @@ def cgroup_v2_backstop(run):
     if root is None:
         not_here("the memory controller is not in cgroup v2 on this machine; with v1 there is "
                  "no backstop", "guest-new-kernel")
-    program = run.start("hold", "32", "load", budget="16MiB")
+    program = run.start("hold", "20", "load", budget="8MiB")
     program.gate("running")
     group = root + machine.memory_cgroup(program.pid)
     high = group + "/memory.high"
-    for budget in (16, 24):
+    for budget in (8, 12):
         run.daemon.strata("set", program.name, "--dram", f"{budget}MiB")
         found = machine.read(high).strip()
         if not found.isdigit():
@@ -69,10 +69,10 @@ def cgroup_v2_backstop(run):
     run.daemon.wait_until(lambda: program.stats()["faults_total"] > before + 1000,
                           "faults are served beyond memory.high")
     current = int(machine.read(group + "/memory.current"))
-    if current < 8 * MIB:
+    if current < 6 * MIB:
         raise Failure(f"memory.current is {current}: nothing was beyond memory.high")
     run.note(f"1000 pages filled in with {current // MIB} MiB in use, memory.high at 4 MiB")
-    run.daemon.strata("set", program.name, "--dram", "16MiB")
+    run.daemon.strata("set", program.name, "--dram", "8MiB")
     program.answer()
     program.finish()
 
@@ -119,7 +119,7 @@ def oom_order(run):
     if not effective >> CAP_SYS_RESOURCE & 1:
         not_here("without CAP_SYS_RESOURCE no oom_score_adj can be lowered",
                  "guest-new-kernel")
-    program = run.start("hold", "24", "load", budget="12MiB")
+    program = run.start("hold", "4", "load", budget="12MiB")
     program.gate("running")
     scores = {}
     for who, pid in (("supervisor", run.daemon.pid), ("worker", run.daemon.worker()),

@@ -30,7 +30,7 @@ def guest_old_kernel(run):
                          [["--native", *only(*names)]], names)
 
 
-@case("guest-new-kernel", native=False, own_daemon=True, computes=True, seconds=900, takes=300)
+@case("guest-new-kernel", native=False, own_daemon=True, computes=True, seconds=900, takes=200)
 def guest_new_kernel(run):
     """Its power is cut in the last case, which so says nothing; the next boot tells."""
     need_criu()

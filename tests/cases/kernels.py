@@ -47,8 +47,10 @@ def in_guest(run, wanted, runs, names, environment=(), hardware=("-m", "1024"), 
                    "them")
     initramfs = os.path.join(run.directory, "initramfs")
     runs = [["--patience", PATIENCE, "--at-once", AT_ONCE, *arguments] for arguments in runs]
-    guest.make_initramfs(initramfs, ROOT, run.binaries, BUILD, runs, environment, kernel=kernel,
-                         **contents)
+    # All boots of a case have the same.
+    if not os.path.exists(initramfs):
+        guest.make_initramfs(initramfs, ROOT, run.binaries, BUILD, kernel=kernel, **contents)
+    guest.tell(initramfs, runs, environment)
     boots = sum(name.startswith("guest-boot") for name in os.listdir(run.log_directory))
     log = os.path.join(run.log_directory, f"guest-boot-{boots + 1}.log")
     verdicts = guest.run(qemu, kernel, initramfs, log, run.seconds_left(), hardware)

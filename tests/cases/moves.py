@@ -67,7 +67,7 @@ def send(run):
     if int(machine.read(LAST_PID)) < BEYOND_THE_GUEST:
         with open(LAST_PID, "w") as file:
             file.write(str(BEYOND_THE_GUEST))
-    program = Moment(run, "threads", 24, "12MiB", env={"GLIBC_TUNABLES": PLAIN_CPU})
+    program = Moment(run, "threads", 16, "8MiB", env={"GLIBC_TUNABLES": PLAIN_CPU})
     needed = mapped(program.program.pid)
     snapshot, file = export(run, program)
     manifest = os.path.join(run.directory, "arrived.json")

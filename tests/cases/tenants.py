@@ -12,6 +12,9 @@ from strata import Failure
 from suite import case
 
 MIB = 1 << 20
+# The kernel only begins to slow a program down at `memory.high`, which is as far above the
+# budget as it may be exceeded; the rest of a batch comes on top, and what the daemon stages.
+SLOWED_WITHIN = 4 * MIB
 
 
 def allowance(budget):
@@ -70,10 +73,10 @@ def judge(run, sampler, program, budget, backstop):
     """While the program stands still at its gate: what it cost at most, and what it
     costs once Strata has caught up. Where nothing slows down a program that is faster
     than evictions (no memory.high), only the latter is a promise."""
-    over = sampler.end(budget)
-    if backstop and over > allowance(budget):
+    over, most = sampler.end(budget), allowance(budget) + SLOWED_WITHIN
+    if backstop and over > most:
         raise Failure(f"{over / MIB:.1f} MiB over a budget of {budget / MIB:.0f} MiB, "
-                      f"{allowance(budget) / MIB:.0f} MiB are allowed")
+                      f"{most / MIB:.0f} MiB are allowed")
     run.daemon.wait_until(lambda: sampler.cost() <= budget + allowance(budget),
                           f"{program.name} costs no more than its budget")
 
@@ -114,7 +117,7 @@ def budget_rush_small(run):
     if unified_root() is None:
         not_here("the memory controller is not in cgroup v2 on this machine; with v1 there "
                  "is no backstop", "guest-new-kernel")
-    if not rush(run, 64, 16):
+    if not rush(run, 48, 16):
         raise Failure("the program has no cgroup of its own")
 
 

@@ -27,6 +27,12 @@ GUEST_TESTS = "/strata/tests"
 NVDIMM_MIB = 512
 # Node 0 has the processors, node 1 is farther away and has none.
 NODES_MIB = (1024, 256)
+# What a guest's processor lacks, for QEMU's emulation takes long for it: it does a string
+# instruction element by element, and a kernel that is told that they are fast goes by bytes.
+SLOW = ("erms", "fsrm")
+# Without what a kernel does for machines that somebody attacks, and with page tables of four
+# levels: emulated, each costs much, and no case is about them.
+APPEND = "console=ttyS0 quiet panic=-1 mitigations=off init_on_alloc=0 no5lvl"
 # What the programs and the cases call by name.
 COMMANDS = ("/bin/cat", "/bin/true", "/bin/sh")
 # Of python's library: what the suite has no use for.
@@ -49,8 +55,8 @@ class Archive:
     (Documentation/driver-api/early-userspace/buffer-format.rst). Files and
     directories have the modes that they have here: CRIU compares them."""
 
-    def __init__(self, path):
-        self.file = open(path, "wb")
+    def __init__(self, path, mode="wb"):
+        self.file = open(path, mode)
         self.known = set()
         self.inode = 0
 
@@ -100,6 +106,16 @@ class Archive:
         self.file.close()
 
 
+def tell(path, runs, environment):
+    """Adds to an initramfs what the suite is told, a list for each time that it is started,
+    with that `environment` (NAME=VALUE). Told once more, that holds: a kernel unpacks one
+    archive after the other. Not by the kernel's command line: that takes 32 words."""
+    told = {"runs": runs, "environment": dict(pair.split("=", 1) for pair in environment)}
+    archive = Archive(path, "ab")
+    archive.entry("/told.json", stat.S_IFREG | 0o644, json.dumps(told).encode())
+    archive.end()
+
+
 def add_compiled(archive, root):
     """Beside the sources that are there, what python makes of them, of all modules that this
     process has imported: the guest's suite imports the same. It is taken for theirs
@@ -140,12 +156,10 @@ def add_modules(archive, kernel):
             archive.entry(name, stat.S_IFREG | 0o644, file.read())
 
 
-def make_initramfs(path, root, binaries, programs, runs, environment, more=(), criu=None,
-                   kernel=None):
-    """`root`: of the repository; `programs`: the directory of the built ones; `runs`: what
-    the suite is told, a list for each time that it is started, with that `environment`
-    (NAME=VALUE); `more`: files that are to be there as well, under the names that they
-    have here; `kernel`: whose modules."""
+def make_initramfs(path, root, binaries, programs, more=(), criu=None, kernel=None):
+    """All but what the suite is told (`tell`). `root`: of the repository; `programs`: the
+    directory of the built ones; `more`: files that are to be there as well, under the names
+    that they have here; `kernel`: whose modules."""
     python = os.path.realpath(sys.executable)
     archive = Archive(path)
     archive.add(python)
@@ -168,10 +182,12 @@ def make_initramfs(path, root, binaries, programs, runs, environment, more=(), c
     with open(os.path.join(root, "tests", "lib", "guest_init.py"), "rb") as file:
         init = b"#!" + python.encode() + b" -B\n" + file.read()
     archive.entry("/init", stat.S_IFREG | 0o755, init)
-    # Not by the kernel's command line: that takes 32 words.
-    told = {"runs": runs, "environment": dict(pair.split("=", 1) for pair in environment)}
-    archive.entry("/told.json", stat.S_IFREG | 0o644, json.dumps(told).encode())
     archive.end()
+
+
+def cpu(without):
+    """What QEMU is told for a processor."""
+    return ",".join(["max", *(f"-{name}" for name in without)])
 
 
 def nodes(sizes_mib=NODES_MIB):
@@ -199,10 +215,10 @@ def run(qemu, kernel, initramfs, log_path, timeout_s, hardware):
     """Boots a guest with this `hardware`, in QEMU's words, and lets it run what its
     initramfs says; verdict and the rest of the line by case's name."""
     command = [
-        qemu, "-accel", "tcg,thread=single", "-cpu", "max", "-machine", "q35", "-smp", "2",
+        qemu, "-accel", "tcg,thread=single", "-cpu", cpu(SLOW), "-machine", "q35", "-smp", "2",
         "-nodefaults", "-display", "none", "-no-reboot",
         "-serial", "stdio", "-kernel", kernel, "-initrd", initramfs, *hardware,
-        "-append", "console=ttyS0 quiet panic=-1",
+        "-append", APPEND,
     ]
     with open(log_path, "wb") as log:
         try:

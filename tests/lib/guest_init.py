@@ -50,7 +50,8 @@ def raise_loopback():
 def main():
     os.chmod("/", 0o755)  # as everywhere; CRIU looks
     for kind, place in (("proc", "/proc"), ("sysfs", "/sys"), ("devtmpfs", "/dev"),
-                        ("tmpfs", "/tmp"), ("tmpfs", "/run"), ("cgroup2", "/sys/fs/cgroup")):
+                        ("debugfs", "/sys/kernel/debug"), ("tmpfs", "/tmp"), ("tmpfs", "/run"),
+                        ("cgroup2", "/sys/fs/cgroup")):
         mount(kind, place)
     load_modules()
     raise_loopback()

@@ -199,7 +199,16 @@ class Runner:
             return (reason + "; " if reason else "") + "the daemon died or does not answer"
         return reason
 
+    def end_daemons(self):
+        for slot, daemon in enumerate(self.daemons):
+            if daemon:
+                daemon.end()
+                self.daemons[slot] = None
+
     def first_run(self, registered, slot):
+        if registered.alone:
+            # Not even a daemon that the others have shared.
+            self.end_daemons()
         outcome = self.run(registered, slot)
         if outcome.verdict != "FAIL" or self.options.first:
             self.count(registered, outcome)
@@ -268,9 +277,7 @@ class Runner:
             with self.changed:
                 self.stopped = True
                 self.changed.notify_all()
-            for daemon in self.daemons:
-                if daemon:
-                    daemon.end()
+            self.end_daemons()
 
     def closing_lines(self):
         flaky = f"flaky: {' '.join(sorted(self.flaky))}" if self.flaky else "no flaky case"

@@ -20,7 +20,8 @@ from suite import BUILD, ROOT
 # Without cmpxchg16b: the emulation of QEMU before 8.0 leaves wrong flags behind it, and an
 # interrupt just then, as after a wait for a page, brings a guest's kernel down with a double
 # fault (docs/guests.md).
-CPU = "max,-cx16"
+WITHOUT = (*guest.SLOW, "cx16")
+CPU = guest.cpu(WITHOUT)
 # Modules of the guest's kernel, where it does not have them built in.
 BALLOON = "virtio_balloon"
 # A line takes some 278 writes of a byte that nobody reads.
@@ -180,7 +181,7 @@ class Guest(Line):
             run.binaries.strata, "vm", "run", "--name", name, *arguments, "--",
             run.tool("qemu-system-x86_64"), "-cpu", CPU, "-nodefaults", "-display", "none",
             "-no-reboot", "-kernel", of, "-initrd", initramfs(run, of),
-            "-append", "console=ttyS0 quiet panic=-1",
+            "-append", guest.APPEND,
             "-serial", f"unix:{serial},server=on,wait=on", *words,
         ]
         environment = {k: v for k, v in os.environ.items()

@@ -13,8 +13,6 @@ from strata import Failure
 
 MIB = 1 << 20
 CONTENT_MIB = 48
-# Less than half of what it takes: QEMU keeps what it loads a second time, for resets.
-BUDGET = "40MiB"
 LOADED_AT = 4 * MIB
 PROMPT = b"(qemu) "
 
@@ -25,20 +23,21 @@ def files(qemu):
 
 
 class Machine:
-    """Under Strata, with `CONTENT_MIB` of its memory written."""
+    """Under Strata, with `content_mib` of its memory written."""
 
-    def __init__(self, run):
-        self.run = run
+    def __init__(self, run, content_mib=CONTENT_MIB):
+        self.run, self.size = run, content_mib * MIB
         self.content = os.path.join(run.directory, "content")
         with open(self.content, "wb") as file:
-            for page in range(CONTENT_MIB * MIB // 4096):
+            for page in range(self.size // 4096):
                 file.write(hashlib.shake_128(b"%d" % page).digest(256) * 16)
         self.monitor_path = os.path.join(run.directory, "monitor")
         self.program = run.start(
             run.tool("qemu-system-x86_64"), "-machine", "none", "-S", "-nodefaults",
-            "-display", "none", "-m", f"{CONTENT_MIB + 16}M",
+            "-display", "none", "-m", f"{content_mib + 16}M",
             "-device", f"loader,file={self.content},addr={LOADED_AT:#x},force-raw=on",
-            "-monitor", "unix:monitor,server,nowait", budget=BUDGET)
+            # Less than half of what it takes: QEMU keeps what it loads a second time, for resets.
+            "-monitor", "unix:monitor,server,nowait", budget=f"{content_mib * 5 // 6}MiB")
         self.monitor = self.connect()
         self.until_prompt()
 
@@ -67,8 +66,7 @@ class Machine:
 
     def check(self):
         """All that was loaded is in the machine's memory."""
-        saved = os.path.join(self.run.directory, "saved")
-        size = CONTENT_MIB * MIB
+        saved, size = os.path.join(self.run.directory, "saved"), self.size
         self.monitor.sendall(f'pmemsave {LOADED_AT:#x} {size:#x} "saved"\n'.encode())
         self.until_prompt()
         if os.path.getsize(saved) != size or not filecmp.cmp(saved, self.content, shallow=False):

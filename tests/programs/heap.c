@@ -135,16 +135,15 @@ static void grow(void)
  * notice. */
 static void rush(size_t mib)
 {
-    size_t bytes = mib * MIB, step = 32 * MIB;
+    size_t bytes = mib * MIB;
     char *start = t_map(bytes);
     t_gate("start");
-    for (size_t done = 0; done < bytes; done += step)
-        for (size_t i = done; i < done + step; i += PAGE) {
-            /* Little work for each page, and pages that compress well. */
-            uint64_t *page = (uint64_t *)(start + i);
-            for (size_t w = 0; w < PAGE / 8; w += 64)
-                page[w] = t_mix(i + w);
-        }
+    for (size_t i = 0; i < bytes; i += PAGE) {
+        /* Little work for each page, and pages that compress well. */
+        uint64_t *page = (uint64_t *)(start + i);
+        for (size_t w = 0; w < PAGE / 8; w += 64)
+            page[w] = t_mix(i + w);
+    }
     t_gate("filled");
     for (size_t i = 0; i < bytes; i += PAGE) {
         const uint64_t *page = (const uint64_t *)(start + i);

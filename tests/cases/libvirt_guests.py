@@ -21,30 +21,6 @@ SHARED = """
       <model type='ivshmem-plain'/>
       <size unit='M'>4</size>
     </shmem>"""
-XML = """<domain type='qemu'>
-  <name>{name}</name>
-  <memory unit='MiB'>{memory}</memory>
-  <vcpu>1</vcpu>
-  <os>
-    <type arch='x86_64' machine='q35'>hvm</type>
-    <kernel>{place}/vmlinuz</kernel>
-    <initrd>{place}/initramfs</initrd>
-    <cmdline>console=ttyS0 quiet panic=-1</cmdline>
-  </os>
-  <features>
-    <acpi/>
-  </features>
-  <cpu mode='maximum'/>
-  <on_reboot>destroy</on_reboot>
-  <devices>
-    <emulator>{qemu}</emulator>
-    <controller type='usb' model='none'/>
-    <serial type='unix'>
-      <source mode='bind' path='/run/libvirt/qemu/{name}.serial'/>
-    </serial>{more}
-  </devices>
-</domain>
-"""
 
 
 def published(run, place):
@@ -135,7 +111,6 @@ def free(guest):
 @case("libvirt", native=False, own_daemon=True, computes=True, seconds=120, takes=30)
 def libvirt_guests(run):
     """One rule, two guests, a tenant each."""
-    qemu = run.tool("qemu-system-x86_64")
     place = tempfile.mkdtemp(prefix="strata-test-")
     os.chmod(place, 0o755)
     # libvirt gives what a guest boots from to QEMU's user.
@@ -147,8 +122,7 @@ def libvirt_guests(run):
     try:
         libvirt = Libvirt(run, place)
         for name, more in ((NAMES[0], ""), (NAMES[1], ""), ("shares", SHARED)):
-            text = XML.format(name=name, memory=MEMORY_MIB, place=place, qemu=qemu, more=more)
-            libvirt.virsh("define", "--file", "/dev/stdin", text=text)
+            libvirt.define(name, MEMORY_MIB, more)
         log = os.path.join(run.log_directory, "stratad-libvirt.log")
         private = run.daemon.socket_path
         # The daemon's, which is started with the rule that is proposed.

@@ -10,10 +10,11 @@ import signal
 import subprocess
 import sys
 
+import guest
 import machine
 from strata import Failure, Skip
 from suite import ROOT
-from under import Guest
+from under import WITHOUT, Guest
 
 CONFIGURATION = "/etc/libvirt"
 STATE = ("/var/lib/libvirt", "/run/libvirt", "/var/log/libvirt", "/var/cache/libvirt")
@@ -23,6 +24,34 @@ USER = "libvirt-qemu"
 REAPER = os.path.join(ROOT, "tests", "lib", "reaper.py")
 DEVICES = [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "ptmx",
                                       "fd", "stdin", "stdout", "stderr")]
+
+DOMAIN = """<domain type='qemu'>
+  <name>{name}</name>
+  <memory unit='MiB'>{memory_mib}</memory>
+  <vcpu>1</vcpu>
+  <os>
+    <type arch='x86_64' machine='q35'>hvm</type>
+    <kernel>{place}/vmlinuz</kernel>
+    <initrd>{place}/initramfs</initrd>
+    <cmdline>{append}</cmdline>
+  </os>
+  <features>
+    <acpi/>
+  </features>
+  <cpu mode='maximum'>{lacks}
+  </cpu>
+  <on_reboot>destroy</on_reboot>
+  <devices>
+    <emulator>{qemu}</emulator>
+    <controller type='usb' model='none'/>
+    <serial type='unix'>
+      <source mode='bind' path='/run/libvirt/qemu/{name}.serial'/>
+    </serial>{devices}
+  </devices>
+</domain>
+"""
+LACKS = """
+    <feature policy='disable' name='{name}'/>"""
 
 
 def user():
@@ -108,6 +137,15 @@ class Libvirt:
 
     def virsh(self, *words, check=True, text=None):
         return self.call([self.virsh_path, "--quiet", *words], check, text).stdout
+
+    def define(self, name, memory_mib, devices=""):
+        """A domain that boots from `vmlinuz` and `initramfs` in the case's place, with
+        `devices`, in libvirt's words, beside its serial line."""
+        text = DOMAIN.format(
+            name=name, memory_mib=memory_mib, place=self.place, devices=devices,
+            append=guest.APPEND, lacks="".join(LACKS.format(name=name) for name in WITHOUT),
+            qemu=self.run.tool("qemu-system-x86_64"))
+        self.virsh("define", "--file", "/dev/stdin", text=text)
 
     def answers(self):
         for process in self.processes:

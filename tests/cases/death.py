@@ -44,7 +44,7 @@ def worker_killed(run):
     run.daemon.settled(before, "the daemon gives back what the tenants cost")
 
 
-@case("worker-killed-at-fork", native=False, own_daemon=True, seconds=120, takes=15)
+@case("worker-killed-at-fork", native=False, own_daemon=True, seconds=120, takes=30)
 def worker_killed_at_fork(run):
     """While programs fork, map and unmap: events must not be lost with it."""
     before = run.daemon.footprint()

@@ -306,7 +306,7 @@ def last_of(data, kind):
     return found
 
 
-@case("guest-files", native=False, own_daemon=True, seconds=300, takes=25)
+@case("guest-files", native=False, own_daemon=True, seconds=300, takes=50)
 def guest_files(run):
     guest = None
     done = []

@@ -108,7 +108,7 @@ def promised(run, guest):
     guest.rounds(1)
 
 
-@case("vm-eight", native=False, own_daemon=True, computes=True, seconds=180, takes=60)
+@case("vm-eight", native=False, own_daemon=True, computes=True, seconds=180, takes=40)
 def vm_eight(run):
     """Eight small guests, and everything that goes wrong with one or under all of them. (No
     microvms: with eight of them on two processors one was seen to find no timer and to panic,

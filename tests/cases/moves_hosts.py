@@ -222,7 +222,7 @@ def program_killed(run):
         program.kill()
 
 
-@case("move-guest-killed", native=False, own_daemon=True, computes=True, seconds=600, takes=150)
+@case("move-guest-killed", native=False, own_daemon=True, computes=True, seconds=600, takes=70)
 def guest_killed(run):
     """The same with a guest, whose disks both hosts see."""
     with another(run) as there:
@@ -253,7 +253,7 @@ def guest_killed(run):
             there.strata("stop", first.name, check=False)
 
 
-@case("move-refused", native=False, own_daemon=True, seconds=120)
+@case("move-refused", native=False, own_daemon=True, seconds=120, takes=15)
 def refused(run):
     """To nobody, to itself, of nobody, by somebody else, or where there is one already: a plain
     line, and it runs on here."""

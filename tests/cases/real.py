@@ -177,7 +177,7 @@ def java(run, collector):
             budget="144MiB")
 
 
-@case("real-java-serial", seconds=120, takes=10)
+@case("real-java-serial", seconds=120, takes=30)
 def real_java_serial(run):
     java(run, "SerialGC")
 

@@ -97,7 +97,7 @@ def back_to_one_call(run, what):
     run.note(f"frozen {listed[snapshot]['freeze_us'] / 1000:.0f} ms")
 
 
-@case("snapshot-api-many", native=False, own_daemon=True, seconds=120, takes=10)
+@case("snapshot-api-many", native=False, own_daemon=True, seconds=120, takes=20)
 def many(run):
     """Three in a row; who comes back takes the next one at once, and it is a
     child of the one that it came from."""

@@ -92,7 +92,7 @@ class Database(Snapshots):
             raise Failure(f"{where}: sysbench failed")
 
 
-@case("snapshot-mariadb", native=False, own_daemon=True, seconds=180, takes=10)
+@case("snapshot-mariadb", native=False, own_daemon=True, seconds=180, takes=15)
 def snapshot_mariadb(run):
     database = Database(run, "--innodb-use-native-aio=0")
     database.load()

@@ -45,7 +45,7 @@ def snapshot_python(run):
     run.note("NumPy arrays" if with_numpy else "without NumPy")
 
 
-@case("snapshot-cpp", native=False, own_daemon=True, seconds=120)
+@case("snapshot-cpp", native=False, own_daemon=True, seconds=120, takes=15)
 def snapshot_cpp(run):
     need_criu()
     compiler = run.tool("c++", "g++", "clang++")

@@ -142,7 +142,7 @@ def unmanaged(run):
     program.assert_clean()
 
 
-@case("snapshot-removed", native=False, own_daemon=True, seconds=120, takes=10)
+@case("snapshot-removed", native=False, own_daemon=True, seconds=120, takes=20)
 def removed(run):
     """Three snapshots, removed in every order: what nothing refers to is freed,
     and what is left is whole."""

@@ -20,6 +20,9 @@ pub(crate) const HOOK: &str = "/usr/lib/strata/clone-hook";
 const HOOK_WITHIN: Duration = Duration::from_secs(30);
 /// What it says last, of which the reason is made.
 const MAX_SAID_BYTES: usize = 4096;
+/// What is read of it at one time, in pieces of so many bytes: one that never stops talking is
+/// ended when its time is up all the same.
+const MOST_PIECES: usize = 64;
 /// The hook is no less likely to be ended than others when memory is short.
 const ORDINARY: &str = "0";
 
@@ -150,7 +153,8 @@ impl Running {
     /// Takes in what the hook has said; the last of it is kept.
     fn hear(&mut self) {
         let mut piece = [0; MAX_SAID_BYTES];
-        while let Ok(count @ 1..) = self.said.read(&mut piece) {
+        for _ in 0..MOST_PIECES {
+            let Ok(count @ 1..) = self.said.read(&mut piece) else { return };
             self.text.extend_from_slice(&piece[..count]);
             let surplus = self.text.len().saturating_sub(MAX_SAID_BYTES);
             self.text.drain(..surplus);
@@ -285,6 +289,12 @@ mod tests {
         orders.take(identity(5));
         orders.look(Instant::now());
         assert_eq!(orders.to_say().map(|answer| &answer.state), Some(&State::Runs));
+        orders.look(Instant::now() + HOOK_WITHIN);
+        let State::Failed(why) = answered(&mut orders) else { panic!("done") };
+        assert!(why.contains("did not end in 30 s"), "{why}");
+        let (_talks, mut orders) = machine("talks", "while :; do echo talks; done");
+        orders.take(identity(5));
+        std::thread::sleep(Duration::from_millis(50));
         orders.look(Instant::now() + HOOK_WITHIN);
         let State::Failed(why) = answered(&mut orders) else { panic!("done") };
         assert!(why.contains("did not end in 30 s"), "{why}");

@@ -84,8 +84,9 @@ pub fn amend(text: &str, wish: &DomainWish<'_>) -> Result<Domain, Vec<Refusal>> 
     if kind == "qemu" {
         change.bound_code(root, devices);
     }
-    change.balloon(devices);
-    change.agent_port(devices);
+    let new: Vec<Element> =
+        [change.balloon(devices), agent_port(devices)].into_iter().flatten().collect();
+    change.edits.append(devices, &new);
     change.environment(root, wish);
     change.generation(root);
     let Change { edits, notes } = change;
@@ -193,15 +194,15 @@ impl Change<'_> {
         }
     }
 
-    /// A balloon that gives back what the guest frees, and tells what it has free.
-    fn balloon(&mut self, devices: Node<'_, '_>) {
+    /// A balloon that gives back what the guest frees, and tells what it has free: the one that
+    /// is there is changed, else a new one is returned.
+    fn balloon(&mut self, devices: Node<'_, '_>) -> Option<Element> {
         const WANTED: [(&str, &str); 2] = [("autodeflate", "on"), ("freePageReporting", "on")];
         let stats = || Element::new("stats").with("period", STATS_SECONDS);
         let Some(balloon) = child(devices, "memballoon") else {
             let new = Element::new("memballoon").with("model", "virtio");
             let new = WANTED.into_iter().fold(new, |new, (key, value)| new.with(key, value));
-            self.edits.append(devices, &[new.children([stats()])]);
-            return;
+            return Some(new.children([stats()]));
         };
         if !balloon.attribute("model").is_some_and(|model| model.starts_with("virtio")) {
             self.edits.set(balloon, "model", "virtio");
@@ -216,16 +217,7 @@ impl Change<'_> {
             }
             Some(_) => {}
         }
-    }
-
-    /// A port for the agent in the guest.
-    fn agent_port(&mut self, devices: Node<'_, '_>) {
-        if agent_channel(devices).is_none() {
-            let target = Element::new("target").with("type", "virtio");
-            let target = target.with("name", AGENT_PORT_NAME);
-            let new = Element::new("channel").with("type", "unix").children([target]);
-            self.edits.append(devices, &[new]);
-        }
+        None
     }
 
     /// A monitor beside libvirt's; what is missing for one.
@@ -293,6 +285,15 @@ impl Change<'_> {
             }
         }
     }
+}
+
+/// A port for the agent in the guest, if it is missing.
+fn agent_port(devices: Node<'_, '_>) -> Option<Element> {
+    if agent_channel(devices).is_some() {
+        return None;
+    }
+    let target = Element::new("target").with("type", "virtio").with("name", AGENT_PORT_NAME);
+    Some(Element::new("channel").with("type", "unix").children([target]))
 }
 
 /// The port of the agent in the guest, if there is one.

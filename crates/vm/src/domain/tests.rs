@@ -60,6 +60,9 @@ const AMENDED: &str = "<domain type='qemu' xmlns:qemu='http://libvirt.org/schema
       <address type='pci' domain='0x0000' bus='0x01' slot='0x00' function='0x0'/>
       <stats period='2'/>
     </memballoon>
+    <channel type='unix'>
+      <target type='virtio' name='org.strata.memory.0'/>
+    </channel>
   </devices>
   <qemu:commandline>
     <qemu:env name='LD_PRELOAD' value='/usr/lib/strata/libstrata.so'/>
@@ -140,9 +143,13 @@ fn what_is_missing_altogether_is_made() {
                 <os><type>hvm</type></os><devices/></domain>";
     let domain = amended(bare);
     assert_eq!(domain.memory, Some(ByteSize(1 << 30)));
-    for part in
-        ["<tb-cache unit='MiB'>64</tb-cache>", "mode='shared'", "<memballoon model", "LD_PRE"]
-    {
+    for part in [
+        "<tb-cache unit='MiB'>64</tb-cache>",
+        "mode='shared'",
+        "<memballoon model",
+        "org.strata.memory.0",
+        "LD_PRE",
+    ] {
         assert!(domain.text.contains(part), "{part} is not in {}", domain.text);
     }
     assert_eq!(amended(&domain.text).text, domain.text);

@@ -3,7 +3,8 @@
 //! guests with a fixed part each; guests of twice that under Strata, whose balloons follow
 //! what they need; the same with a pool each; the same with one pool. What QEMU itself
 //! takes counts in Strata's budgets: so the DRAM is what the plain guests' processes were
-//! measured to take in the same repetition.
+//! measured to take in the same repetition. And plain guests of twice that in as much DRAM
+//! as they take: nothing that divides memory can be faster than those.
 //!
 //! Every build compares its sources and what comes of them with the checksums on the disk.
 //! A trial that is done is kept in a file beside the programs: a bench that was interrupted
@@ -70,17 +71,18 @@ const READY: &str = "mkdir -p /dev/shm; \
 /// Builds the project, and says what that took: [`Built`].
 const BUILD: &str = r#"set -e
 disk() { set -- $(cat /sys/block/$1/stat); echo "[$3, $7]"; }
-cpu() { set -- $(head -1 /proc/stat); echo $(($2 + $3 + $4 + $7 + $8)); }
-sync; a=$(disk vda) b=$(disk vdb) c=$(cpu) began=$(date +%s%N)
+sync; a=$(disk vda) b=$(disk vdb) began=$(date +%s%N)
 for round in $(seq $ROUNDS); do /src/build 2 check >/dev/null; done
 sync
-echo "{\"seconds\": $(($(date +%s%N) - began))e-9, \"ticks\": $(($(cpu) - c)), \
+echo "{\"seconds\": $(($(date +%s%N) - began))e-9, \
 \"disk\": [$a, $(disk vda)], \"swap\": [$b, $(disk vdb)]}""#;
 
 /// How the memory is divided.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 enum Division {
+    /// Plain guests with all that the others are promised, and DRAM for it.
+    Whole,
     /// A plain guest each with its part: nothing moves.
     Fixed,
     /// Balloons follow their guests, and budgets move.
@@ -92,15 +94,21 @@ enum Division {
 }
 
 impl Division {
-    const ALL: [Self; 4] = [Self::Fixed, Self::Ballooning, Self::OwnPools, Self::OnePool];
+    const ALL: [Self; 5] =
+        [Self::Whole, Self::Fixed, Self::Ballooning, Self::OwnPools, Self::OnePool];
 
     const fn name(self) -> &'static str {
         match self {
+            Self::Whole => "all memory",
             Self::Fixed => "fixed parts",
             Self::Ballooning => "self-ballooning",
             Self::OwnPools => "+ a pool each",
             Self::OnePool => "+ one pool for all",
         }
+    }
+
+    const fn is_managed(self) -> bool {
+        !matches!(self, Self::Whole | Self::Fixed)
     }
 
     const fn has_pools(self) -> bool {
@@ -126,8 +134,6 @@ impl Division {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Built {
     seconds: f64,
-    /// Processor time, in hundredths of a second.
-    ticks: f64,
     disk: [[f64; 2]; 2],
     swap: [[f64; 2]; 2],
 }
@@ -146,7 +152,8 @@ struct Trial {
     written_bytes: f64,
     /// At the end: of plain guests what the kernel says, else the tenants' accounts.
     dram_bytes: u64,
-    /// Processor time of the daemon meanwhile.
+    /// Processor time of QEMU and what serves its disks meanwhile, and of the daemon.
+    guest_seconds: f64,
     daemon_seconds: f64,
     tenants: Vec<Stats>,
     pools: Vec<PoolStats>,
@@ -173,7 +180,7 @@ pub(super) fn compile(bench: &Bench, results: &mut PartResults) -> Result<()> {
     }
     for repetition in 0..bench.repetitions {
         for division in Division::ALL {
-            let in_between = matches!(division, Division::Ballooning | Division::OwnPools);
+            let in_between = !matches!(division, Division::Fixed | Division::OnePool);
             let is_done =
                 trials.iter().any(|one| one.division == division && one.repetition == repetition);
             if is_done || (in_between && repetition >= BETWEEN) {
@@ -183,7 +190,7 @@ pub(super) fn compile(bench: &Bench, results: &mut PartResults) -> Result<()> {
             let fixed = trials
                 .iter()
                 .find(|one| one.division == Division::Fixed && one.repetition == repetition);
-            let dram_bytes = fixed.map(|trial| trial.dram_bytes);
+            let dram_bytes = fixed.map(|trial| trial.dram_bytes).filter(|_| division.is_managed());
             let mut trial = tried(bench, &site, division, dram_bytes)
                 .with_context(|| format!("{}, repetition {repetition}", division.name()))?;
             trial.repetition = repetition;
@@ -239,9 +246,8 @@ fn tried(bench: &Bench, site: &Site, division: Division, dram_bytes: Option<u64>
     progress.set(0.4, "building".into());
     let rounds = if bench.quick { 1 } else { 2 };
     let before = moved(&guests);
-    let daemon = || strata.iter().flat_map(Strata::pids).filter_map(process::times);
-    let worked = || daemon().map(|times| times.cpu_ns).sum::<u64>() as f64 / 1e9;
-    let worked_before = worked();
+    let daemon = || processor_seconds(strata.iter().flat_map(Strata::pids));
+    let (daemon_before, guests_before) = (daemon(), guests_worked(&guests));
     let began = Instant::now();
     for guest in &mut guests {
         guest.tell(&Order::Run { line: format!("ROUNDS={rounds}\n{BUILD}") })?;
@@ -253,7 +259,8 @@ fn tried(bench: &Bench, site: &Site, division: Division, dram_bytes: Option<u64>
     }
     let seconds = began.elapsed().as_secs_f64();
     let after = moved(&guests);
-    let daemon_seconds = worked() - worked_before;
+    let daemon_seconds = daemon() - daemon_before;
+    let guest_seconds = guests_worked(&guests) - guests_before;
     let (mut tenants, mut pools) = (Vec::new(), Vec::new());
     let mut dram_bytes = 0;
     if let Some(strata) = &strata {
@@ -288,6 +295,7 @@ fn tried(bench: &Bench, site: &Site, division: Division, dram_bytes: Option<u64>
         read_bytes: after.0 - before.0,
         written_bytes: after.1 - before.1,
         dram_bytes,
+        guest_seconds,
         daemon_seconds,
         tenants,
         pools,
@@ -309,7 +317,7 @@ fn name_of(number: usize) -> String {
 
 fn pools_of(division: Division) -> Vec<String> {
     match division {
-        Division::Fixed | Division::Ballooning => Vec::new(),
+        Division::Whole | Division::Fixed | Division::Ballooning => Vec::new(),
         Division::OwnPools => (0..GUESTS).map(|guest| division.pool(guest)).collect(),
         Division::OnePool => vec![division.pool(0)],
     }
@@ -325,7 +333,7 @@ fn started(
 ) -> Result<Guest> {
     let own = |what: &str| directory.join(format!("{what}-{number}"));
     let name = name_of(number);
-    let memory = if strata.is_some() { MEMORY_MIB } else { FIXED_MIB };
+    let memory = if division == Division::Fixed { FIXED_MIB } else { MEMORY_MIB };
     let overlay = own("overlay");
     let mut shape = Shape::new(&name, memory);
     let mut words: Vec<String> = vec![BALLOON.into()];
@@ -364,6 +372,14 @@ fn over(base: &Path, overlay: &Path) -> Result<()> {
     Ok(())
 }
 
+fn processor_seconds(pids: impl Iterator<Item = u32>) -> f64 {
+    pids.filter_map(process::times).map(|times| times.cpu_ns).sum::<u64>() as f64 / 1e9
+}
+
+fn guests_worked(guests: &[Guest]) -> f64 {
+    processor_seconds(guests.iter().flat_map(Guest::pids))
+}
+
 /// What all processes of the guests have read from the host's disk, and written.
 fn moved(guests: &[Guest]) -> (f64, f64) {
     let mut sum = (0.0, 0.0);
@@ -381,7 +397,6 @@ mod tests {
     pub(super) fn trial(division: Division, repetition: usize) -> Trial {
         let built = Built {
             seconds: 2.0,
-            ticks: 150.0,
             disk: [[10.0, 1.0], [110.0, 3.0]],
             swap: [[0.0, 0.0], [8.0, 0.0]],
         };
@@ -394,6 +409,7 @@ mod tests {
             read_bytes: 5120.0,
             written_bytes: 0.0,
             dram_bytes: 1,
+            guest_seconds: 1.5,
             daemon_seconds: 0.0,
             tenants: Vec::new(),
             pools: Vec::new(),

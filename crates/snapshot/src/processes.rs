@@ -1,7 +1,11 @@
 //! Processes as `/proc` shows them: trees, states, numbers in namespaces.
 
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use strata_sys::{Pidfd, SIGKILL, SIGSTOP, parent_of, stat_field};
@@ -155,6 +159,29 @@ pub(crate) fn kill_orphans(numbers: &[u32]) {
     }
 }
 
+/// Ends the CRIU that keeps the number of a child that has ended, when the worker that
+/// started it is dead: it may wait for ever, and does not collect that child. `places`: where
+/// work directories of restores are, owner-only; a CRIU of ours has one of them on its line.
+pub(crate) fn kill_left_behind(number: u32, places: &Path) {
+    let keeper = || parent_of(number).filter(|parent| is_left_behind(number, *parent, places));
+    let Some(parent) = keeper() else { return };
+    // Still the same, so the number was not another's in between.
+    if let Some(pidfd) = Pidfd::open(parent).ok().filter(|_| keeper() == Some(parent)) {
+        pidfd.signal(SIGKILL);
+    }
+}
+
+fn is_left_behind(number: u32, parent: u32, places: &Path) -> bool {
+    let user = |pid: &str| fs::metadata(format!("/proc/{pid}")).ok().map(|data| data.uid());
+    let line = fs::read(format!("/proc/{parent}/cmdline")).unwrap_or_default();
+    let mut words = line.split(|byte| *byte == 0).map(OsStr::from_bytes);
+    let work = words.find(|word| *word == "--work-dir").and_then(|_| words.next());
+    is_in_state(number, 'Z')
+        && parent_of(parent) != Some(std::process::id())
+        && user(&parent.to_string()) == user("self")
+        && work.is_some_and(|work| Path::new(work).parent() == Some(places))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -168,6 +195,50 @@ mod tests {
         assert!(is_ending(child.id()), "at once");
         child.wait().expect("wait");
         assert!(is_ending(child.id()), "gone");
+    }
+
+    const UNCOLLECTING: &str = "sh -c \"true & exec perl -e 'sleep 60' -- --work-dir /places/one\"";
+
+    fn shell(script: &str) -> Command {
+        let mut shell = Command::new("sh");
+        shell.args(["-c", script]);
+        shell
+    }
+
+    /// A process in the tree of `child` that does not collect its own child, which has ended,
+    /// and that one; it has `--work-dir` in `/places` on its line.
+    fn uncollecting(child: &std::process::Child) -> (u32, u32) {
+        let end = Instant::now() + Duration::from_secs(20);
+        loop {
+            let tree = process_tree(child.id());
+            let ended = tree.iter().copied().find(|pid| is_in_state(*pid, 'Z'));
+            if let Some((number, parent)) = ended.and_then(|pid| Some((pid, parent_of(pid)?)))
+                && fs::read(format!("/proc/{parent}/cmdline"))
+                    .is_ok_and(|line| line.starts_with(b"perl"))
+            {
+                return (parent, number);
+            }
+            assert!(Instant::now() < end, "no child that has ended: {tree:?}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    #[test]
+    fn who_keeps_a_number_of_ours_is_ended_unless_somebody_waits_for_it() {
+        let mut child = shell(&format!("{UNCOLLECTING}; true")).spawn().expect("sh");
+        let (parent, number) = uncollecting(&child);
+        kill_left_behind(number, Path::new("/other"));
+        assert!(is_in_state(number, 'Z') && !is_ending(parent), "another's work directory");
+        kill_left_behind(number, Path::new("/places"));
+        child.wait().expect("wait");
+        assert!(is_ending(parent) && is_ending(number));
+
+        let mut child = shell(&format!("exec {UNCOLLECTING}")).spawn().expect("sh");
+        let (parent, number) = uncollecting(&child);
+        kill_left_behind(number, Path::new("/places"));
+        assert!(is_in_state(number, 'Z') && !is_ending(parent), "ours, we will collect it");
+        child.kill().expect("kill");
+        child.wait().expect("wait");
     }
 
     #[test]

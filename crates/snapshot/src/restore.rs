@@ -33,7 +33,8 @@ use crate::gate;
 use crate::images;
 use crate::log::Complaint;
 use crate::processes::{
-    find_by_inner_number, is_ending, is_in_state, kill_below, kill_orphans, process_tree,
+    find_by_inner_number, is_ending, is_in_state, kill_below, kill_left_behind, kill_orphans,
+    process_tree,
 };
 use crate::terminals::Terminals;
 use crate::view;
@@ -41,6 +42,8 @@ use crate::view;
 /// How long numbers may still be in use by processes that have just ended and
 /// are not collected yet. Some first processes (of containers) take seconds.
 const FREE_WITHIN: Duration = Duration::from_secs(15);
+/// How long a CRIU whose worker has died may still take to collect its children.
+const LEFT_AFTER: Duration = Duration::from_secs(1);
 /// The name that CRIU connects to, in its work directory.
 const SOCKET: &str = "lazy-pages.socket";
 /// What it sends at the end (`LAZY_PAGES_RESTORE_FINISHED`, "RSTF").
@@ -280,10 +283,15 @@ fn check_highest(numbers: &[u32], limit: Option<u32>) -> Result<(), RestoreError
     }
 }
 
-fn wait_free(numbers: &[u32]) -> Result<(), RestoreError> {
-    let end = Instant::now() + FREE_WITHIN;
+/// Waits until nobody has `numbers`. `places`: where work directories of restores are.
+fn wait_free(numbers: &[u32], places: Option<&Path>) -> Result<(), RestoreError> {
+    let began = Instant::now();
+    let end = began + FREE_WITHIN;
     loop {
         let taken = taken(numbers);
+        if let Some(places) = places.filter(|_| began.elapsed() >= LEFT_AFTER) {
+            taken.iter().for_each(|(number, _)| kill_left_behind(*number, places));
+        }
         let living = |(number, _): &(u32, String)| !is_ending(*number);
         if taken.is_empty() {
             return Ok(());
@@ -316,7 +324,7 @@ impl Restore {
         let limit = fs::read_to_string("/proc/sys/kernel/pid_max").ok();
         check_highest(&numbers, limit.and_then(|limit| limit.trim().parse().ok()))?;
         if !options.own_pids {
-            wait_free(&numbers)?;
+            wait_free(&numbers, work.parent())?;
         }
         DirBuilder::new()
             .mode(0o700)

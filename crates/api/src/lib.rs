@@ -183,6 +183,11 @@ pub enum Request {
         #[serde(default)]
         identity: Option<Identity>,
     },
+    /// Let a guest run on that stands still, as after its disk had no room.
+    GuestResume {
+        /// The tenant.
+        name: String,
+    },
     /// Read the configuration again.
     Reload,
     /// Become the stratad that is installed now.
@@ -480,6 +485,7 @@ impl Request {
             Self::Ping
             | Self::Move { .. }
             | Self::Receive
+            | Self::GuestResume { .. }
             | Self::Reload
             | Self::Upgrade
             | Self::Run { .. }

@@ -311,6 +311,7 @@ pub(crate) fn command(name: &str, request: Request) -> Result<String> {
         Request::Set { .. } | Request::Claim { .. } => "set the budget of",
         Request::Release { .. } => "release",
         Request::Advise { .. } => "stop watching",
+        Request::GuestResume { .. } => "resume",
         _ => "stop",
     };
     let what = format!("cannot {verb} {name}");

@@ -144,6 +144,9 @@ fn execute(command: Command) -> Result<ExitCode> {
         Command::Vm { command: VmCommand::Clone { snapshot, count, name, network } } => {
             snapshots::clone(&CloneArguments::plain(snapshot, count, name, network))?;
         }
+        Command::Vm { command: VmCommand::Resume { name } } => {
+            print(&client::command(&name, Request::GuestResume { name: name.clone() })?)?;
+        }
         Command::Vm { command: VmCommand::Ls { json } } => print(&vm::list(json)?)?,
         Command::Vm { command: VmCommand::Stats { name, json } } => {
             print(&vm::stats(&name, json)?)?;

@@ -307,6 +307,19 @@ fn runs(guest: &GuestStats) -> &str {
     }
 }
 
+/// The same, and what to do if it does not.
+fn whether_it_runs(stats: &Stats, guest: &GuestStats) -> String {
+    match guest.status.as_str() {
+        "" => "not known".to_owned(),
+        "io-error" => format!(
+            "no (io-error): a disk of it failed. When its image can be written (df: is there room?): \
+             strata vm resume {}",
+            printable(&stats.name)
+        ),
+        word => printable(word),
+    }
+}
+
 /// What the guest gave back while it was managed.
 fn freed_bytes(stats: &Stats) -> u64 {
     stats.discarded_pages_total.saturating_mul(PAGE_SIZE as u64)
@@ -330,7 +343,7 @@ fn figures(stats: &Stats, guest: &GuestStats) -> String {
     let mut rows = vec![
         ["guest".to_owned(), printable(&stats.name)],
         ["state".to_owned(), show::state_name(stats.state).to_owned()],
-        ["runs".to_owned(), word(&guest.status)],
+        ["runs".to_owned(), whether_it_runs(stats, guest)],
         ["machine".to_owned(), word(&guest.machine)],
         ["accelerator".to_owned(), word(&guest.accelerator)],
         ["process".to_owned(), pids.join(" ")],

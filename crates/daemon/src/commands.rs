@@ -217,6 +217,12 @@ impl Commands {
             Request::Release { name } => self
                 .with(peer, &name, |tenant| release(tenant, self.current.get().release_patience)),
             Request::Stop { name } => self.with(peer, &name, |tenant| self.stop(tenant)),
+            Request::GuestResume { name } => {
+                self.with(peer, &name, |tenant| match self.guests.go_on(tenant) {
+                    Ok(()) => Reply::Done { note: format!("{name} runs") },
+                    Err((why, todo)) => error(why, todo),
+                })
+            }
             Request::Snapshot { name, label, persist } => {
                 self.with(peer, &name, |tenant| {
                     match self.snapshots.take(tenant, label, false, tell) {

@@ -410,6 +410,7 @@ fn parse(line: &[u8]) -> Result<Request, String> {
         | Request::Guest { name, .. }
         | Request::GuestFill { name, .. }
         | Request::GuestOrder { name, .. }
+        | Request::GuestResume { name }
         | Request::Claim { name, .. }
         | Request::Advise { name, .. }
         | Request::Release { name }

@@ -339,6 +339,18 @@ impl Guests {
             };
             let outcome = self.ask(&tenant, balloon.as_deref());
             if let Some(guest) = lock(&self.known).get_mut(&folder) {
+                let failed = |said: &GuestState| said.status == monitor::IO_ERROR;
+                let is_new = !guest.said.as_ref().is_some_and(failed);
+                if is_new && outcome.as_ref().is_ok_and(failed) {
+                    let name = &tenant.record().name;
+                    log(
+                        Priority::Warning,
+                        format_args!(
+                            "{name} stands still: a disk of it failed; {}",
+                            monitor::NO_ROOM
+                        ),
+                    );
+                }
                 guest.heard(outcome, Instant::now());
             }
         }

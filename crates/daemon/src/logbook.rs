@@ -127,6 +127,7 @@ pub(crate) fn line(uid: u32, request: &Request, reply: &Reply) -> Option<(Priori
             format!("{name}: its budget is {} now", ByteSize(*dram_bytes))
         }
         (Request::Release { name }, _) => format!("{name}: released, it runs on unmanaged"),
+        (Request::GuestResume { name }, _) => format!("{name}: told to run on"),
         (Request::Stop { name }, _) => format!("{name}: stopped"),
         (Request::SnapshotPersist { .. }, Reply::Snapshot { snapshot, .. }) => {
             format!("snapshot {} is on disk", snapshot.id)

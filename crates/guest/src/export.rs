@@ -5,6 +5,7 @@ use std::cell::RefCell;
 use std::io::{self, BufReader, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -100,6 +101,8 @@ pub struct Export {
     links: Option<Arc<Links>>,
     under_way: UnderWay,
     connections: Mutex<usize>,
+    /// The disk has failed, and nothing was written since: that was said.
+    fails: AtomicBool,
     complain: Box<dyn Fn(&str) + Send + Sync>,
 }
 
@@ -118,7 +121,7 @@ impl Export {
         complain: Box<dyn Fn(&str) + Send + Sync>,
     ) -> Self {
         let (under_way, connections) = (UnderWay::default(), Mutex::new(0));
-        Self { disk, links, under_way, connections, complain }
+        Self { disk, links, under_way, connections, fails: AtomicBool::new(false), complain }
     }
 
     /// Serves one client until it goes. Clients are served at the same time.
@@ -298,9 +301,14 @@ impl Export {
             Command::Disconnect => return Ok(()),
         };
         let answer = match done {
-            Ok(()) => reply::done(&request),
+            Ok(()) => {
+                self.fails.store(false, Ordering::Relaxed);
+                reply::done(&request)
+            }
             Err(Failure { error, text }) => {
-                (self.complain)(&text);
+                if !self.fails.swap(true, Ordering::Relaxed) {
+                    (self.complain)(&text);
+                }
                 reply::failed(&request, agreed, error)
             }
         };

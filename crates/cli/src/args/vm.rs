@@ -84,6 +84,15 @@ pub(crate) enum VmCommand {
         #[arg(long)]
         json: bool,
     },
+    /// Let a guest run on that stands still
+    ///
+    /// QEMU stops a guest whose disk fails, as when an image's file system is full: `strata vm
+    /// ls` shows io-error. When there is room the guest runs on, and writes what it could not.
+    Resume {
+        /// The guest
+        #[arg(value_parser = tenant_name)]
+        name: String,
+    },
 }
 
 /// Which of libvirt's guests, and whether to change it.

@@ -34,6 +34,8 @@ const STATE_WITHIN: Duration = Duration::from_secs(10);
 const RUNS_ON_WITHIN: Duration = Duration::from_secs(10);
 /// The same for others, who have all guests to ask.
 const SEEN_TO_WITHIN: Duration = Duration::from_secs(3);
+/// A disk that has failed is tried at once when its guest runs on.
+const FAILS_AGAIN_WITHIN: Duration = Duration::from_millis(300);
 const TRY_EVERY: Duration = Duration::from_millis(50);
 /// Most that the state of a guest's devices may be: a display's memory is in it.
 pub(crate) const MOST_STATE_BYTES: u64 = 256 << 20;
@@ -41,6 +43,11 @@ pub(crate) const MOST_STATE_BYTES: u64 = 256 << 20;
 const COPYING: &str = "copying";
 /// In the mark of a guest that was given up to another host.
 const GIVEN: &str = "given";
+/// QEMU's word for a guest that it has stopped because a disk failed.
+pub(super) const IO_ERROR: &str = "io-error";
+/// What is to be done then.
+pub(super) const NO_ROOM: &str =
+    "see to it that its image can be written (df: is there room?), then strata vm resume";
 /// Guests' memory consists of whole pages.
 const ALIGNED: u64 = strata_units::PAGE_SIZE as u64;
 
@@ -180,6 +187,31 @@ impl Guests {
             "inmigrate" => Err("its QEMU has not got the state of its devices".to_owned()),
             _ => state::go_on(&mut talk.monitor).map_err(said),
         }
+    }
+
+    /// Has a guest run that stands still, because somebody asks for it. Else why it does
+    /// not, and what to do.
+    pub(crate) fn go_on(&self, tenant: &Tenant) -> Result<(), (String, &'static str)> {
+        if self.spec(tenant).is_none() {
+            let why = "it is no guest that strata vm run has started".to_owned();
+            return Err((why, "a guest of libvirt's runs on by virsh resume"));
+        }
+        if is_given(&self.mark(tenant)) {
+            let why = "it was given to another host, and may run there".to_owned();
+            return Err((why, "strata move --settle asks there"));
+        }
+        let told = self.runs(tenant);
+        std::thread::sleep(FAILS_AGAIN_WITHIN);
+        if self.status(tenant).is_ok_and(|status| status == IO_ERROR) {
+            return Err(("its disk failed again".to_owned(), NO_ROOM));
+        }
+        told.map_err(|why| (why, "see strata vm stats"))
+    }
+
+    fn status(&self, tenant: &Tenant) -> Result<String, String> {
+        let _alone = self.alone(tenant)?;
+        let mut talk = self.talk(tenant, &self.directory(tenant), STILL_WITHIN)?;
+        state::status(&mut talk.monitor).map_err(|error| error.to_string())
     }
 
     /// Has a guest run that was taken back; if it does not now, others see to it.

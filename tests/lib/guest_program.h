@@ -15,12 +15,12 @@ static const char *const MODULES[] = {
     "failover",              "net_failover", "virtio_net",
 };
 
-static void load_modules(void) {
-    /* Twice: which of the first two needs the other depends on the kernel. */
+static void load(const char *const modules[], size_t count) {
+    /* Twice: which of two needs the other depends on the kernel. */
     for (int again = 0; again < 2; again++)
-        for (size_t i = 0; i < sizeof MODULES / sizeof *MODULES; i++) {
+        for (size_t i = 0; i < count; i++) {
             char path[64];
-            snprintf(path, sizeof path, "/modules/%s.ko", MODULES[i]);
+            snprintf(path, sizeof path, "/modules/%s.ko", modules[i]);
             int file = open(path, O_RDONLY | O_CLOEXEC);
             if (file >= 0) {
                 syscall(SYS_finit_module, file, "", 0);
@@ -37,7 +37,7 @@ static void begin(void) {
         tcsetattr(0, TCSANOW, &line);
     }
     setvbuf(stdout, NULL, _IOLBF, 0);
-    load_modules();
+    load(MODULES, sizeof MODULES / sizeof *MODULES);
 }
 
 static _Noreturn void end(void) {

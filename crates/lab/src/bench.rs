@@ -4,16 +4,12 @@
 //! Wiring only: what is measured lies in `bench/parts.rs` and, for `tight`, in
 //! `bench/matrix.rs`, how it is written down in `bench/report.rs`.
 
-mod advise;
 mod budget;
 mod cells;
 mod compile;
 mod density;
-mod foretelling;
 mod matrix;
-mod merging;
 mod parts;
-mod plot;
 mod pool;
 mod price;
 mod programs;
@@ -32,8 +28,6 @@ use std::{fs, path::PathBuf};
 /// What can be measured.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(crate) enum Part {
-    /// Redis within its budget under Strata, against Redis alone
-    Fits,
     /// Redis on zram, zswap, memtierd and Strata with the same total DRAM
     Tight,
     /// Fresh memory: first touches registered, not registered, native
@@ -58,20 +52,10 @@ pub(crate) enum Part {
     Matrix,
     /// Threads that fault at the same time
     Threads,
-    /// The advisor: foretold against missed
-    Advise,
-    /// The same for MariaDB and a batch job
-    AdvisePrograms,
-    /// What the advisor costs
-    AdviseCost,
-    /// Shares by its advice, against equal ones
-    AdviseShares,
     /// Freezes, restores, rollbacks and clones beside CRIU
     Snapshots,
     /// The file tier beside its device and beside kernel swap
     Tiers,
-    /// Pages that the kernel merges, with Strata and without
-    Ksm,
     /// Guests' disks in memory beside qemu-nbd
     Pool,
     /// Guests that build a C project at the same time
@@ -93,8 +77,6 @@ pub(crate) struct Options {
     narrowing: matrix::Narrowing,
     #[command(flatten)]
     sizes: snapshots::Sizes,
-    #[command(flatten)]
-    totals: advise::Totals,
     /// Smaller and shorter: to see that all works, not to be quoted
     #[arg(long)]
     quick: bool,
@@ -153,7 +135,6 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             continue;
         }
         let outcome = match part {
-            Part::Fits => parts::fits(&bench, &mut found),
             Part::Tight => matrix::tight(&bench, &options.narrowing, &mut found),
             Part::Alloc => parts::alloc(&bench, &mut found),
             Part::Start => parts::start(&bench, &mut found),
@@ -166,15 +147,8 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             Part::Graph => programs::graph(&bench, &mut found),
             Part::Matrix => programs::matrix(&bench, &mut found),
             Part::Threads => programs::threads(&bench, &mut found),
-            Part::Advise => advise::pinned(&bench, || advise::foretelling(&bench, &mut found)),
-            Part::AdvisePrograms => programs::foretelling_programs(&bench, &mut found),
-            Part::AdviseCost => advise::pinned(&bench, || advise::cost(&bench, &mut found)),
-            Part::AdviseShares => {
-                advise::pinned(&bench, || advise::sharing(&bench, &options.totals, &mut found))
-            }
             Part::Snapshots => snapshots::snapshots(&bench, &options.sizes, &mut found),
             Part::Tiers => tiers::tiers(&bench, &mut found),
-            Part::Ksm => merging::merging(&bench, &mut found),
             Part::Pool => pool::pool(&bench, &mut found),
             Part::Compile => compile::compile(&bench, &mut found),
             Part::Density => density::density(&bench, &mut found),
@@ -198,9 +172,6 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     println!("\n{summary}");
     put("json", serde_json::to_string_pretty(&results)?)?;
     put("md", summary)?;
-    for (name, drawing) in results.pictures() {
-        put(&format!("{name}.svg"), drawing.clone())?;
-    }
     results.refuse_failed()
 }
 
@@ -215,9 +186,6 @@ impl Part {
                 | Self::Jvm
                 | Self::Cpython
                 | Self::Matrix
-                | Self::Advise
-                | Self::AdvisePrograms
-                | Self::AdviseShares
                 | Self::Compile
                 | Self::Density
         )
@@ -225,7 +193,6 @@ impl Part {
 
     const fn title(self) -> &'static str {
         match self {
-            Self::Fits => "Redis within its budget: Strata against no Strata",
             Self::Tight => {
                 "Redis squeezed: Strata, zram, zswap and memtierd with the same total DRAM"
             }
@@ -246,11 +213,6 @@ impl Part {
             Self::Pool => "Guests' disks in memory, beside qemu-nbd on a file in a tmpfs",
             Self::Density => "Guests in a part of their DRAM: Strata, kernel swap, and all of it",
             Self::Compile => "Guests that build a C project at the same time, in the same DRAM",
-            Self::Ksm => "KSM: two equal programs at 70 % of their memory, and alone",
-            Self::Advise => "The advisor: what it foretells",
-            Self::AdvisePrograms => "The advisor: what it foretells of MariaDB and a graph walk",
-            Self::AdviseCost => "The advisor: what it costs",
-            Self::AdviseShares => "The advisor: shares by its advice",
             Self::Snapshots => "Snapshots: Strata, plain CRIU and Redis's own reload",
         }
     }

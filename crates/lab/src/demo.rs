@@ -11,7 +11,6 @@ use crate::{
     janitor::Janitor,
     keys::Pattern,
     machine::Provenance,
-    picture,
     progress::Progress,
     redis::{load::Workload, tally::WrongValues},
     stage::Setup,
@@ -54,7 +53,7 @@ pub(crate) struct Options {
     shares: Vec<u64>,
 }
 
-/// One bar of the picture, one row of the table.
+/// One row of the table.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Phase {
     pub label: String,
@@ -215,20 +214,15 @@ impl Demo<'_> {
 
 fn finish(report: &Report, options: &Options) -> Result<()> {
     fs::create_dir_all(&options.out).with_context(|| format!("make {}", options.out.display()))?;
-    let put = |name: &str, text: String| {
-        let path = options.out.join(name);
-        fs::write(&path, text).with_context(|| format!("write {}", path.display()))
-    };
-    put("demo.json", serde_json::to_string_pretty(report)?)?;
-    let drawing = picture::draw(report);
-    put("demo.html", picture::page(report, &drawing))?;
-    put("demo.svg", drawing)?;
+    let path = options.out.join("demo.json");
+    fs::write(&path, serde_json::to_string_pretty(report)?)
+        .with_context(|| format!("write {}", path.display()))?;
     println!("\n{}", table(&report.phases).plain());
     for note in &report.notes {
         println!("  {note}");
     }
     println!("  {}", report.provenance.line());
-    println!("  picture: {0}/demo.svg, {0}/demo.html; raw: {0}/demo.json", options.out.display());
+    println!("  raw: {}", path.display());
     Ok(())
 }
 

@@ -8,9 +8,7 @@ mod alloc;
 mod bare;
 mod bench;
 mod cgroup;
-mod contention;
 mod demo;
-mod drawing;
 mod guest;
 mod histogram;
 mod host_memory;
@@ -20,9 +18,7 @@ mod journal;
 mod keys;
 mod machine;
 mod memtierd;
-mod moves;
 mod optimum;
-mod picture;
 mod process;
 mod progress;
 mod random;
@@ -37,7 +33,6 @@ mod swap_file;
 mod table;
 mod trial;
 mod walk;
-mod windows;
 mod zram;
 mod zswap;
 
@@ -80,21 +75,15 @@ enum Command {
     DirectRead(alloc::DirectOptions),
     /// Touch pages that a userfaultfd serves, without Strata (a program to be measured)
     BareFault(bare::BareOptions),
-    /// Simulate many cores that fault at once, from costs measured here
-    Contention(contention::ContentionOptions),
     /// Walk a graph, a matrix or pages (programs to be measured)
     #[command(subcommand)]
     Walk(walk::Walk),
-    /// Replacement policies on page-level models and on recorded traces
+    /// Replacement policies on page-level models
     Simulate(simulate::SimulateArgs),
     /// DRAM shared out among unlike tenants once a second: production, rivals, the optimum
     Shares(simulate::SharesArgs),
     /// Guests' balloons set by production, by what others do, and not at all
     Balloons(simulate::BalloonsArgs),
-    /// Record which pages a program touches, for `simulate --trace`
-    Trace(simulate::TraceArgs),
-    /// Count how often the kernel says that it did not move a page which it moved
-    Moves(moves::MovesOptions),
     /// Print the monotonic clock, in nanoseconds, and end
     Now,
     /// A guest with Strata inside and Redis under it, to try
@@ -131,14 +120,11 @@ fn run(command: &Command) -> anyhow::Result<()> {
         Command::Simulate(options) => simulate::run(options),
         Command::Shares(options) => simulate::shares(options),
         Command::Balloons(options) => simulate::balloons(options),
-        Command::Trace(options) => simulate::record(options),
         Command::Alloc(options) => alloc::churn(options),
         Command::Touch(options) => alloc::touch(options),
         Command::DirectRead(options) => alloc::direct_read(options),
         Command::BareFault(options) => bare::run(options),
-        Command::Contention(options) => contention::run(options),
         Command::Walk(walk) => walk::run(walk),
-        Command::Moves(options) => moves::run(options),
         Command::Now => {
             alloc::now();
             Ok(())

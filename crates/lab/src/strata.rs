@@ -22,7 +22,7 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
-use strata_api::{Advice, ENV_CONTROL_SOCKET, SnapshotInfo, Stats};
+use strata_api::{ENV_CONTROL_SOCKET, SnapshotInfo, Stats};
 
 /// The daemon must listen within this time.
 const START_TIMEOUT: Duration = Duration::from_secs(10);
@@ -199,12 +199,6 @@ impl Strata {
             .context("read what strata stats printed")?;
         without_places(&mut stats.command);
         Ok(stats)
-    }
-
-    /// `strata advise NAME --json`.
-    pub(crate) fn advice(&self, name: &str) -> Result<Advice> {
-        serde_json::from_str(&self.ask(&["advise", name, "--json"])?)
-            .context("read what strata advise printed")
     }
 
     /// `strata snapshots NAME --json`, the one called `id`.

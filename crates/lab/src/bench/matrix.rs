@@ -5,14 +5,13 @@
 use super::{
     Bench,
     cells::{Cell, Subject, chosen},
-    plot, price,
+    price,
     report::PartResults,
     rows::{Matrix, Row},
 };
 use crate::{
     interrupt,
     keys::Pattern,
-    machine::Provenance,
     memtierd::Tool,
     progress::Progress,
     redis::tally::WrongValues,
@@ -90,11 +89,7 @@ pub(super) fn tight(bench: &Bench, narrowing: &Narrowing, results: &mut PartResu
         bench,
         narrowing,
         memtierd: None,
-        matrix: Matrix {
-            records: bench.plan.records,
-            source: Provenance::now().line(),
-            ..Matrix::default()
-        },
+        matrix: Matrix { records: bench.plan.records, ..Matrix::default() },
     };
     let ended = run.all(&cells);
     let matrix = run.matrix;
@@ -112,7 +107,6 @@ pub(super) fn tight(bench: &Bench, narrowing: &Narrowing, results: &mut PartResu
     }
     results.raw.push(serde_json::json!({ "price_of_a_fault_us": matrix.prices }));
     results.text = matrix.markdown();
-    results.pictures = plot::pictures(&matrix);
     ended?;
     if let Some(first) = matrix.missing.first() {
         bail!("{} not measured, first: {first}", matrix.missing.len());

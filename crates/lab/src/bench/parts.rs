@@ -8,14 +8,9 @@ use super::{
 use crate::{
     alloc::{AllocResult, TouchResult, monotonic_ns},
     bare::BareResult,
-    interrupt,
-    keys::Pattern,
-    process,
-    progress::Progress,
+    interrupt, process,
     redis::server::Wrapping,
-    stage::Setup,
     strata::Strata,
-    windows::{Window, windows},
 };
 use anyhow::{Context, Result, bail};
 use std::{
@@ -27,58 +22,6 @@ use strata_api::Stats;
 
 /// A budget that a program is far from: nothing is ever registered.
 const PLENTY_BYTES: u64 = 8 << 30;
-
-/// Name, unit, and how it is read off a window.
-type Figure = (&'static str, &'static str, fn(&Window) -> f64);
-
-/// A program that fits its budget: what does Strata cost it? Two servers stand
-/// side by side and are driven in turn, a short window each; every repetition
-/// starts new ones, for what one process has by chance (addresses, huge pages).
-pub(super) fn fits(bench: &Bench, results: &mut PartResults) -> Result<()> {
-    let count = if bench.quick { 4 } else { 24 };
-    let mut plan = bench.plan.clone();
-    plan.workload.pattern = Pattern::Uniform;
-    plan.workload.warmup = Duration::from_millis(300);
-    plan.workload.duration = Duration::from_millis(1500);
-    let setups = [Setup::Strata { dram_bytes: PLENTY_BYTES }, Setup::DramOnly];
-    let figures: [Figure; 3] = [
-        ("throughput", "ops/s", |window| window.run.operations_per_second),
-        ("server CPU", "µs/op", |window| window.server_cpu_us_per_op),
-        ("p99", "µs", |window| window.run.p99_us),
-    ];
-    let mut pairs = Vec::new();
-    for repetition in bench.repetitions() {
-        interrupt::check()?;
-        let what = format!("fits: servers {} of {}", repetition + 1, bench.repetitions);
-        let progress = Progress::start(&what);
-        // Who was started first may have the better place in memory.
-        let order = if repetition % 2 == 0 { setups } else { [setups[1], setups[0]] };
-        let found = windows(&bench.janitor, order, &plan, count, &progress);
-        progress.finish(&what);
-        for mut pair in found? {
-            if repetition % 2 != 0 {
-                pair.reverse();
-            }
-            pairs.push(pair);
-        }
-    }
-    for (figure, unit, of) in figures {
-        let side = |place: usize, name: &str| Side {
-            name: name.to_owned(),
-            samples: pairs.iter().map(|pair| of(&pair[place])).collect(),
-        };
-        results.series.push(Series {
-            name: format!("fits, uniform, {figure}"),
-            unit: unit.to_owned(),
-            left: side(0, "Strata"),
-            right: Some(side(1, "native")),
-        });
-    }
-    for pair in &pairs {
-        results.raw.push(serde_json::to_value(pair)?);
-    }
-    Ok(())
-}
 
 /// A command of this program, perhaps wrapped in `strata run`.
 pub(super) fn subject(wrapping: &Wrapping, arguments: &[&str]) -> Result<Child> {

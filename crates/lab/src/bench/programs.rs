@@ -8,7 +8,6 @@
 //! `programs/run.rs` (and `programs/mariadb.rs`), its surroundings in
 //! `programs/place.rs`.
 
-mod advised;
 mod mariadb;
 mod place;
 mod run;
@@ -23,9 +22,7 @@ use crate::{
     stage::Setup,
     subject::{Subject, last_line, scratch},
 };
-pub(super) use advised::foretelling_programs;
 use anyhow::{Context, Result, bail};
-use mariadb::Schedule;
 use place::Figures;
 use run::{Job, Trial};
 use std::{
@@ -256,7 +253,7 @@ pub(super) fn jvm(bench: &Bench, results: &mut PartResults) -> Result<()> {
         line.extend([young, collector, "-cp"].map(OsString::from));
         line.push((&directory).into());
         line.extend(["Lookups", records, warmup, seconds].map(OsString::from));
-        let job = Job { name, line, data_bytes, is_advised: false };
+        let job = Job { name, line, data_bytes };
         gated(bench, results, &job, &per("lookups/s", "µs/lookup"))?;
     }
     files.undo()
@@ -272,7 +269,7 @@ pub(super) fn cpython(bench: &Bench, results: &mut PartResults) -> Result<()> {
     let mut line: Vec<OsString> = vec![python.into(), source.into(), orders.into()];
     line.extend(bench.times().map(OsString::from));
     let data_bytes = if bench.quick { 96 << 20 } else { 448 << 20 };
-    let job = Job { name: "cpython", line, data_bytes, is_advised: false };
+    let job = Job { name: "cpython", line, data_bytes };
     gated(bench, results, &job, &per("rounds/s", "µs/round"))?;
     files.undo()
 }
@@ -291,7 +288,7 @@ fn walk([warmup, seconds]: [&str; 2], what: &[&str], size_bytes: u64) -> Result<
 pub(super) fn graph(bench: &Bench, results: &mut PartResults) -> Result<()> {
     let data_bytes = if bench.quick { 64 << 20 } else { 600 << 20 };
     let line = walk(bench.times(), &["graph"], data_bytes)?;
-    let job = Job { name: "graph", line, data_bytes, is_advised: false };
+    let job = Job { name: "graph", line, data_bytes };
     gated(bench, results, &job, &per("vertices/s", "µs/vertex"))
 }
 
@@ -299,7 +296,7 @@ pub(super) fn graph(bench: &Bench, results: &mut PartResults) -> Result<()> {
 pub(super) fn matrix(bench: &Bench, results: &mut PartResults) -> Result<()> {
     let data_bytes = if bench.quick { 64 << 20 } else { 512 << 20 };
     let line = walk(bench.times(), &["matrix"], data_bytes)?;
-    let job = Job { name: "matrix", line, data_bytes, is_advised: false };
+    let job = Job { name: "matrix", line, data_bytes };
     gated(bench, results, &job, &per("pages/s", "µs/page"))
 }
 
@@ -309,8 +306,7 @@ pub(super) fn mariadb(bench: &Bench, results: &mut PartResults) -> Result<()> {
     let mut found = mariadb::PHASES.map(|phase| (phase, Pairs::all()));
     let outcome: Result<()> = bench.repetitions().try_for_each(|_| {
         let mut one = |setup: Setup, what: &str| -> Result<Vec<Figures>> {
-            let schedule = Schedule::both(bench.times());
-            let figures = database.trial(bench, setup, &schedule, &format!("mariadb: {what}"))?;
+            let figures = database.trial(bench, setup, &format!("mariadb: {what}"))?;
             for one in &figures {
                 results.raw.push(serde_json::to_value(one)?);
             }
@@ -357,7 +353,7 @@ pub(super) fn threads(bench: &Bench, results: &mut PartResults) -> Result<()> {
         let mut turn = setups.map(|_| Vec::new());
         for count in COUNTS {
             let line = walk(bench.times(), &["threads", "--threads", count], data_bytes)?;
-            let job = Job { name: "threads", line, data_bytes, is_advised: false };
+            let job = Job { name: "threads", line, data_bytes };
             for ((name, setup), turn) in setups.iter().zip(&mut turn) {
                 let what = format!("threads: {name}, {count}");
                 let faulting = Faulting::of(bench.program(*setup, &what, &job)?)?;

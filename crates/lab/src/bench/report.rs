@@ -40,9 +40,6 @@ pub(crate) struct PartResults {
     /// What a part says in its own form, in Markdown.
     #[serde(skip)]
     pub text: String,
-    /// Name and SVG.
-    #[serde(skip)]
-    pub pictures: Vec<(&'static str, String)>,
 }
 
 #[derive(Serialize)]
@@ -93,11 +90,6 @@ impl Results {
             bail!("could not be measured: {}", failed.join("; "));
         }
         Ok(())
-    }
-
-    /// Name and SVG of all parts' pictures.
-    pub(crate) fn pictures(&self) -> impl Iterator<Item = &(&'static str, String)> {
-        self.parts.iter().flat_map(|entry| &entry.results.pictures)
     }
 
     pub(crate) fn markdown(&self) -> String {

@@ -18,8 +18,6 @@ use std::{cell::RefCell, collections::HashMap, rc::Rc};
 #[derive(Default)]
 pub(super) struct Matrix {
     pub records: u64,
-    /// Machine, kernel and commit, for the pictures.
-    pub source: String,
     pub rows: Vec<Row>,
     pub prices: Prices,
     pub notes: Vec<String>,

@@ -5,7 +5,6 @@
 
 use std::fmt::Write as _;
 
-use serde_json::{Value, json};
 use strata_policy::curve::Curve;
 use strata_policy::sampler::{EPOCH_RETURNS, Sampler};
 use strata_units::PageId;
@@ -109,10 +108,10 @@ pub(super) struct Described {
 }
 
 impl Described {
-    pub(super) fn text(&self, unit: &str) -> String {
+    pub(super) fn text(&self) -> String {
         let mut text = match self.misses {
             Some((misses, error)) => {
-                format!("foretold  {misses:>8.3} ± {error:.3} misses per {unit}")
+                format!("foretold  {misses:>8.3} ± {error:.3} misses per GET")
             }
             None => "foretold: nothing".to_owned(),
         };
@@ -123,16 +122,5 @@ impl Described {
         }
         text.push('\n');
         text
-    }
-
-    pub(super) fn json(&self) -> Value {
-        let (misses, error) = self.misses.unzip();
-        json!({
-            "misses_per_unit": misses,
-            "error": error,
-            "watched": self.watched,
-            "epochs": self.epochs,
-            "drifts": self.drifts,
-        })
     }
 }

@@ -1,9 +1,8 @@
-//! The figures of one simulated run, as a table and as JSON. Counts only; what is
+//! The figures of one simulated run, as a table. Counts only; what is
 //! counted is decided in [`super`].
 
 use std::fmt::Write as _;
 
-use serde_json::{Value, json};
 use strata_policy::replay::Touch;
 
 use super::foretell::Described;
@@ -72,14 +71,12 @@ pub(super) struct Recovery {
 /// All policies over one stream of touches.
 pub(super) struct Report {
     pub(super) title: String,
-    pub(super) unit: &'static str,
     pub(super) managed_pages: usize,
     pub(super) room_pages: usize,
     pub(super) window_units: u64,
     /// Misses per unit of the best fixed set.
     pub(super) best_fixed: f64,
     pub(super) rows: Vec<Row>,
-    pub(super) replacement_bytes: usize,
     /// What is hot changes between warm-up and measurement.
     pub(super) changes: bool,
     /// What the advisor said before.
@@ -126,7 +123,7 @@ impl Report {
     /// production's.
     fn recoveries(&self) -> String {
         let told = |recovery: Option<Recovery>| match recovery {
-            Some(Recovery { units, misses }) => format!("{misses} in {units} {}s", self.unit),
+            Some(Recovery { units, misses }) => format!("{misses} in {units} GETs"),
             None => "never".to_owned(),
         };
         let mut text = String::from(
@@ -144,25 +141,23 @@ impl Report {
 
     pub(super) fn table(&self) -> String {
         let mut text = format!(
-            "\n{}: {} pages, room for {} ({:.1} %); best fixed set {:.3} misses per {}\n",
+            "\n{}: {} pages, room for {} ({:.1} %); best fixed set {:.3} misses per GET\n",
             self.title,
             self.managed_pages,
             self.room_pages,
             100.0 * self.room_pages as f64 / self.managed_pages as f64,
             self.best_fixed,
-            self.unit,
         );
         let shown = WINDOWS / SHOWN;
         let _ = writeln!(
             text,
-            "{:<10}{:>8}{:>8}{:>9}{:>9}   all faults in each {} {}s",
+            "{:<10}{:>8}{:>8}{:>9}{:>9}   all faults in each {} GETs",
             "policy",
             "hard",
             "soft",
             "cost µs",
             if self.changes { "back in" } else { "" },
             self.window_units * SHOWN as u64,
-            self.unit
         );
         for row in &self.rows {
             let back = match self.recovery(row, row) {
@@ -189,45 +184,9 @@ impl Report {
             text += &self.recoveries();
         }
         if let Some(foretold) = &self.foretold {
-            text += &foretold.text(self.unit);
+            text += &foretold.text();
         }
         text
-    }
-
-    pub(super) fn json(&self) -> Value {
-        let recovery = |row: &Row, level: Option<&Row>| {
-            let recovery = level.filter(|_| self.changes).and_then(|l| self.recovery(row, l));
-            recovery.map(|recovery| json!({ "units": recovery.units, "misses": recovery.misses }))
-        };
-        let rows: Vec<Value> = self
-            .rows
-            .iter()
-            .map(|row| {
-                json!({
-                    "policy": row.policy,
-                    "hard_per_unit": self.hard_per_unit(row),
-                    "soft_per_unit": self.soft_per_unit(row),
-                    "evictions_per_unit": self.hard_per_unit(row) + self.soft_per_unit(row),
-                    "cost_us_per_unit": self.cost_us_per_unit(row),
-                    "recovery": recovery(row, Some(row)),
-                    "recovery_to_lru": recovery(row, self.lru()),
-                    "recovery_to_strata": recovery(row, self.rows.first()),
-                    "hard_by_window": &row.hard[..],
-                    "soft_by_window": &row.soft[..],
-                })
-            })
-            .collect();
-        json!({
-            "workload": self.title,
-            "unit": self.unit,
-            "managed_pages": self.managed_pages,
-            "room_pages": self.room_pages,
-            "window_units": self.window_units,
-            "best_fixed_per_unit": self.best_fixed,
-            "replacement_bytes": self.replacement_bytes,
-            "foretold": self.foretold.as_ref().map(Described::json),
-            "policies": rows,
-        })
     }
 }
 
@@ -248,13 +207,11 @@ mod tests {
         }
         let report = Report {
             title: String::new(),
-            unit: "touch",
             managed_pages: 10,
             room_pages: 5,
             window_units: 1_000,
             best_fixed: 0.0,
             rows: vec![row],
-            replacement_bytes: 0,
             changes: true,
             foretold: None,
         };

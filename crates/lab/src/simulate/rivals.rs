@@ -1,7 +1,7 @@
 //! What production is compared with: policies that see every touch, which the
 //! kernel only approximates and a pager cannot have.
 
-use std::collections::{BTreeSet, BinaryHeap, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 
 use strata_policy::replay::Touch;
 
@@ -185,60 +185,6 @@ impl Replay for S3Fifo {
     }
 }
 
-/// What cannot be beaten: the page that is not needed for longest goes (Belady: A
-/// study of replacement algorithms for a virtual-storage computer, 1966). Knows
-/// the whole trace beforehand.
-pub(super) struct Opt {
-    room: usize,
-    resident: usize,
-    seen: Vec<bool>,
-    /// When each resident page is touched next; 0: not resident.
-    next: Vec<u32>,
-    order: BinaryHeap<(u32, u32)>,
-    /// For each touch, one more than the number of the same page's next.
-    nexts: VecDeque<u32>,
-}
-
-impl Opt {
-    pub(super) fn new(pages: usize, room: usize, touches: &[u32]) -> Self {
-        let mut nexts = vec![u32::MAX; touches.len()];
-        let mut last = vec![u32::MAX; pages];
-        for (at, &page) in touches.iter().enumerate().rev() {
-            nexts[at] = last[page as usize];
-            last[page as usize] = at as u32 + 1;
-        }
-        Self {
-            room,
-            resident: 0,
-            seen: vec![false; pages],
-            next: vec![0; pages],
-            order: BinaryHeap::new(),
-            nexts: nexts.into(),
-        }
-    }
-}
-
-impl Replay for Opt {
-    fn touch(&mut self, page: u32) -> Touch {
-        let next = self.nexts.pop_front().expect("the trace that it was made for");
-        let hit = self.next[page as usize] != 0;
-        if !hit {
-            while self.resident >= self.room {
-                let (time, victim) = self.order.pop().expect("what is resident is in the order");
-                // Else it was touched since.
-                if self.next[victim as usize] == time {
-                    self.next[victim as usize] = 0;
-                    self.resident -= 1;
-                }
-            }
-            self.resident += 1;
-        }
-        self.next[page as usize] = next;
-        self.order.push((next, page));
-        outcome(hit, &mut self.seen[page as usize])
-    }
-}
-
 /// Keeps the pages that are touched most often, which it is told, and so finds out nothing
 /// itself: of touches that do not depend on each other nobody misses less in the long run
 /// (Aho, Denning, Ullman: Principles of optimal page replacement, 1971). After a change it
@@ -313,31 +259,6 @@ mod tests {
         assert_eq!(seen, [true, true, true, false, true, false, true, true, true]);
         assert_eq!(lru.touch(9), Touch::First);
         assert_eq!(lru.touch(1), Touch::Hard);
-    }
-
-    #[test]
-    fn nobody_misses_less_than_the_optimum() {
-        let mut seed = 9u32;
-        let touches: Vec<u32> = (0..30_000)
-            .map(|_| {
-                seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-                (seed >> 16) % 90 * ((seed >> 24) % 90) / 90
-            })
-            .collect();
-        let count = |policy: &mut dyn Replay| {
-            misses(policy, &touches).into_iter().filter(|&missed| missed).count()
-        };
-        let best = count(&mut Opt::new(90, 30, &touches));
-        let rivals = [
-            count(&mut Lru::new(90, 30)),
-            count(&mut Clock::new(90, 30, true)),
-            count(&mut S3Fifo::new(90, 30)),
-        ];
-        assert!(rivals.iter().all(|&rival| rival > best + best / 10), "{best} {rivals:?}");
-        // Touched in circles, all but one of the room is kept.
-        let circle: Vec<u32> = (0..400).map(|n| n % 4).collect();
-        let missed = misses(&mut Opt::new(4, 3, &circle), &circle);
-        assert_eq!(missed.iter().filter(|&&missed| missed).count(), 4 + 396 / 3);
     }
 
     #[test]

@@ -3,19 +3,15 @@
 //! function ([`strata_policy::shares`]) and by its rivals. Nothing is timed but in the
 //! model: a touch costs what a server's does, a miss what a fault does.
 
-use std::path::PathBuf;
-
-use anyhow::{Context as _, ensure};
+use anyhow::ensure;
 use clap::Args;
-use serde_json::{Value, json};
 use strata_policy::advice::{Point, between};
 use strata_policy::replay::{Shape, Tenant, Touch};
-use strata_policy::shares::{Past, Seen, Share, share};
+use strata_policy::shares::{Past, Seen, share};
 use strata_units::PAGE_SIZE;
 
 use super::foretell::Foretold;
 use super::model::{KeyStream, Model, Workload};
-use super::{distinct, ids, load_trace};
 use crate::table::Table;
 
 /// Processor time of a touch, and what a miss makes its thread wait (docs/measurements.md).
@@ -45,34 +41,18 @@ pub(crate) struct SharesArgs {
     /// Divides pages and touches: a page stands for so many.
     #[arg(long, default_value_t = 40)]
     scale_down: usize,
-    /// A recording, as one more tenant that repeats it; may be named several times.
-    #[arg(long)]
-    trace: Vec<PathBuf>,
     /// Seed of the random keys.
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// Whether the advisor watches the tenants.
     #[arg(long)]
     advised: bool,
-    /// Show what each has and why, every so many simulated seconds.
-    #[arg(long)]
-    show_every: Option<usize>,
-    /// Also write the figures here, as JSON.
-    #[arg(long)]
-    json: Option<PathBuf>,
-}
-
-/// Where a tenant's touches come from.
-enum Source {
-    Model(Box<Model>),
-    Trace(Vec<u32>),
 }
 
 /// A tenant, before anything is simulated.
 struct Plan {
-    name: String,
-    source: Source,
-    ids: usize,
+    name: &'static str,
+    model: Model,
     pages: usize,
     /// In these seconds it works.
     works: fn(usize) -> bool,
@@ -81,87 +61,51 @@ struct Plan {
 }
 
 impl Plan {
-    fn model(
-        name: &str,
-        workload: Workload,
-        scale_down: usize,
-        works: fn(usize) -> bool,
-        jumps: Option<usize>,
-    ) -> Self {
+    fn new(name: &'static str, workload: Workload, scale_down: usize) -> Self {
         let model = Model::new(workload, scale_down, true);
         let pages = model.value_pages + model.index_pages;
-        let source = Source::Model(Box::new(model));
-        Self { name: name.to_owned(), source, ids: pages, pages, works, jumps }
+        Self { name, model, pages, works: |_| true, jumps: None }
     }
 }
 
 /// The tenants that are simulated: what hosts have.
-fn plans(args: &SharesArgs) -> anyhow::Result<Vec<Plan>> {
-    let always = |_: usize| true;
+fn plans(args: &SharesArgs) -> Vec<Plan> {
     let one = args.scale_down;
-    let mut plans = vec![
-        Plan::model("cache (Gaussian, moves on)", Workload::Gaussian, one, always, Some(240)),
-        Plan::model("store (Zipf)", Workload::Zipf, one, always, None),
-        Plan::model("neighbour (scan beside a hot fifth)", Workload::ScanHot, one, always, None),
-        Plan::model(
-            "batch (uniform, half the size, two minutes in four)",
-            Workload::Uniform,
-            one * 2,
-            |second| second % 240 < 120,
-            None,
-        ),
-    ];
-    for path in &args.trace {
-        let touches = load_trace(path)?;
-        let name =
-            path.file_stem().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
-        let (ids, pages) = (ids(&touches), distinct(&touches));
-        plans.push(Plan {
-            name,
-            source: Source::Trace(touches),
-            ids,
-            pages,
-            works: always,
-            jumps: None,
-        });
-    }
-    Ok(plans)
+    let cache = Plan::new("cache (Gaussian, moves on)", Workload::Gaussian, one);
+    let batch = "batch (uniform, half the size, two minutes in four)";
+    vec![
+        Plan { jumps: Some(240), ..cache },
+        Plan::new("store (Zipf)", Workload::Zipf, one),
+        Plan::new("neighbour (scan beside a hot fifth)", Workload::ScanHot, one),
+        Plan { works: |second| second % 240 < 120, ..Plan::new(batch, Workload::Uniform, one * 2) },
+    ]
 }
 
 /// A stream of touches.
-enum Stream<'a> {
-    Keys(KeyStream<'a>, &'a Model, [u32; 3], usize),
-    Recorded(&'a [u32], usize),
+struct Stream<'a> {
+    model: &'a Model,
+    keys: KeyStream<'a>,
+    /// Of the request under way, and how many of them have been touched.
+    pages: [u32; 3],
+    at: usize,
 }
 
 impl<'a> Stream<'a> {
     fn new(plan: &'a Plan, seed: u64) -> Self {
-        match &plan.source {
-            Source::Model(model) => Self::Keys(KeyStream::new(model, seed), model, [0; 3], 3),
-            Source::Trace(touches) => Self::Recorded(touches, 0),
-        }
+        let keys = KeyStream::new(&plan.model, seed);
+        Self { model: &plan.model, keys, pages: [0; 3], at: 3 }
     }
 
     fn next(&mut self) -> u32 {
-        match self {
-            Self::Keys(keys, model, pages, at) => {
-                if *at == pages.len() {
-                    (*pages, *at) = (model.pages_of(keys.next_key()), 0);
-                }
-                *at += 1;
-                pages[*at - 1]
-            }
-            Self::Recorded(touches, at) => {
-                *at = (*at + 1) % touches.len();
-                touches[*at]
-            }
+        if self.at == self.pages.len() {
+            (self.pages, self.at) = (self.model.pages_of(self.keys.next_key()), 0);
         }
+        self.at += 1;
+        self.pages[self.at - 1]
     }
 
     fn jump(&mut self) {
-        if let Self::Keys(keys, model, ..) = self {
-            keys.move_on(model.keys / 4);
-        }
+        self.keys.move_on(self.model.keys / 4);
     }
 }
 
@@ -227,18 +171,18 @@ impl<'a> World<'a> {
             plan,
             stream: Stream::new(plan, args.seed + index as u64),
             tenant: Tenant::new(Shape {
-                managed_pages: plan.ids,
+                managed_pages: plan.pages,
                 capacity_pages: dram_pages / plans.len(),
                 staged_pages: 0,
                 batch_pages: BATCH_PAGES,
             }),
-            touched: vec![false; plan.ids],
+            touched: vec![false; plan.pages],
             pages: 0,
             budget: dram_pages as u64 * page_bytes / plans.len() as u64,
             page_bytes,
             worked_s: 0.0,
             lost_s: 0.0,
-            advisor: Foretold::new(plan.ids, args.scale_down),
+            advisor: Foretold::new(plan.pages, args.scale_down),
             curve: Vec::new(),
         });
         Self { args, dram: dram_pages as u64 * page_bytes, page_bytes, running: running.collect() }
@@ -263,9 +207,6 @@ impl<'a> World<'a> {
             }
             if moves {
                 let shares = share(self.dram, &seen, &mut past, 1.0);
-                if self.args.show_every.is_some_and(|every| second % every == 0) {
-                    show(second, &seen, &shares);
-                }
                 for (one, share) in self.running.iter_mut().zip(shares) {
                     one.budget = share.budget_bytes;
                 }
@@ -393,7 +334,7 @@ fn optimum(args: &SharesArgs, plans: &[Plan], dram_pages: usize) -> Vec<f64> {
         let mut curves = Vec::new();
         let mut worked = Vec::new();
         for (plan, stream) in plans.iter().zip(&mut streams) {
-            let mut touches = vec![0u32; plan.ids];
+            let mut touches = vec![0u32; plan.pages];
             let mut work_s = 0.0;
             for second in window..(window + WINDOW_S).min(args.seconds) {
                 if plan.jumps == Some(second) {
@@ -469,22 +410,6 @@ fn curve(touches: &[u32], work_s: f64, per_second: usize) -> Vec<Point> {
     points
 }
 
-/// Budget and goal in mebibytes, stall, and why.
-fn show(second: usize, seen: &[Seen], shares: &[Share]) {
-    let each = seen.iter().zip(shares).map(|(seen, share)| {
-        let mib = |bytes: u64| bytes >> 20;
-        format!(
-            "{} of {} -> {} {:.2} {:?}",
-            mib(share.budget_bytes),
-            mib(seen.whole_bytes),
-            mib(share.goal_bytes),
-            seen.stall,
-            share.why
-        )
-    });
-    println!("{second:4} s  {}", each.collect::<Vec<_>>().join(" | "));
-}
-
 /// Runs what the arguments ask for and prints a table.
 pub(crate) fn run(args: &SharesArgs) -> anyhow::Result<()> {
     ensure!(args.dram > 0.4 && args.dram <= 1.0, "--dram {} is no share from 0.4 to 1", args.dram);
@@ -494,11 +419,11 @@ pub(crate) fn run(args: &SharesArgs) -> anyhow::Result<()> {
         "--scale-down {} is not in 1..200",
         args.scale_down
     );
-    let plans = plans(args)?;
+    let plans = plans(args);
     let pages: Vec<f64> = plans.iter().map(|plan| plan.pages as f64).collect();
     let dram_pages = (pages.iter().sum::<f64>() * args.dram) as usize;
     let ends = |parts: &[f64], seconds: usize, moves: bool| {
-        let args = SharesArgs { trace: Vec::new(), json: None, seconds, ..*args };
+        let args = SharesArgs { seconds, ..*args };
         let mut world = World::new(&args, &plans, dram_pages);
         world.begin(parts);
         world.run(moves);
@@ -522,10 +447,6 @@ pub(crate) fn run(args: &SharesArgs) -> anyhow::Result<()> {
     }
     rows.push(("optimum, known afterwards", optimum(args, &plans, dram_pages)));
     print!("{}", table(args, &plans, &rows).plain());
-    if let Some(path) = &args.json {
-        let text = format!("{:#}\n", described(args, &plans, &rows));
-        std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))?;
-    }
     Ok(())
 }
 
@@ -538,7 +459,7 @@ fn table(args: &SharesArgs, plans: &[Plan], rows: &[(&str, Vec<f64>)]) -> Table 
         args.seconds,
     );
     let mut header = vec!["shared out"];
-    header.extend(plans.iter().map(|plan| plan.name.as_str()));
+    header.extend(plans.iter().map(|plan| plan.name));
     header.extend(["sum", "of equal"]);
     let mut table = Table::new(&header);
     let equal: f64 = rows[0].1.iter().sum();
@@ -552,16 +473,6 @@ fn table(args: &SharesArgs, plans: &[Plan], rows: &[(&str, Vec<f64>)]) -> Table 
     table
 }
 
-fn described(args: &SharesArgs, plans: &[Plan], rows: &[(&str, Vec<f64>)]) -> Value {
-    json!({
-        "dram": args.dram,
-        "seconds": args.seconds,
-        "seed": args.seed,
-        "tenants": plans.iter().map(|plan| plan.name.clone()).collect::<Vec<_>>(),
-        "losses": rows.iter().map(|(name, losses)| json!({ "shared_out": name, "losses": losses })).collect::<Vec<_>>(),
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -572,18 +483,15 @@ mod tests {
             seconds: 240,
             warm_seconds: 60,
             scale_down: 200,
-            trace: Vec::new(),
             seed: 1,
             advised: false,
-            show_every: None,
-            json: None,
         }
     }
 
     #[test]
     fn moving_shares_lose_less_than_equal_ones_and_more_than_the_optimum() {
         let args = arguments();
-        let plans = plans(&args).expect("models");
+        let plans = plans(&args);
         let pages: usize = plans.iter().map(|plan| plan.pages).sum();
         let dram_pages = (pages as f64 * args.dram) as usize;
         let sum = |moves: bool| {

@@ -36,10 +36,6 @@ const CLIENTS: &str = "4";
 /// Where Debian's sysbench keeps its scripts.
 const SCRIPTS: &str = "/usr/share/sysbench";
 
-/// Pages of its pool that the server has asked for, whatever for.
-const PAGE_REQUESTS: &str = "SELECT VARIABLE_VALUE FROM information_schema.GLOBAL_STATUS \
-                             WHERE VARIABLE_NAME = 'INNODB_BUFFER_POOL_READ_REQUESTS'";
-
 /// A workload of sysbench.
 #[derive(Clone, Copy)]
 pub(super) struct Phase {
@@ -52,22 +48,6 @@ pub(super) const PHASES: [Phase; 2] = [
     Phase { title: "read only", script: "oltp_read_only" },
     Phase { title: "read and write", script: "oltp_read_write" },
 ];
-
-/// What a trial does.
-pub(super) struct Schedule {
-    pub phases: &'static [Phase],
-    /// Warm-up and measured time of each phase, in seconds.
-    pub times: [&'static str; 2],
-    /// The advisor is asked, under Strata.
-    pub is_advised: bool,
-}
-
-impl Schedule {
-    /// Both phases.
-    pub(super) const fn both(times: [&'static str; 2]) -> Self {
-        Self { phases: &PHASES, times, is_advised: false }
-    }
-}
 
 /// The prepared data directory, and what is needed to use it.
 pub(super) struct Database {
@@ -213,22 +193,15 @@ impl Database {
     }
 
     /// One trial: its phases, values checked before, between and after.
-    pub(super) fn trial(
-        &self,
-        bench: &Bench,
-        setup: Setup,
-        schedule: &Schedule,
-        what: &str,
-    ) -> Result<Vec<Figures>> {
+    pub(super) fn trial(&self, bench: &Bench, setup: Setup, what: &str) -> Result<Vec<Figures>> {
         crate::interrupt::check()?;
         let progress = Progress::start(what);
         let found = run::again(setup, |setup| {
             let janitor = &bench.janitor;
             let binaries = &bench.plan.binaries;
-            let (mut place, wrapping) =
+            let (place, wrapping) =
                 Place::make(janitor, setup, "mariadb", self.data_bytes, binaries)?;
-            place.is_advised = schedule.is_advised;
-            let found = self.drive(bench, &place, &wrapping, schedule, &progress);
+            let found = self.drive(bench, &place, &wrapping, &progress);
             let oom_killed = place.was_oom_killed();
             place.remove()?;
             Ok((found, oom_killed))
@@ -253,7 +226,6 @@ impl Database {
         bench: &Bench,
         place: &Place,
         wrapping: &Wrapping,
-        schedule: &Schedule,
         progress: &Progress,
     ) -> Result<Vec<Figures>> {
         let (data, files) = scratch(&bench.janitor, "mariadb")?;
@@ -276,19 +248,17 @@ impl Database {
         };
         sums(&running, &mut meter)?;
         let mut found = Vec::new();
-        let [warmup, seconds] = schedule.times;
-        for (number, phase) in schedule.phases.iter().enumerate() {
+        let [warmup, seconds] = bench.times();
+        for (number, phase) in PHASES.iter().enumerate() {
             progress.part(&format!("{}: warming up", phase.title));
             // Each on rows of its own; the same in all setups.
             let seed = 10 * number as u32 + 1;
             self.sysbench(bench, phase, &data, warmup, seed, &mut || meter.tick())?;
             progress.part(&format!("{}: measuring", phase.title));
-            let requests_before = running.page_requests()?;
             meter.begin()?;
-            let (mut done, client_cpu_ns) =
+            let (done, client_cpu_ns) =
                 self.sysbench(bench, phase, &data, seconds, seed + 1, &mut || meter.tick())?;
             let window = meter.end()?;
-            done.page_requests = Some(running.page_requests()? - requests_before);
             let name = format!("mariadb {}", phase.title);
             found.push(meter.figures(&name, &window, done, client_cpu_ns));
             progress.part("checking every row");
@@ -399,11 +369,6 @@ impl Running {
         Ok(said.trim().to_owned())
     }
 
-    fn page_requests(&self) -> Result<u64> {
-        let said = self.query(PAGE_REQUESTS, &mut || Ok(()))?;
-        said.parse().with_context(|| format!("{PAGE_REQUESTS}: {said}"))
-    }
-
     /// All rows are there and are what was written; the indexes agree.
     fn check(&self, rows: u64, tick: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         let damaged = self.query(DAMAGED, tick)?;
@@ -450,7 +415,7 @@ fn parse(text: &str) -> Option<Done> {
     let seconds = after("total time:")?.strip_suffix('s')?.parse().ok()?;
     let p99_ms: f64 = after("99th percentile:")?.parse().ok()?;
     let p99_us = p99_ms * 1000.0;
-    Some(Done { operations, seconds, p50_us: None, p99_us, page_requests: None })
+    Some(Done { operations, seconds, p50_us: None, p99_us })
 }
 
 #[cfg(test)]

@@ -3,7 +3,6 @@
 //! in `run.rs` or, for the database, in `mariadb.rs`.
 
 use crate::{
-    bench::foretelling::brought_back,
     cgroup::Group,
     janitor::Janitor,
     process,
@@ -19,7 +18,7 @@ use std::{
     path::Path,
     time::{Duration, Instant},
 };
-use strata_api::{Advice, Stats};
+use strata_api::Stats;
 
 /// Asking `strata stats` costs a process.
 const SAMPLE_INTERVAL: Duration = Duration::from_secs(1);
@@ -27,9 +26,6 @@ const SAMPLE_INTERVAL: Duration = Duration::from_secs(1);
 /// The surroundings of one program. Fields drop in this order.
 pub(super) struct Place {
     pub(super) setup: Setup,
-    /// The advisor is asked: when the program is first seen, and at the end of the
-    /// measured time.
-    pub(super) is_advised: bool,
     group: Option<Group>,
     zram: Option<Zram>,
     strata: Option<(Strata, String)>,
@@ -44,7 +40,7 @@ impl Place {
         data_bytes: u64,
         binaries: &Path,
     ) -> Result<(Self, Wrapping)> {
-        let mut place = Self { setup, is_advised: false, group: None, zram: None, strata: None };
+        let mut place = Self { setup, group: None, zram: None, strata: None };
         let mut wrapping = Wrapping::default();
         match setup {
             Setup::DramOnly => {}
@@ -98,13 +94,6 @@ impl Place {
         Ok(sample)
     }
 
-    fn advice(&self) -> Result<Option<Advice>> {
-        let Some((strata, tenant)) = self.strata.as_ref().filter(|_| self.is_advised) else {
-            return Ok(None);
-        };
-        strata.advice(tenant).map(Some)
-    }
-
     fn look(&self, pid: u32) -> Result<Look> {
         let program = process::times(pid).unwrap_or_default();
         let mut counters = Counters {
@@ -115,16 +104,14 @@ impl Place {
             daemon_cpu_ns: 0,
             soft_faults: 0,
         };
-        let mut stats = None;
         if let Some((strata, tenant)) = &self.strata {
             let times = strata.pids().into_iter().filter_map(process::times);
             counters.daemon_cpu_ns = times.map(|times| times.cpu_ns).sum();
             let newest = strata.stats(tenant)?;
             counters.faults = newest.faults_total;
             counters.soft_faults = newest.soft_faults_total;
-            stats = Some(newest);
         }
-        Ok(Look { counters, stats })
+        Ok(Look { counters })
     }
 }
 
@@ -135,8 +122,6 @@ pub(super) struct Done {
     pub seconds: f64,
     pub p50_us: Option<f64>,
     pub p99_us: f64,
-    /// Of a database: pages of its pool that were asked for, in memory or not.
-    pub page_requests: Option<u64>,
 }
 
 /// Everything measured in one trial's measured time.
@@ -155,10 +140,6 @@ pub(super) struct Figures {
     /// Pages brought back: swap-ins, or faults served by Strata.
     pub faults: u64,
     pub faults_per_second: f64,
-    /// Misses as the advisor counts them, with Strata.
-    pub brought_back: Option<u64>,
-    /// What it said at the end, where it was asked.
-    pub advice: Option<Advice>,
     /// Mean over the measured time.
     pub memory: MemoryUse,
     /// Largest total seen from the start of the load on.
@@ -201,9 +182,6 @@ impl<'a> Meter<'a> {
         if self.begin.is_some() {
             self.measured.push(sample);
         }
-        if self.last.is_none() {
-            self.place.advice()?;
-        }
         self.last = Some(Instant::now());
         Ok(())
     }
@@ -220,7 +198,7 @@ impl<'a> Meter<'a> {
         let end = self.place.look(self.pid).context("observe the program")?;
         self.sample()?;
         let begin = self.begin.take().context("the measured time never began")?;
-        Ok(Window { begin, end, advice: self.place.advice()? })
+        Ok(Window { begin, end })
     }
 
     /// What it comes to. `client_cpu_ns`: of a client that is a process of its
@@ -241,7 +219,6 @@ impl<'a> Meter<'a> {
             self.measured.iter().map(of).sum::<u64>() / self.measured.len().max(1) as u64
         };
         let faults = window.of(|look| look.counters.faults);
-        let missed = |look: &Look| look.stats.as_ref().map_or(0, brought_back);
         let figures = Figures {
             program: program.to_owned(),
             setup: self.place.setup,
@@ -253,8 +230,6 @@ impl<'a> Meter<'a> {
             machine_cpu_us_per_op: per_op(machine_ns),
             faults,
             faults_per_second: faults as f64 / done.seconds,
-            brought_back: window.end.stats.is_some().then(|| window.of(missed)),
-            advice: window.advice.clone(),
             memory: MemoryUse {
                 resident_bytes: mean(|sample| sample.memory.resident_bytes),
                 compressed_bytes: mean(|sample| sample.memory.compressed_bytes),
@@ -290,14 +265,12 @@ impl Figures {
 /// A look at a program and its surroundings.
 struct Look {
     counters: Counters,
-    stats: Option<Stats>,
 }
 
 /// Both ends of the measured time.
 pub(super) struct Window {
     begin: Look,
     end: Look,
-    advice: Option<Advice>,
 }
 
 impl Window {

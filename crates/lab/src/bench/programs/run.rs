@@ -40,8 +40,6 @@ pub(super) struct Job {
     pub line: Vec<OsString>,
     /// About what it holds.
     pub data_bytes: u64,
-    /// The advisor is asked about it, under Strata.
-    pub is_advised: bool,
 }
 
 /// A trial's figures, and what the program said itself.
@@ -123,9 +121,7 @@ pub(super) fn trial(
     progress: &Progress,
 ) -> Result<Trial> {
     let (mut found, oom_kills) = again(setup, |setup| {
-        let (mut place, wrapping) =
-            Place::make(janitor, setup, job.name, job.data_bytes, binaries)?;
-        place.is_advised = job.is_advised;
+        let (place, wrapping) = Place::make(janitor, setup, job.name, job.data_bytes, binaries)?;
         let found = lead(janitor, &place, &wrapping, job, progress);
         let oom_killed = place.was_oom_killed();
         place.remove()?;
@@ -204,7 +200,6 @@ fn lead(
         seconds: work.seconds,
         p50_us: Some(work.p50_us),
         p99_us: work.p99_us,
-        page_requests: None,
     };
     Ok(Trial { figures: meter.figures(job.name, &window, done, 0), work })
 }
@@ -218,7 +213,7 @@ mod tests {
 
     fn shell(script: &str) -> Job {
         let line = ["sh", "-c", script].map(OsString::from).to_vec();
-        Job { name: "shell", line, data_bytes: 0, is_advised: false }
+        Job { name: "shell", line, data_bytes: 0 }
     }
 
     fn directory(name: &str) -> PathBuf {

@@ -421,6 +421,42 @@ fn the_architecture_names_only_what_exists() {
     }
 }
 
+/// Numbers of bench results in a text: ten digits, a dash, the commit.
+fn quoted_results(text: &str) -> BTreeSet<&str> {
+    text.split(|c: char| !(c.is_ascii_alphanumeric() || c == '-'))
+        .filter(|word| {
+            word.split_once('-').is_some_and(|(seconds, commit)| {
+                let is_number = seconds.bytes().all(|byte| byte.is_ascii_digit());
+                seconds.len() == 10 && is_number && !commit.is_empty()
+            })
+        })
+        .collect()
+}
+
+#[test]
+fn every_result_is_quoted_and_every_quoted_one_is_there() {
+    let sample = "(1795000000-abc12; `bench/results/1795000001-def-dirty.md`, 10-2, 1795000002)";
+    assert_eq!(quoted_results(sample), ["1795000000-abc12", "1795000001-def-dirty"].into());
+    let documents = ["README.md", "ARCHITECTURE.md", "CHANGELOG.md"].map(str::to_owned);
+    let texts: Vec<String> =
+        files("docs", &["md"]).iter().chain(&documents).map(|path| read(path)).collect();
+    let quoted: BTreeSet<&str> = texts.iter().flat_map(|text| quoted_results(text)).collect();
+    let kept = files("bench/results", &["json", "md", "svg"]);
+    let number = |path: &'_ str| Path::new(path).file_stem()?.to_str().map(str::to_owned);
+    for path in &kept {
+        let number = number(path).expect("a result has a name");
+        assert!(quoted.contains(number.as_str()), "{path}: no page quotes it; remove it");
+    }
+    for number in quoted {
+        for ending in ["json", "md"] {
+            let path = format!("bench/results/{number}.{ending}");
+            assert!(kept.contains(&path), "{path} is quoted and not there");
+        }
+        // Nobody can build what it measured.
+        assert!(!number.ends_with("-dirty") && !number.ends_with("-unknown"), "{number}");
+    }
+}
+
 #[test]
 fn every_dependency_has_its_reason_and_its_user() {
     let workspace = manifest("Cargo.toml");

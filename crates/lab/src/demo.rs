@@ -121,13 +121,13 @@ fn plan(options: &Options) -> Result<Plan> {
 impl Demo<'_> {
     fn phases(&mut self, options: &Options) -> Result<()> {
         let native = self.phase("DRAM only", "no limit", Setup::DramOnly)?;
-        let all_bytes = native.memory.resident_bytes;
+        let all_bytes = native.cost.memory.resident_bytes;
         let mut rivals = Vec::new();
         for &share in &options.shares {
             let label = format!("zram, {share} % resident");
             let setup = Setup::Zram { resident_limit_bytes: all_bytes * share / 100 };
             if let Some(result) = self.optional(&label, "store extra", setup)? {
-                rivals.push((share, result.memory.total_bytes()));
+                rivals.push((share, result.cost.memory.total_bytes()));
             }
         }
         if options.no_strata {
@@ -171,7 +171,7 @@ impl Demo<'_> {
                 progress.finish(&format!(
                     "✓ {label:24} {:>6} ops/s  {:>5} MiB  every value right",
                     short(result.run.operations_per_second),
-                    mebibytes(result.memory.total_bytes())
+                    mebibytes(result.cost.memory.total_bytes())
                 ));
             }
             Err(_) => progress.finish(&format!("– {label}")),
@@ -185,7 +185,7 @@ impl Demo<'_> {
             eprintln!("    {note}");
             self.report.notes.push(note);
         }
-        if let Some(note) = result.budget_note() {
+        if let Some(note) = result.cost.budget_note(result.setup) {
             eprintln!("    {note}");
             self.report.notes.push(format!("{label}: {note}"));
         }
@@ -243,14 +243,14 @@ pub(crate) fn table(phases: &[Phase]) -> Table {
     ]);
     let base = phases.first().map_or(0.0, |phase| phase.result.run.operations_per_second);
     for Phase { label, result, .. } in phases {
-        let memory = &result.memory;
+        let memory = &result.cost.memory;
         table.row(vec![
             label.clone(),
             short(result.run.operations_per_second),
             format!("{:.2} ×", result.run.operations_per_second / base),
             three_digits(result.run.p50_us),
             three_digits(result.run.p99_us),
-            three_digits(result.server_cpu_us_per_op),
+            three_digits(result.cost.program_cpu_us_per_op),
             mebibytes(memory.resident_bytes),
             mebibytes(memory.compressed_bytes),
             mebibytes(memory.metadata_bytes),

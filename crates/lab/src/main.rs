@@ -18,6 +18,7 @@ mod journal;
 mod keys;
 mod machine;
 mod memtierd;
+mod meter;
 mod optimum;
 mod process;
 mod progress;

@@ -175,6 +175,18 @@ pub(crate) fn machine_busy_ns() -> u64 {
     fs::read_to_string("/proc/stat").ok().and_then(|s| parse_machine_busy(&s)).unwrap_or(0)
 }
 
+fn parse_cores(stat: &str) -> usize {
+    let is_core = |line: &&str| {
+        line.strip_prefix("cpu").is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
+    };
+    stat.lines().filter(is_core).count()
+}
+
+/// Cores of the whole machine, whichever of them this thread may use.
+pub(crate) fn machine_cores() -> usize {
+    parse_cores(&fs::read_to_string("/proc/stat").unwrap_or_default()).max(1)
+}
+
 /// All processes that there are now.
 pub(crate) fn all() -> Vec<u32> {
     fs::read_dir("/proc")
@@ -294,6 +306,7 @@ mod tests {
     fn idle_and_stolen_time_is_not_busy() {
         let stat = "cpu  10 1 20 5000 300 2 3 999 0 0\ncpu0 1 1 1 1 1 1 1 1 0 0\n";
         assert_eq!(parse_machine_busy(stat), Some(36 * tick_ns()));
+        assert_eq!((parse_cores(stat), parse_cores("cpu  1\ncpu0 1\ncpu11 1\nctxt 7\n")), (1, 2));
     }
 
     #[test]

@@ -6,6 +6,7 @@ use crate::{
     cgroup::Group,
     janitor::Janitor,
     memtierd::Memtierd,
+    meter::Meter,
     process,
     redis::{
         resp::Endpoint,
@@ -87,8 +88,10 @@ impl MemoryUse {
     }
 }
 
-/// Limit, swap and daemon, before there is a program. Fields drop in this order.
+/// Limit, swap and daemon of a program. Fields drop in this order.
 pub(crate) struct Surroundings {
+    pub(crate) setup: Setup,
+    memtierd: Option<Memtierd>,
     group: Option<Group>,
     zram: Option<Zram>,
     zswap: Option<Zswap>,
@@ -105,8 +108,15 @@ impl Surroundings {
         data_bytes: u64,
         binaries: &Path,
     ) -> Result<Self> {
-        let (group, zram, zswap, strata) = (None, None, None, None);
-        let mut this = Self { group, zram, zswap, strata, wrapping: Wrapping::default() };
+        let mut this = Self {
+            setup,
+            memtierd: None,
+            group: None,
+            zram: None,
+            zswap: None,
+            strata: None,
+            wrapping: Wrapping::default(),
+        };
         match setup {
             Setup::DramOnly => {}
             Setup::Zram { resident_limit_bytes } | Setup::Memtierd { resident_limit_bytes } => {
@@ -151,6 +161,60 @@ impl Surroundings {
         self.zswap.as_ref().map(|zswap| format!("zswap's compressor: {}", zswap.compressor()))
     }
 
+    /// Whether the kernel killed the program for its group's limit.
+    pub(crate) fn was_oom_killed(&self) -> bool {
+        self.group.as_ref().is_some_and(|group| group.oom_kills() > 0)
+    }
+
+    /// What the program costs now.
+    pub(crate) fn sample(&self, pid: u32) -> Result<Sample> {
+        let kernel = process::memory(pid);
+        let mut sample = Sample {
+            memory: MemoryUse { resident_bytes: kernel.anonymous_bytes, ..MemoryUse::default() },
+            kernel_resident_bytes: kernel.anonymous_bytes,
+            swapped_bytes: kernel.swapped_bytes,
+            ..Sample::default()
+        };
+        let swap = self.zram.as_ref().map(Zram::stored);
+        if let Some(stored) = swap.or_else(|| self.zswap.as_ref().map(Zswap::stored)) {
+            let Stored { original_bytes, used_bytes, .. } = stored;
+            sample.memory.compressed_bytes = used_bytes;
+            sample.memory.stored_bytes = original_bytes;
+            sample.has_swap = true;
+        }
+        if let Some(memtierd) = &self.memtierd {
+            sample.daemon_bytes = process::memory(memtierd.pid()).anonymous_bytes;
+            sample.memory.metadata_bytes = sample.daemon_bytes;
+        }
+        if let Some((strata, tenant)) = &self.strata {
+            strata.sample(tenant, &mut sample)?;
+        }
+        Ok(sample)
+    }
+
+    /// What the program and what helps it have spent so far.
+    pub(crate) fn counters(&self, pid: u32) -> Result<Counters> {
+        let program = process::times(pid).unwrap_or_default();
+        let daemon = self.strata.as_ref().map(|(strata, _)| strata.pids());
+        let helper = self.memtierd.as_ref().map(|memtierd| process::family(memtierd.pid()));
+        let pids = daemon.or(helper).unwrap_or_default();
+        let mut counters = Counters {
+            program_cpu_ns: program.cpu_ns,
+            daemon_cpu_ns: pids.into_iter().filter_map(process::times).map(|t| t.cpu_ns).sum(),
+            client_cpu_ns: process::times(std::process::id()).unwrap_or_default().cpu_ns,
+            machine_cpu_ns: process::machine_busy_ns(),
+            faults: program.major_faults,
+            soft_faults: 0,
+        };
+        if let Some((strata, tenant)) = &self.strata {
+            let stats = strata.stats(tenant)?;
+            // A first touch brings nothing back, and is no major fault either.
+            counters.faults = stats.faults_total.saturating_sub(stats.zero_faults_total);
+            counters.soft_faults = stats.soft_faults_total;
+        }
+        Ok(counters)
+    }
+
     /// Takes everything down again and says whether that worked; the program
     /// must have ended.
     pub(crate) fn stop(self) -> Result<()> {
@@ -163,7 +227,6 @@ impl Surroundings {
 
 /// A server and its surroundings. Fields drop in this order.
 pub(crate) struct Stage {
-    memtierd: Option<Memtierd>,
     server: Server,
     around: Surroundings,
 }
@@ -172,16 +235,13 @@ impl Stage {
     /// Sets everything up and starts the server in it.
     pub(crate) fn start(janitor: &Janitor, setup: Setup, name: &str, plan: &Plan) -> Result<Self> {
         let data_bytes = plan.records * 1024;
-        let around = Surroundings::start(janitor, setup, name, data_bytes, &plan.binaries)?;
+        let mut around = Surroundings::start(janitor, setup, name, data_bytes, &plan.binaries)?;
         let server = Server::start(janitor, name, around.wrapping(), plan.server_core)?;
-        let memtierd = match setup {
-            Setup::Memtierd { .. } => {
-                let tool = plan.memtierd.as_ref().context("memtierd was not looked for")?;
-                Some(Memtierd::start(janitor, tool, server.pid())?)
-            }
-            _ => None,
-        };
-        Ok(Self { memtierd, server, around })
+        if let Setup::Memtierd { .. } = setup {
+            let tool = plan.memtierd.as_ref().context("memtierd was not looked for")?;
+            around.memtierd = Some(Memtierd::start(janitor, tool, server.pid())?);
+        }
+        Ok(Self { server, around })
     }
 
     pub(crate) const fn endpoint(&self) -> &Endpoint {
@@ -195,7 +255,7 @@ impl Stage {
 
     /// An error when what is to help the server has ended on its own.
     pub(crate) fn check_helper(&mut self) -> Result<()> {
-        self.memtierd.as_mut().map_or(Ok(()), Memtierd::check)
+        self.around.memtierd.as_mut().map_or(Ok(()), Memtierd::check)
     }
 
     /// What is to be said of the store; none where its name says all.
@@ -205,76 +265,23 @@ impl Stage {
 
     /// Whether the kernel killed the server for its group's limit.
     pub(crate) fn was_oom_killed(&self) -> bool {
-        self.around.group.as_ref().is_some_and(|group| group.oom_kills() > 0)
+        self.around.was_oom_killed()
     }
 
     /// Takes everything down again and says whether that worked.
-    pub(crate) fn stop(self) -> Result<()> {
-        self.memtierd.map_or(Ok(()), Memtierd::stop)?;
+    pub(crate) fn stop(mut self) -> Result<()> {
+        self.around.memtierd.take().map_or(Ok(()), Memtierd::stop)?;
         self.server.stop()?;
         self.around.stop()
     }
 
-    /// What the server costs now.
-    pub(crate) fn sample(&self) -> Result<Sample> {
-        let kernel = process::memory(self.server.pid());
-        let mut sample = Sample {
-            memory: MemoryUse { resident_bytes: kernel.anonymous_bytes, ..MemoryUse::default() },
-            kernel_resident_bytes: kernel.anonymous_bytes,
-            swapped_bytes: kernel.swapped_bytes,
-            ..Sample::default()
-        };
-        let swap = self.around.zram.as_ref().map(Zram::stored);
-        if let Some(stored) = swap.or_else(|| self.around.zswap.as_ref().map(Zswap::stored)) {
-            let Stored { original_bytes, used_bytes, .. } = stored;
-            sample.memory.compressed_bytes = used_bytes;
-            sample.memory.stored_bytes = original_bytes;
-            sample.has_swap = true;
-        }
-        if let Some(memtierd) = &self.memtierd {
-            sample.daemon_bytes = process::memory(memtierd.pid()).anonymous_bytes;
-            sample.memory.metadata_bytes = sample.daemon_bytes;
-        }
-        if let Some((strata, tenant)) = &self.around.strata {
-            strata.sample(tenant, &mut sample)?;
-        }
-        Ok(sample)
-    }
-
-    /// What has been spent so far.
-    pub(crate) fn counters(&self) -> Counters {
-        let mut counters = self.times();
-        if let Some((strata, tenant)) = &self.around.strata {
-            let stats = strata.stats(tenant).ok();
-            // A first touch brings nothing back, and is no major fault either.
-            counters.faults = stats
-                .as_ref()
-                .map_or(0, |stats| stats.faults_total.saturating_sub(stats.zero_faults_total));
-            counters.soft_faults = stats.map_or(0, |stats| stats.soft_faults_total);
-        }
-        counters
-    }
-
-    /// The same, without asking a daemon: faults are the kernel's.
-    pub(crate) fn times(&self) -> Counters {
-        let server = process::times(self.server.pid()).unwrap_or_default();
-        let daemon = self.around.strata.as_ref().map(|(strata, _)| strata.pids());
-        let helper = self.memtierd.as_ref().map(|memtierd| process::family(memtierd.pid()));
-        let pids = daemon.or(helper).unwrap_or_default();
-        let daemon_cpu_ns =
-            pids.into_iter().filter_map(process::times).map(|times| times.cpu_ns).sum();
-        Counters {
-            server_cpu_ns: server.cpu_ns,
-            daemon_cpu_ns,
-            client_cpu_ns: process::times(std::process::id()).unwrap_or_default().cpu_ns,
-            machine_cpu_ns: process::machine_busy_ns(),
-            faults: server.major_faults,
-            soft_faults: 0,
-        }
+    /// Looks at the server from now on.
+    pub(crate) fn meter(&self) -> Meter<'_> {
+        Meter::new(&self.around, self.server.pid())
     }
 }
 
-/// The server's cost at one moment.
+/// A program's cost at one moment.
 #[derive(Clone, Default)]
 pub(crate) struct Sample {
     pub memory: MemoryUse,
@@ -325,7 +332,7 @@ fn unmanaged(known_bytes: u64, kernel_bytes: u64) -> Option<String> {
 /// CPU times and faults since the start of each process.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Counters {
-    pub server_cpu_ns: u64,
+    pub program_cpu_ns: u64,
     pub daemon_cpu_ns: u64,
     pub client_cpu_ns: u64,
     pub machine_cpu_ns: u64,

@@ -38,40 +38,15 @@ pub(crate) struct Strata {
 }
 
 impl Strata {
-    /// Starts a daemon from the binaries in `directory`. An error says what is
+    /// Starts a daemon from the binaries in a directory. An error says what is
     /// missing; the caller goes on without Strata.
     pub(crate) fn start(janitor: &Janitor, binaries: &Path) -> Result<Self> {
-        Self::start_with(janitor, binaries, &[])
+        Self::start_with(janitor, binaries, &[], None)
     }
 
-    /// The same with a file tier in `directory`.
-    pub(crate) fn start_with_tier(
-        janitor: &Janitor,
-        binaries: &Path,
-        directory: &Path,
-    ) -> Result<Self> {
-        Self::start_configured(janitor, binaries, &format!("tier_path = {directory:?}\n"))
-    }
-
-    /// The same with these lines in the daemon's configuration.
-    pub(crate) fn start_configured(
-        janitor: &Janitor,
-        binaries: &Path,
-        lines: &str,
-    ) -> Result<Self> {
-        Self::start_as(janitor, binaries, &[], Some(lines))
-    }
-
-    /// The same with more in the daemon's environment.
+    /// The same with more in the daemon's environment, and with these lines in its
+    /// configuration.
     pub(crate) fn start_with(
-        janitor: &Janitor,
-        binaries: &Path,
-        environment: &[(&str, &Path)],
-    ) -> Result<Self> {
-        Self::start_as(janitor, binaries, environment, None)
-    }
-
-    fn start_as(
         janitor: &Janitor,
         binaries: &Path,
         environment: &[(&str, &Path)],

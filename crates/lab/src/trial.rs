@@ -6,6 +6,7 @@ use crate::{
     janitor::Janitor,
     keys::Pattern,
     memtierd::Tool,
+    meter::{Cost, Done, Meter, Window},
     process,
     progress::Progress,
     random::mix,
@@ -16,7 +17,7 @@ use crate::{
         outcome::Outcome,
         tally::WrongValues,
     },
-    stage::{Counters, MemoryUse, Sample, Setup, Stage},
+    stage::{Sample, Setup, Stage},
 };
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
@@ -24,10 +25,6 @@ use std::{
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
-
-/// Asking `strata stats` costs a process: often enough to see a peak, seldom
-/// enough not to be seen itself.
-const STATS_INTERVAL: Duration = Duration::from_secs(1);
 
 /// What all trials of a comparison share.
 #[derive(Clone, Debug)]
@@ -44,47 +41,6 @@ pub(crate) struct Plan {
     pub binaries: PathBuf,
     /// For the setup that needs it.
     pub memtierd: Option<Tool>,
-}
-
-/// A budget may be exceeded by the larger of 2 % and this.
-const ALLOWANCE_BYTES: u64 = 16 << 20;
-
-impl TrialResult {
-    /// What to say when Strata took more DRAM than its budget and allowance,
-    /// by its own account or by the kernel's.
-    pub(crate) fn budget_note(&self) -> Option<String> {
-        let Setup::Strata { dram_bytes } = self.setup else { return None };
-        over_budget(
-            dram_bytes,
-            self.peak_total_bytes,
-            self.kernel_resident_bytes,
-            self.daemon_memory_bytes,
-        )
-    }
-}
-
-/// See [`TrialResult::budget_note`].
-pub(crate) fn over_budget(
-    dram_bytes: u64,
-    peak_bytes: u64,
-    server_bytes: u64,
-    daemon_bytes: u64,
-) -> Option<String> {
-    let allowed_bytes = dram_bytes + (dram_bytes / 50).max(ALLOWANCE_BYTES);
-    let budget_mib = dram_bytes >> 20;
-    if peak_bytes > allowed_bytes {
-        let peak_mib = peak_bytes >> 20;
-        Some(format!("over its budget of {budget_mib} MiB: {peak_mib} MiB at its peak"))
-    } else if server_bytes + daemon_bytes > allowed_bytes {
-        Some(format!(
-            "over its budget of {budget_mib} MiB as the kernel counts: {} MiB in the server, \
-             {} MiB in the daemon",
-            server_bytes >> 20,
-            daemon_bytes >> 20
-        ))
-    } else {
-        None
-    }
 }
 
 impl Plan {
@@ -139,70 +95,28 @@ pub(crate) struct TrialResult {
     pub load: Pass,
     pub run: Outcome,
     pub verify: Option<Pass>,
-    /// CPU time of the server and, with Strata, of its daemon, in the measured
-    /// time, per operation.
-    pub server_cpu_us_per_op: f64,
-    /// Part of it that is Strata's daemon.
-    pub daemon_cpu_us_per_op: f64,
-    /// CPU time of the whole machine but the client: kernel threads too, and
-    /// whatever else ran.
-    pub machine_cpu_us_per_op: f64,
-    /// Share of the machine's CPU time in the window that went to none of these:
-    /// kernel threads, and whatever else ran.
-    pub other_cpu_share: f64,
-    /// Pages brought back per second: swap-ins, or faults served by Strata.
-    pub faults_per_second: f64,
-    /// The same per operation.
-    pub misses_per_op: f64,
-    /// Part of them that Strata served without decompression.
-    pub soft_misses_per_op: f64,
+    #[serde(flatten)]
+    pub cost: Cost,
     /// What else is to be said of the store.
     pub store_note: Option<String>,
-    /// Mean over the measured time.
-    pub memory: MemoryUse,
-    /// Largest total seen from the start of the load to the end of the run.
-    pub peak_total_bytes: u64,
-    /// Mean of the server's anonymous memory in DRAM as the kernel counts it,
-    /// beside what the setup itself says.
-    pub kernel_resident_bytes: u64,
-    /// Mean of the daemon's own memory (anonymous and memfd) as the kernel
-    /// counts it; 0 without one.
-    pub daemon_memory_bytes: u64,
     /// Earlier attempts at this trial in which the kernel's OOM killer ended
     /// the server under the rival's limit.
     pub oom_kills: u32,
-    /// Strata's own statistics at the end of the run.
-    pub strata: Option<strata_api::Stats>,
 }
 
 /// Watches a stage while the client works.
 struct Watch<'a> {
-    stage: &'a Stage,
+    meter: Meter<'a>,
     progress: &'a Progress,
-    last_sample: Option<Instant>,
-    peak_total_bytes: u64,
-    measuring: bool,
-    measured: Vec<Sample>,
-    begin: Counters,
-    end: Counters,
+    window: Option<Window>,
     problem: Option<anyhow::Error>,
     rate: (Instant, u64),
 }
 
 impl<'a> Watch<'a> {
     fn new(stage: &'a Stage, progress: &'a Progress) -> Self {
-        Self {
-            stage,
-            progress,
-            last_sample: None,
-            peak_total_bytes: 0,
-            measuring: false,
-            measured: Vec::new(),
-            begin: Counters::default(),
-            end: Counters::default(),
-            problem: None,
-            rate: (Instant::now(), 0),
-        }
+        let rate = (Instant::now(), 0);
+        Self { meter: stage.meter(), progress, window: None, problem: None, rate }
     }
 
     fn part(&mut self, what: &str) {
@@ -211,43 +125,19 @@ impl<'a> Watch<'a> {
     }
 
     fn tell(&mut self, moment: Moment) {
-        match moment {
+        let looked = match moment {
             Moment::Tick { done, operations } => {
                 let seconds = self.rate.0.elapsed().as_secs_f64().max(0.001);
                 let rate = operations as f64 / seconds / 1000.0;
                 self.progress.set(done, format!("{rate:.0}k ops/s"));
-                if self.last_sample.is_none_or(|at| at.elapsed() >= STATS_INTERVAL) {
-                    self.sample();
-                }
+                self.meter.tick()
             }
-            Moment::MeasureBegins => {
-                self.begin = self.stage.counters();
-                self.measuring = true;
-            }
-            Moment::MeasureEnds => {
-                self.end = self.stage.counters();
-                self.sample();
-                self.measuring = false;
-            }
+            Moment::MeasureBegins => self.meter.begin(),
+            Moment::MeasureEnds => self.meter.end().map(|window| self.window = Some(window)),
+        };
+        if let Err(error) = looked {
+            self.problem = Some(error);
         }
-    }
-
-    fn sample(&mut self) {
-        match self.stage.sample() {
-            Ok(sample) => {
-                self.peak_total_bytes = self.peak_total_bytes.max(sample.memory.total_bytes());
-                if self.measuring {
-                    self.measured.push(sample);
-                }
-            }
-            Err(error) => self.problem = Some(error),
-        }
-        self.last_sample = Some(Instant::now());
-    }
-
-    fn mean(&self, of: impl Fn(&Sample) -> u64) -> u64 {
-        let count = self.measured.len().max(1) as u64;
-        self.measured.iter().map(of).sum::<u64>() / count
     }
 }
 
@@ -345,56 +235,14 @@ fn drive(stage: &Stage, setup: Setup, plan: &Plan, progress: &Progress) -> Resul
     if let Some(problem) = watch.problem.take() {
         return Err(problem.context("observe the server"));
     }
-    let Some(last) = watch.measured.last().cloned() else {
-        bail!("nothing was sampled in the measured time");
-    };
-    if let Some(problem) = watch.measured.iter().find_map(Sample::intruder) {
+    let window = watch.window.context("nothing was sampled in the measured time")?;
+    let problem = |of: fn(&Sample) -> Option<String>| watch.meter.measured().iter().find_map(of);
+    if let Some(problem) = problem(Sample::intruder).or_else(|| problem(Sample::unmanaged)) {
         bail!("{problem}");
     }
-    if let Some(problem) = watch.measured.iter().find_map(Sample::unmanaged) {
-        bail!("{problem}");
-    }
-    // Saturating: a worker that died and was replaced takes its counts along.
-    let per_op = |of: fn(&Counters) -> u64| {
-        of(&watch.end).saturating_sub(of(&watch.begin)) as f64 / 1e3 / run.operations.max(1) as f64
-    };
-    let daemon = per_op(|counters| counters.daemon_cpu_ns);
-    // Counted in ticks, the parts can be more than the whole.
-    let spent = |of: fn(&Counters) -> u64| of(&watch.end).saturating_sub(of(&watch.begin)) as f64;
-    let known = |counters: &Counters| {
-        counters.server_cpu_ns + counters.daemon_cpu_ns + counters.client_cpu_ns
-    };
-    let cores = std::thread::available_parallelism().map_or(1, usize::from) as f64;
-    let other_ns = (spent(|counters| counters.machine_cpu_ns) - spent(known)).max(0.0);
-    let count_per_op = |of: fn(&Counters) -> u64| {
-        of(&watch.end).saturating_sub(of(&watch.begin)) as f64 / run.operations.max(1) as f64
-    };
-    Ok(TrialResult {
-        setup,
-        load,
-        verify,
-        server_cpu_us_per_op: per_op(|counters| counters.server_cpu_ns) + daemon,
-        daemon_cpu_us_per_op: daemon,
-        machine_cpu_us_per_op: per_op(|counters| counters.machine_cpu_ns)
-            - per_op(|counters| counters.client_cpu_ns),
-        other_cpu_share: (other_ns / (run.seconds * cores * 1e9)).min(1.0),
-        faults_per_second: watch.end.faults.saturating_sub(watch.begin.faults) as f64 / run.seconds,
-        misses_per_op: count_per_op(|counters| counters.faults),
-        soft_misses_per_op: count_per_op(|counters| counters.soft_faults),
-        store_note: stage.note(),
-        memory: MemoryUse {
-            resident_bytes: watch.mean(|sample| sample.memory.resident_bytes),
-            compressed_bytes: watch.mean(|sample| sample.memory.compressed_bytes),
-            metadata_bytes: watch.mean(|sample| sample.memory.metadata_bytes),
-            stored_bytes: watch.mean(|sample| sample.memory.stored_bytes),
-        },
-        peak_total_bytes: watch.peak_total_bytes,
-        kernel_resident_bytes: watch.mean(|sample| sample.kernel_resident_bytes),
-        daemon_memory_bytes: watch.mean(|sample| sample.daemon_bytes),
-        oom_kills: 0,
-        strata: last.stats,
-        run,
-    })
+    let done = Done { operations: run.operations, seconds: run.seconds, client_cpu_ns: 0 };
+    let cost = watch.meter.cost(&window, done);
+    Ok(TrialResult { setup, load, run, verify, cost, store_note: stage.note(), oom_kills: 0 })
 }
 
 #[cfg(test)]
@@ -409,38 +257,13 @@ impl TrialResult {
             load: pass,
             run,
             verify: None,
-            server_cpu_us_per_op: 3.0,
-            daemon_cpu_us_per_op: 0.0,
-            machine_cpu_us_per_op: 3.5,
-            other_cpu_share: 0.0,
-            faults_per_second: 0.0,
-            misses_per_op: 0.0,
-            soft_misses_per_op: 0.0,
+            cost: Cost {
+                program_cpu_us_per_op: 3.0,
+                machine_cpu_us_per_op: 3.5,
+                ..Cost::default()
+            },
             store_note: None,
-            memory: MemoryUse::default(),
-            peak_total_bytes: 0,
-            kernel_resident_bytes: 0,
-            daemon_memory_bytes: 0,
             oom_kills: 0,
-            strata: None,
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_budget_is_held_to_its_allowance() {
-        const MIB: u64 = 1 << 20;
-        assert_eq!(over_budget(100 * MIB, 116 * MIB, 60 * MIB, 56 * MIB), None);
-        let peak = over_budget(100 * MIB, 117 * MIB, 0, 0).expect("over");
-        assert!(peak.contains("117 MiB at its peak"), "{peak}");
-        let outside = over_budget(100 * MIB, 90 * MIB, 70 * MIB, 47 * MIB).expect("over");
-        assert!(outside.contains("as the kernel counts"), "{outside}");
-        // Two per cent, where that is more.
-        assert_eq!(over_budget(2000 * MIB, 2040 * MIB, 0, 0), None);
-        assert!(over_budget(2000 * MIB, 2041 * MIB, 0, 0).is_some());
     }
 }

@@ -224,7 +224,7 @@ fn tried(bench: &Bench, site: &Site, division: Division, dram_bytes: Option<u64>
         let (pools, each) = (pools_of(division), division.pool_mebibytes());
         let left = (dram >> 20).saturating_sub(each * pools.len() as u64);
         let lines = format!("dram = \"{left}MiB\"\n");
-        let started = Strata::start_configured(&bench.janitor, &bench.plan.binaries, &lines)?;
+        let started = Strata::start_with(&bench.janitor, &bench.plan.binaries, &[], Some(&lines))?;
         for pool in pools {
             started.ask(&["pool", "create", &pool, "--limit", &format!("{each}MiB")])?;
         }

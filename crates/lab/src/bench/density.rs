@@ -86,7 +86,7 @@ fn fleet(
         With::Strata => {
             let tier = swap_file::directory(&bench.janitor, "tier", &mut changes)?;
             let lines = format!("dram = \"{DRAM_MIB}MiB\"\ntier_path = {tier:?}\n");
-            Some(Strata::start_configured(&bench.janitor, &bench.plan.binaries, &lines)?)
+            Some(Strata::start_with(&bench.janitor, &bench.plan.binaries, &[], Some(&lines))?)
         }
         With::AllDram | With::Swap => None,
     };

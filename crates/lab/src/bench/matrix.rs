@@ -258,8 +258,8 @@ impl Run<'_> {
             Ok(result) => progress.finish(&format!(
                 "{what}: {:.0} ops/s, {:.3} misses/op, {} MiB",
                 result.run.asked_per_second(),
-                result.misses_per_op,
-                result.memory.total_bytes() >> 20
+                result.cost.misses_per_op,
+                result.cost.memory.total_bytes() >> 20
             )),
             Err(_) => progress.finish(&format!("{what}: failed")),
         }
@@ -269,9 +269,9 @@ impl Run<'_> {
 
 impl Seen {
     fn note(&mut self, subject: Subject, result: &TrialResult) {
-        let total_bytes = result.memory.total_bytes();
+        let total_bytes = result.cost.memory.total_bytes();
         match subject {
-            Subject::Native => self.native_bytes = result.memory.resident_bytes,
+            Subject::Native => self.native_bytes = result.cost.memory.resident_bytes,
             Subject::Zram | Subject::Zswap => self.kernel_totals.push(total_bytes),
             Subject::Memtierd => self.memtierd_total = Some(total_bytes),
             Subject::Strata | Subject::StrataAsMemtierd | Subject::StrataThird => {}
@@ -304,7 +304,7 @@ impl Matrix {
         if let Some(note) = &result.store_note {
             say(format!("{note}."));
         }
-        if let Some(note) = result.budget_note() {
+        if let Some(note) = result.cost.budget_note(result.setup) {
             say(format!("{what}, repetition {}: {note}.", repetition + 1));
         }
         if result.oom_kills > 0 {

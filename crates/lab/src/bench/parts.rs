@@ -22,6 +22,8 @@ use strata_api::Stats;
 
 /// A budget that a program is far from: nothing is ever registered.
 const PLENTY_BYTES: u64 = 8 << 30;
+/// Until a program has begun to fill its memory, which takes longer.
+const START_PAUSE: Duration = Duration::from_millis(200);
 
 /// A command of this program, perhaps wrapped in `strata run`.
 pub(super) fn subject(wrapping: &Wrapping, arguments: &[&str]) -> Result<Child> {
@@ -43,9 +45,19 @@ pub(super) fn output_of(child: Child) -> Result<String> {
     String::from_utf8(output.stdout).context("read what a program printed")
 }
 
+/// A program to the server's core, once it has begun to fill its memory: with whatever
+/// helps it inside.
+pub(super) fn pinned(bench: &Bench, child: Child) -> Result<Child> {
+    thread::sleep(START_PAUSE);
+    if let Some(core) = bench.plan.server_core {
+        process::pin_process(child.id(), core)?;
+    }
+    Ok(child)
+}
+
 /// Waits for a tenant's program to end; what it printed, and the newest
 /// statistics of its tenant before it ended.
-fn watch(strata: &Strata, name: &str, mut child: Child) -> Result<(String, Stats)> {
+pub(super) fn watch(strata: &Strata, name: &str, mut child: Child) -> Result<(String, Stats)> {
     let mut stats = None;
     while child.try_wait().context("look at a program")?.is_none() {
         if let Ok(newest) = strata.stats(name) {

@@ -7,17 +7,16 @@
 
 use super::{
     Bench,
-    parts::{output_of, subject},
+    parts::{output_of, pinned, subject},
 };
 use crate::{
     alloc::TouchResult,
-    interrupt, process,
+    interrupt,
     progress::Progress,
     stage::{Setup, Surroundings},
 };
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
-use std::{thread, time::Duration};
 
 /// Samples of each setup, in microseconds a fault.
 #[derive(Clone, Default, Debug, Serialize)]
@@ -29,9 +28,6 @@ pub(super) struct Prices {
 
 /// Rounds; more say nothing new.
 const ROUNDS: usize = 3;
-/// Until the program has begun to fill its memory, which takes longer: then it
-/// is pinned, with whatever helps it inside.
-const START_PAUSE: Duration = Duration::from_millis(200);
 
 impl Prices {
     /// None where it could not be measured. memtierd's faults are zram's.
@@ -107,11 +103,7 @@ fn touch(bench: &Bench, setup: Setup, size_bytes: u64, seconds: &str) -> Result<
         Surroundings::start(&bench.janitor, setup, "price", size_bytes, &bench.plan.binaries)?;
     let size = format!("{size_bytes} bytes");
     let child = subject(around.wrapping(), &["touch", "--size", &size, "--seconds", seconds])?;
-    thread::sleep(START_PAUSE);
-    if let Some(core) = bench.plan.server_core {
-        process::pin_process(child.id(), core)?;
-    }
-    let text = output_of(child);
+    let text = output_of(pinned(bench, child)?);
     around.stop()?;
     serde_json::from_str(&text?).context("read what touch printed")
 }

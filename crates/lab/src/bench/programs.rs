@@ -5,11 +5,11 @@
 //! measured to use.
 //!
 //! This file says what runs and what is compared; a trial is in
-//! `programs/run.rs` (and `programs/mariadb.rs`), its surroundings in
-//! `programs/place.rs`.
+//! `programs/run.rs` (and `programs/mariadb.rs`), what is kept of it in
+//! `programs/figures.rs`.
 
+mod figures;
 mod mariadb;
-mod place;
 mod run;
 
 use super::{
@@ -23,7 +23,7 @@ use crate::{
     subject::{Subject, last_line, scratch},
 };
 use anyhow::{Context, Result, bail};
-use place::Figures;
+use figures::Figures;
 use run::{Job, Trial};
 use std::{
     ffi::OsString,
@@ -156,16 +156,16 @@ fn series(name: &str, wording: &Wording, pairs: &Pairs) -> Vec<Series> {
         ("throughput", wording.rate, |f| f.operations_per_second),
         ("p50", "µs", |f| f.done.p50_us.unwrap_or_default()),
         ("p99", "µs", |f| f.done.p99_us),
-        ("CPU of program and daemon", wording.cpu, |f| f.program_cpu_us_per_op),
-        ("CPU of the machine", wording.cpu, |f| f.machine_cpu_us_per_op),
-        ("faults", "/s", |f| f.faults_per_second),
-        ("faults per operation", "", |f| f.faults as f64 / f.done.operations.max(1) as f64),
-        ("resident", "MiB", |f| f.memory.resident_bytes as f64 / MIB),
+        ("CPU of program and daemon", wording.cpu, |f| f.cost.program_cpu_us_per_op),
+        ("CPU of the machine", wording.cpu, |f| f.cost.machine_cpu_us_per_op),
+        ("faults", "/s", |f| f.cost.faults_per_second),
+        ("faults per operation", "", |f| f.cost.misses_per_op),
+        ("resident", "MiB", |f| f.cost.memory.resident_bytes as f64 / MIB),
         ("compressed and metadata", "MiB", |f| {
-            (f.memory.compressed_bytes + f.memory.metadata_bytes) as f64 / MIB
+            (f.cost.memory.compressed_bytes + f.cost.memory.metadata_bytes) as f64 / MIB
         }),
-        ("DRAM in total", "MiB", |f| f.memory.total_bytes() as f64 / MIB),
-        ("original : compressed", "×", |f| f.memory.ratio().unwrap_or_default()),
+        ("DRAM in total", "MiB", |f| f.cost.memory.total_bytes() as f64 / MIB),
+        ("original : compressed", "×", |f| f.cost.memory.ratio().unwrap_or_default()),
     ];
     let row =
         |share: u64, sides: [&str; 2], of: [&[Figures]; 2], figure: &(&str, &str, Of)| Series {
@@ -206,9 +206,9 @@ fn gated(bench: &Bench, results: &mut PartResults, job: &Job, wording: &Wording)
         for pairs in &mut found {
             let share = pairs.share;
             // The rival first, always: its measured total is the budget.
-            let resident_limit_bytes = native.peak_total_bytes * share / 100;
+            let resident_limit_bytes = native.cost.peak_total_bytes * share / 100;
             let zram = one(Setup::Zram { resident_limit_bytes }, &format!("zram {share} %"))?;
-            let budget = Setup::Strata { dram_bytes: zram.memory.total_bytes() };
+            let budget = Setup::Strata { dram_bytes: zram.cost.memory.total_bytes() };
             let strata = one(budget, &format!("Strata beside zram {share} %"))?;
             pairs.push(native.clone(), zram, strata);
         }
@@ -313,11 +313,11 @@ pub(super) fn mariadb(bench: &Bench, results: &mut PartResults) -> Result<()> {
             Ok(figures)
         };
         let native = one(Setup::DramOnly, "native")?;
-        let peak_bytes = native.iter().map(|one| one.peak_total_bytes).max().unwrap_or(0);
+        let peak_bytes = native.iter().map(|one| one.cost.peak_total_bytes).max().unwrap_or(0);
         for (place, share) in SHARES.iter().enumerate() {
             let resident_limit_bytes = peak_bytes * share / 100;
             let zram = one(Setup::Zram { resident_limit_bytes }, &format!("zram {share} %"))?;
-            let total_bytes: u64 = zram.iter().map(|one| one.memory.total_bytes()).sum();
+            let total_bytes: u64 = zram.iter().map(|one| one.cost.memory.total_bytes()).sum();
             let budget = Setup::Strata { dram_bytes: total_bytes / zram.len().max(1) as u64 };
             let strata = one(budget, &format!("Strata beside zram {share} %"))?;
             let turns = native.iter().cloned().zip(zram).zip(strata);
@@ -376,14 +376,14 @@ pub(super) fn threads(bench: &Bench, results: &mut PartResults) -> Result<()> {
         samples: faulting.iter().map(of).collect(),
     };
     let figures: [(&str, &str, OfFaulting); 8] = [
-        ("faults", "/s", |f| f.figures.faults_per_second),
+        ("faults", "/s", |f| f.figures.cost.faults_per_second),
         ("reads", "/s", |f| f.figures.operations_per_second),
         ("fault p50", "µs", |f| f.p50_us),
         ("fault p99", "µs", |f| f.p99_us),
-        ("CPU of program and daemon", "µs/read", |f| f.figures.program_cpu_us_per_op),
-        ("CPU of the machine", "µs/read", |f| f.figures.machine_cpu_us_per_op),
-        ("resident", "MiB", |f| f.figures.memory.resident_bytes as f64 / MIB),
-        ("DRAM in total", "MiB", |f| f.figures.memory.total_bytes() as f64 / MIB),
+        ("CPU of program and daemon", "µs/read", |f| f.figures.cost.program_cpu_us_per_op),
+        ("CPU of the machine", "µs/read", |f| f.figures.cost.machine_cpu_us_per_op),
+        ("resident", "MiB", |f| f.figures.cost.memory.resident_bytes as f64 / MIB),
+        ("DRAM in total", "MiB", |f| f.figures.cost.memory.total_bytes() as f64 / MIB),
     ];
     let [strata, zram] = &found;
     for (place, count) in COUNTS.iter().enumerate() {
@@ -419,12 +419,12 @@ struct Faulting {
 impl Faulting {
     fn of(trial: Trial) -> Result<Self> {
         let Trial { figures, work } = trial;
-        if figures.faults == 0 {
+        if figures.cost.faults == 0 {
             bail!("no page was ever missing: the budget did not bind");
         }
         // A read that faults takes longer than any that does not: as many of
         // the longest as there were faults.
-        let quantile = |share: f64| longest_us(&work.latencies, figures.faults, share);
+        let quantile = |share: f64| longest_us(&work.latencies, figures.cost.faults, share);
         Ok(Self { p50_us: quantile(0.5), p99_us: quantile(0.99), figures })
     }
 }

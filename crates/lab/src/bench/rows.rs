@@ -89,14 +89,14 @@ impl Matrix {
     /// trial; None without the size that makes this a share.
     pub(super) fn optimum(&self, row: &Row, result: &TrialResult) -> Option<f64> {
         let native = self.of(&row.cell, Subject::Native)?;
-        let all_bytes = native.median(|native| native.memory.resident_bytes as f64)?;
+        let all_bytes = native.median(|native| native.cost.memory.resident_bytes as f64)?;
         let walk = result.run.scan_operations as f64 / result.run.operations.max(1) as f64;
         let key = (row.cell.pattern.name(), thousandths(walk));
         let optimum = Rc::clone(self.optima.borrow_mut().entry(key).or_insert_with(|| {
             let walk = thousandths(walk) as f64 / 1000.0;
             Rc::new(Optimum::new(row.cell.pattern, self.records, walk))
         }));
-        Some(optimum.misses(result.memory.resident_bytes as f64 / all_bytes))
+        Some(optimum.misses(result.cost.memory.resident_bytes as f64 / all_bytes))
     }
 
     /// Throughput with the fewest misses at the measured price of a fault.
@@ -157,7 +157,7 @@ impl Matrix {
     /// What else ran meanwhile, if it was enough to be felt.
     fn disturbed(&self) -> Option<String> {
         let results = self.rows.iter().flat_map(|row| &row.results);
-        let shares: Vec<f64> = results.map(|(_, result)| result.other_cpu_share).collect();
+        let shares: Vec<f64> = results.map(|(_, result)| result.cost.other_cpu_share).collect();
         let felt = shares.iter().filter(|share| **share > FELT_CPU_SHARE).count();
         let highest = spread(&shares)?.highest;
         (felt > 0).then(|| {
@@ -178,7 +178,7 @@ impl Matrix {
         let native = self.rows.iter().filter(|row| row.subject == Subject::Native);
         let measured: Vec<f64> = native
             .flat_map(|row| &row.results)
-            .map(|(_, result)| result.memory.resident_bytes as f64)
+            .map(|(_, result)| result.cost.memory.resident_bytes as f64)
             .collect();
         let measured = spread(&measured)?.median as u64;
         Some(format!(
@@ -220,9 +220,11 @@ impl Matrix {
                 median(|result| result.run.p50_us),
                 median(|result| result.run.p99_us),
                 median(|result| result.run.p999_us),
-                cell(&|result| result.server_cpu_us_per_op),
-                median(|result| result.machine_cpu_us_per_op),
-                dash(row.median(|result| result.misses_per_op), |misses| format!("{misses:.3}")),
+                cell(&|result| result.cost.program_cpu_us_per_op),
+                median(|result| result.cost.machine_cpu_us_per_op),
+                dash(row.median(|result| result.cost.misses_per_op), |misses| {
+                    format!("{misses:.3}")
+                }),
                 dash(optimum.flatten(), |misses| format!("{misses:.3}")),
                 dash(self.bound(row), short),
             ]);
@@ -276,9 +278,9 @@ impl Matrix {
             }),
             dash(spread(&each), |found| format!("{:.2} … {:.2}", found.lowest, found.highest)),
             dash(bound, |bound| format!("{bound:.2}")),
-            mean(|result| result.server_cpu_us_per_op),
+            mean(|result| result.cost.program_cpu_us_per_op),
             mean(|result| result.run.p99_us),
-            mean(|result| result.memory.total_bytes() as f64),
+            mean(|result| result.cost.memory.total_bytes() as f64),
         ]
     }
 }
@@ -303,14 +305,14 @@ fn memory(rows: &[&Row]) -> Table {
         "of DRAM only",
         "original : compressed",
     ]);
-    let total = |result: &TrialResult| result.memory.total_bytes() as f64;
+    let total = |result: &TrialResult| result.cost.memory.total_bytes() as f64;
     let base = rows.first().and_then(|row| row.median(total));
     for row in rows {
         let mib = |of: fn(&TrialResult) -> u64| {
             dash(row.median(|result| of(result) as f64), |bytes| mebibytes(bytes as u64))
         };
         let share = row.median(total).zip(base).map(|(total, base)| 100.0 * total / base);
-        let ratio = row.median(|result| result.memory.ratio().unwrap_or(f64::NAN));
+        let ratio = row.median(|result| result.cost.memory.ratio().unwrap_or(f64::NAN));
         table.row(vec![
             row.subject.name().to_owned(),
             if row.subject == Subject::Native {
@@ -318,10 +320,10 @@ fn memory(rows: &[&Row]) -> Table {
             } else {
                 mib(|result| result.setup.allowed_bytes().unwrap_or(0))
             },
-            mib(|result| result.memory.resident_bytes),
-            mib(|result| result.memory.compressed_bytes),
-            mib(|result| result.memory.metadata_bytes),
-            mib(|result| result.memory.total_bytes()),
+            mib(|result| result.cost.memory.resident_bytes),
+            mib(|result| result.cost.memory.compressed_bytes),
+            mib(|result| result.cost.memory.metadata_bytes),
+            mib(|result| result.cost.memory.total_bytes()),
             dash(share, |share| format!("{share:.0} %")),
             dash(ratio.filter(|ratio| ratio.is_finite()), three_digits),
         ]);
@@ -394,8 +396,8 @@ pub(super) mod tests {
                 result.run.jump = (pattern == Pattern::Jump)
                     .then(|| Jump::read(&result.run.timeline, 1.0, 4.0))
                     .flatten();
-                result.memory.resident_bytes = resident * MIB;
-                result.memory.compressed_bytes = compressed * MIB;
+                result.cost.memory.resident_bytes = resident * MIB;
+                result.cost.memory.compressed_bytes = compressed * MIB;
                 row.results.push((usize::from(repetition), result));
             }
             matrix.rows.push(row);
@@ -439,7 +441,7 @@ pub(super) mod tests {
         assert!(!matrix.markdown().contains("Disturbed"));
         assert!(matrix.markdown().contains("| jump "), "{}", matrix.markdown());
         matrix.missing.push("zswap: this kernel has none".into());
-        matrix.rows[0].results[0].1.other_cpu_share = 0.4;
+        matrix.rows[0].results[0].1.cost.other_cpu_share = 0.4;
         let text = matrix.markdown();
         assert!(text.contains("**Not measured:** zswap: this kernel has none"), "{text}");
         assert!(text.contains("in 1 of 6 trials") && text.contains("at most 40 %"), "{text}");

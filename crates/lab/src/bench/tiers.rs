@@ -4,20 +4,20 @@
 
 use super::{
     Bench,
-    parts::{output_of, subject},
+    parts::{output_of, pinned, subject, watch},
     report::{PartResults, Series, Side},
 };
 use crate::{
     alloc::TouchResult,
     cgroup::Group,
-    interrupt, process,
+    interrupt,
     progress::Progress,
     redis::server::Wrapping,
     strata::Strata,
     swap_file::{self, SwapFile},
 };
 use anyhow::{Context, Result, bail};
-use std::{path::Path, process::Child, thread, time::Duration};
+use std::path::Path;
 use strata_api::Stats;
 
 /// Of the memory that is read at random, so much is DRAM: nearly every page has to
@@ -25,9 +25,6 @@ use strata_api::Stats;
 const RANDOM_PART: u64 = 8;
 /// Of the memory that is read in order.
 const ORDER_PART: u64 = 4;
-/// Until the program has begun to fill its memory; then it is pinned.
-const START_PAUSE: Duration = Duration::from_millis(200);
-const LOOK: Duration = Duration::from_millis(100);
 
 /// What one side of a pair saw.
 struct Seen {
@@ -79,7 +76,8 @@ fn random(bench: &Bench, directory: &Path, results: &mut PartResults) -> Result<
             strata_turn()?;
         }
         interrupt::check()?;
-        let read = finish(pinned(bench, subject(&Wrapping::default(), &bare)?)?)?;
+        let child = pinned(bench, subject(&Wrapping::default(), &bare)?)?;
+        let read = read(&output_of(child)?)?;
         bare_p50.samples.push(read.miss_p50_us);
         bare_p99.samples.push(read.miss_p99_us);
         if repetition % 2 != 0 {
@@ -139,17 +137,8 @@ fn in_order(
     Ok(())
 }
 
-/// To the server's core, as the programs of other parts.
-fn pinned(bench: &Bench, child: Child) -> Result<Child> {
-    thread::sleep(START_PAUSE);
-    if let Some(core) = bench.plan.server_core {
-        process::pin_process(child.id(), core)?;
-    }
-    Ok(child)
-}
-
-fn finish(child: Child) -> Result<TouchResult> {
-    serde_json::from_str(&output_of(child)?).context("read what a program printed")
+fn read(text: &str) -> Result<TouchResult> {
+    serde_json::from_str(text).context("read what a program printed")
 }
 
 fn under_strata(
@@ -158,19 +147,13 @@ fn under_strata(
     arguments: &[&str],
     dram_bytes: u64,
 ) -> Result<Seen> {
-    let strata = Strata::start_with_tier(&bench.janitor, &bench.plan.binaries, directory)?;
+    let tier = format!("tier_path = {directory:?}\n");
+    let strata = Strata::start_with(&bench.janitor, &bench.plan.binaries, &[], Some(&tier))?;
     let name = format!("tiers-{}", std::process::id());
-    let mut child = pinned(bench, subject(&strata.wrapping(&name, dram_bytes), arguments)?)?;
-    let mut stats = None;
-    while child.try_wait().context("look at a program")?.is_none() {
-        if let Ok(newest) = strata.stats(&name) {
-            stats = Some(newest);
-        }
-        thread::sleep(LOOK);
-    }
-    let result = finish(child)?;
+    let child = pinned(bench, subject(&strata.wrapping(&name, dram_bytes), arguments)?)?;
+    let (text, stats) = watch(&strata, &name, child)?;
     strata.stop()?;
-    Ok(Seen { result, stats })
+    Ok(Seen { result: read(&text)?, stats: Some(stats) })
 }
 
 fn under_swap(bench: &Bench, arguments: &[&str], dram_bytes: u64, size_bytes: u64) -> Result<Seen> {
@@ -179,12 +162,12 @@ fn under_swap(bench: &Bench, arguments: &[&str], dram_bytes: u64, size_bytes: u6
     let group = Group::create(&bench.janitor, &name, dram_bytes, false)?;
     let wrapping = Wrapping { prefix: group.wrapping(), environment: Vec::new() };
     let child = pinned(bench, subject(&wrapping, arguments)?)?;
-    let result = finish(child);
+    let text = output_of(child);
     let kills = group.oom_kills();
     group.remove()?;
     swap.stop()?;
     if kills > 0 {
         bail!("the kernel killed the program for its limit");
     }
-    Ok(Seen { result: result?, stats: None })
+    Ok(Seen { result: read(&text?)?, stats: None })
 }

@@ -3,7 +3,6 @@
 
 use super::{
     boot,
-    checks::{self, Checked},
     servers::{self, Redis},
     words::{Order, Reply},
 };
@@ -18,7 +17,6 @@ use std::{
     fs::File,
     io::{BufRead, BufReader, Write},
     process::{Child, Command},
-    sync::{Arc, Mutex},
 };
 
 /// Where the host listens; the first line is the console.
@@ -44,19 +42,19 @@ fn serve() -> Result<()> {
     let mut raw = tcgetattr(&line).context("look at the line")?;
     raw.make_raw();
     tcsetattr(&line, OptionalActions::Now, &raw).context("make the line raw")?;
-    let answers =
-        Answers { line: Arc::new(Mutex::new(line.try_clone().context("share the line")?)) };
-    answers.say(&Reply::Up);
+    let mut answers = line.try_clone().context("share the line")?;
+    say(&mut answers, &Reply::Up);
     let mut guest = Guest::default();
     for order in BufReader::new(line).lines() {
         let order = order.context("hear the host")?;
         let done = serde_json::from_str(&order)
             .with_context(|| format!("understand {order:?}"))
-            .and_then(|order| guest.obey(order, &answers));
-        answers.say(&match done {
+            .and_then(|order| guest.obey(order));
+        let reply = match done {
             Ok(value) => Reply::Done(value),
             Err(error) => Reply::Failed(format!("{error:#}")),
-        });
+        };
+        say(&mut answers, &reply);
         if guest.is_over {
             break;
         }
@@ -64,45 +62,24 @@ fn serve() -> Result<()> {
     Ok(())
 }
 
-/// The line's other direction; watchers speak there, too.
-#[derive(Clone)]
-struct Answers {
-    line: Arc<Mutex<File>>,
-}
-
-impl Answers {
-    fn say(&self, reply: &Reply) {
-        let text = serde_json::to_string(reply).expect("a reply can be said");
-        let mut line = self.line.lock().expect("no holder panicked");
-        if let Err(error) = writeln!(line, "{text}") {
-            eprintln!("guest: answer the host: {error}");
-        }
+fn say(line: &mut File, reply: &Reply) {
+    let text = serde_json::to_string(reply).expect("a reply can be said");
+    if let Err(error) = writeln!(line, "{text}") {
+        eprintln!("guest: answer the host: {error}");
     }
 }
 
 /// What has been started.
 #[derive(Default)]
 struct Guest {
-    watched: Option<Arc<checks::Progress>>,
     redis: BTreeMap<String, Redis>,
     strata: Option<Child>,
     is_over: bool,
 }
 
 impl Guest {
-    fn obey(&mut self, order: Order, answers: &Answers) -> Result<Value> {
+    fn obey(&mut self, order: Order) -> Result<Value> {
         match order {
-            Order::Watch { mebibytes, mebibytes_per_second } => {
-                let told = answers.clone();
-                let wrong = move |what| told.say(&Reply::Wrong(what));
-                let checked = Checked::fill(mebibytes);
-                self.watched = Some(checks::watch(checked, mebibytes_per_second, wrong));
-                Ok(Value::Null)
-            }
-            Order::Watched => {
-                let watched = self.watched.as_ref().context("nothing is watched")?;
-                Ok(json!(watched.read()))
-            }
             Order::Strata => {
                 self.strata = Some(servers::strata()?);
                 Ok(Value::Null)

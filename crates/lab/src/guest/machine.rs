@@ -221,7 +221,6 @@ impl Guest {
             Reply::Done(value) => serde_json::from_value(value)
                 .with_context(|| format!("read what {} answered", self.name)),
             Reply::Failed(why) => bail!("{}: {why}", self.name),
-            Reply::Wrong(what) => bail!("wrong byte in the memory of {}: {what}", self.name),
             Reply::Up => bail!("{} booted once more", self.name),
         }
     }

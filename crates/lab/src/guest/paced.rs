@@ -1,7 +1,7 @@
 //! A load on Redis at a fixed rate: requests are due by the clock, whether the
 //! ones before have been answered or not, and their latency counts from then.
 
-use super::words::{Drive, LATE_MS, STEP_MS, Served};
+use super::words::{Drive, LATE_MS, Served};
 use crate::{
     histogram::Histogram,
     keys::{KeyStream, Keys, Pattern},
@@ -26,36 +26,24 @@ const CONNECTIONS: u64 = 2;
 const DRAWS: usize = 64;
 
 /// What one connection saw.
+#[derive(Default)]
 struct Seen {
     answered: u64,
     late: u64,
     latency: Histogram,
-    steps: Vec<u64>,
 }
 
 impl Seen {
-    fn nothing(load: &Drive) -> Self {
-        let steps = vec![0; (load.seconds * 1000).div_ceil(STEP_MS) as usize];
-        Self { answered: 0, late: 0, latency: Histogram::default(), steps }
-    }
-
     fn add(&mut self, other: &Self) {
         self.answered += other.answered;
         self.late += other.late;
         self.latency.merge(&other.latency);
-        for (mine, theirs) in self.steps.iter_mut().zip(&other.steps) {
-            *mine += theirs;
-        }
     }
 
-    fn answer(&mut self, since_begin: Duration, took: Duration) {
+    fn answer(&mut self, took: Duration) {
         self.answered += 1;
         self.late += u64::from(took > Duration::from_millis(LATE_MS));
         self.latency.record(took.as_nanos() as u64, 1);
-        if let Some(step) = self.steps.get_mut((since_begin.as_millis() as u64 / STEP_MS) as usize)
-        {
-            *step += 1;
-        }
     }
 }
 
@@ -74,7 +62,7 @@ pub(super) fn drive(endpoint: &Endpoint, expect: &Expect, load: &Drive) -> Resul
             .collect();
         threads.into_iter().map(|thread| thread.join().expect("it did not panic")).collect()
     });
-    let mut all = Seen::nothing(load);
+    let mut all = Seen::default();
     for seen in seen {
         all.add(&seen?);
     }
@@ -86,7 +74,6 @@ pub(super) fn drive(endpoint: &Endpoint, expect: &Expect, load: &Drive) -> Resul
         p50_us: all.latency.quantile_us(0.5),
         p99_us: all.latency.quantile_us(0.99),
         late: all.late,
-        steps: all.steps,
     })
 }
 
@@ -104,7 +91,7 @@ fn one(
     began: Instant,
 ) -> Result<Seen> {
     let mut connection = Connection::open(endpoint).context("connect to Redis")?;
-    let mut seen = Seen::nothing(load);
+    let mut seen = Seen::default();
     let (mut request, mut record) = (Vec::new(), Vec::new());
     let end = began + Duration::from_secs(load.seconds);
     let mut sent_count = 0;
@@ -145,7 +132,7 @@ fn one(
         }
         let answered = Instant::now();
         if answered < end {
-            seen.answer(answered - began, answered - due);
+            seen.answer(answered - due);
         }
     }
 }
@@ -155,24 +142,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_late_is_counted_and_has_its_step() {
-        let load = Drive {
-            name: String::new(),
-            pattern: "zipf".into(),
-            reads: 1.0,
-            per_second: 10,
-            seconds: 2,
-            seed: 1,
-        };
-        let mut seen = Seen::nothing(&load);
+    fn what_is_late_is_counted() {
         let ms = Duration::from_millis;
-        seen.answer(ms(400), ms(LATE_MS));
-        let mut other = Seen::nothing(&load);
-        other.answer(ms(1999), ms(LATE_MS + 1));
-        other.answer(ms(2500), ms(1));
+        let (mut seen, mut other) = (Seen::default(), Seen::default());
+        seen.answer(ms(LATE_MS));
+        other.answer(ms(LATE_MS + 1));
+        other.answer(ms(1));
         seen.add(&other);
         assert_eq!((seen.answered, seen.late), (3, 1));
-        assert_eq!(seen.steps, [1, 0, 0, 1]);
     }
 
     #[test]

@@ -6,11 +6,6 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "kebab-case")]
 pub(crate) enum Order {
-    /// Fill so much memory, and look at all of it again and again from then on,
-    /// so much a second, changing a part.
-    Watch { mebibytes: u64, mebibytes_per_second: u64 },
-    /// How that went: [`Watched`].
-    Watched,
     /// Start Redis and give it that many records; under Strata in the guest where
     /// a budget is given.
     Redis { name: String, records: u64, dram_mebibytes: Option<u64> },
@@ -42,7 +37,7 @@ pub(crate) struct Drive {
     pub seed: u64,
 }
 
-/// What a guest says, unasked in the case of `Wrong`.
+/// What a guest says.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Reply {
@@ -50,17 +45,6 @@ pub(crate) enum Reply {
     Up,
     Done(serde_json::Value),
     Failed(String),
-    /// A byte of its memory is not what it was.
-    Wrong(String),
-}
-
-/// The memory that a guest watches.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize, Deserialize)]
-pub(crate) struct Watched {
-    /// Pages compared so far.
-    pub pages: u64,
-    /// Times that all of it was gone through.
-    pub rounds: u64,
 }
 
 /// Of Redis under a load.
@@ -74,14 +58,10 @@ pub(crate) struct Served {
     pub p99_us: f64,
     /// Part of the answered that came later than [`LATE_MS`] after they were due.
     pub late: u64,
-    /// Answers in each [`STEP_MS`] of the time.
-    pub steps: Vec<u64>,
 }
 
 /// An answer that took longer is as good as none to whoever waits for it.
 pub(crate) const LATE_MS: u64 = 100;
-/// Width of a step of [`Served::steps`].
-pub(crate) const STEP_MS: u64 = 500;
 
 #[cfg(test)]
 mod tests {
@@ -90,8 +70,6 @@ mod tests {
     #[test]
     fn what_one_half_says_the_other_understands() {
         for order in [
-            Order::Watch { mebibytes: 16, mebibytes_per_second: 1 },
-            Order::Watched,
             Order::Redis { name: "r".into(), records: 10, dram_mebibytes: None },
             Order::Drive(Drive {
                 name: "r".into(),
@@ -107,12 +85,8 @@ mod tests {
             assert!(!line.contains('\n'), "{line}");
             assert_eq!(serde_json::from_str::<Order>(&line).expect("understood"), order);
         }
-        let reply = Reply::Done(serde_json::json!({ "pages": 3, "rounds": 1 }));
+        let reply = Reply::Done(serde_json::json!({ "answered": 3 }));
         let line = serde_json::to_string(&reply).expect("it can be said");
-        let Reply::Done(value) = serde_json::from_str(&line).expect("understood") else {
-            panic!("{line}")
-        };
-        let watched: Watched = serde_json::from_value(value).expect("what was asked for");
-        assert_eq!(watched, Watched { pages: 3, rounds: 1 });
+        assert_eq!(serde_json::from_str::<Reply>(&line).expect("understood"), reply);
     }
 }

@@ -32,7 +32,7 @@ pub(crate) enum RedisCommand {
         #[arg(long, default_value_t = 2.0)]
         warmup_seconds: f64,
     },
-    /// Get every key and compare it byte for byte
+    /// Get every key and compare it byte for byte with what `load` has set
     Verify(Target),
 }
 
@@ -59,10 +59,6 @@ pub(crate) struct Target {
     /// Core for the client
     #[arg(long)]
     core: Option<usize>,
-    /// File with the version of every record: read when it exists, written
-    /// after a run, so that `verify` knows what a run has written
-    #[arg(long)]
-    versions: Option<PathBuf>,
 }
 
 impl Target {
@@ -76,9 +72,6 @@ impl Target {
             (None, None) => bail!("give --unix or --tcp"),
         };
         let expect = Expect::new(Records::new(mix(self.seed)), self.records);
-        if let Some(path) = self.versions.as_ref().filter(|path| path.exists()) {
-            expect.restore(path)?;
-        }
         let client = Client {
             endpoint,
             connections: self.connections,
@@ -121,11 +114,7 @@ pub(crate) fn run(command: &RedisCommand) -> Result<()> {
                 duration: Duration::from_secs_f64(*seconds),
                 seed: target.seed,
             };
-            let outcome = client.run(&workload, &expect, &mut bar("running"));
-            if let Some(path) = &target.versions {
-                expect.save(path)?;
-            }
-            serde_json::to_string_pretty(&outcome?)
+            serde_json::to_string_pretty(&client.run(&workload, &expect, &mut bar("running"))?)
         }
     };
     println!("{}", json?);

@@ -8,12 +8,7 @@
 //! seed is the version: one that was stored too late confirms nothing.
 
 use crate::records::Records;
-use anyhow::{Context, Result, bail};
-use std::{
-    fs,
-    path::Path,
-    sync::atomic::{AtomicU32, AtomicU64, Ordering::SeqCst},
-};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::SeqCst};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 struct Key {
@@ -90,33 +85,6 @@ impl Expect {
         }
         found.is_some()
     }
-
-    /// Writes all versions to a file, for a later `verify` by another process.
-    pub(crate) fn save(&self, path: &Path) -> Result<()> {
-        let bytes: Vec<u8> =
-            self.keys.iter().flat_map(|key| key.sent.load(SeqCst).to_le_bytes()).collect();
-        fs::write(path, bytes).with_context(|| format!("write versions to {}", path.display()))
-    }
-
-    /// Reads what [`Expect::save`] wrote.
-    pub(crate) fn restore(&self, path: &Path) -> Result<()> {
-        let bytes =
-            fs::read(path).with_context(|| format!("read versions from {}", path.display()))?;
-        if bytes.len() != self.keys.len() * 4 {
-            bail!(
-                "{} holds versions of {} records, not of {}: give the --records it was made with",
-                path.display(),
-                bytes.len() / 4,
-                self.keys.len()
-            );
-        }
-        for (key, chunk) in self.keys.iter().zip(bytes.chunks_exact(4)) {
-            let version = u32::from_le_bytes(chunk.try_into().expect("chunks of four"));
-            key.sent.store(version, SeqCst);
-            key.acknowledged.store(version, SeqCst);
-        }
-        Ok(())
-    }
 }
 
 fn hash_of(version: u32, value: &[u8]) -> u64 {
@@ -177,20 +145,5 @@ mod tests {
         expect.current(0, &mut out);
         out[700] ^= 1;
         assert!(!expect.admits(0, 0, &out));
-    }
-
-    #[test]
-    fn versions_survive_in_a_file() {
-        let path = std::env::temp_dir().join(format!("strata-lab-versions-{}", std::process::id()));
-        let expect = Expect::new(Records::new(1), 3);
-        let mut out = Vec::new();
-        expect.begin_write(1, &mut out);
-        expect.confirm_write(1);
-        expect.save(&path).expect("saved");
-        let other = Expect::new(Records::new(1), 3);
-        other.restore(&path).expect("restored");
-        assert_eq!((other.confirmed(0), other.confirmed(1)), (0, 1));
-        assert!(Expect::new(Records::new(1), 4).restore(&path).is_err());
-        fs::remove_file(&path).expect("removed");
     }
 }

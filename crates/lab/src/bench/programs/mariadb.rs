@@ -7,16 +7,17 @@
 //! the disk. Data files are read once, and the log is written lazily.
 
 use super::{
-    Bench, installed,
-    place::{Done, Figures, Meter, Place},
-    run,
+    Bench,
+    figures::{Done, Figures},
+    installed, run,
 };
 use crate::{
     janitor::{Janitor, Registered},
+    meter::Meter,
     process,
     progress::Progress,
     redis::server::Wrapping,
-    stage::Setup,
+    stage::{Setup, Surroundings},
     subject::{Subject, last_line, scratch},
 };
 use anyhow::{Context, Result, bail};
@@ -199,11 +200,10 @@ impl Database {
         let found = run::again(setup, |setup| {
             let janitor = &bench.janitor;
             let binaries = &bench.plan.binaries;
-            let (place, wrapping) =
-                Place::make(janitor, setup, "mariadb", self.data_bytes, binaries)?;
-            let found = self.drive(bench, &place, &wrapping, &progress);
-            let oom_killed = place.was_oom_killed();
-            place.remove()?;
+            let around = Surroundings::start(janitor, setup, "mariadb", self.data_bytes, binaries)?;
+            let found = self.drive(bench, &around, &progress);
+            let oom_killed = around.was_oom_killed();
+            around.stop()?;
             Ok((found, oom_killed))
         });
         match &found {
@@ -224,21 +224,20 @@ impl Database {
     fn drive(
         &self,
         bench: &Bench,
-        place: &Place,
-        wrapping: &Wrapping,
+        around: &Surroundings,
         progress: &Progress,
     ) -> Result<Vec<Figures>> {
         let (data, files) = scratch(&bench.janitor, "mariadb")?;
         progress.part("copying the data");
         copy(&self.data, &data)?;
         progress.part("filling the pool");
-        let mut running = self.start(&bench.janitor, &data, wrapping)?;
+        let mut running = self.start(&bench.janitor, &data, around.wrapping())?;
         running.database = Some("sbtest");
         let pid = running.subject.pid();
         if let Some(core) = bench.plan.server_core {
             process::pin_process(pid, core)?;
         }
-        let mut meter = Meter::new(place, pid);
+        let mut meter = Meter::new(around, pid);
         let sums = |running: &Running, meter: &mut Meter| {
             let sums = running.query(SUMS, &mut || meter.tick())?;
             if sums != self.sums {
@@ -256,11 +255,11 @@ impl Database {
             self.sysbench(bench, phase, &data, warmup, seed, &mut || meter.tick())?;
             progress.part(&format!("{}: measuring", phase.title));
             meter.begin()?;
-            let (done, client_cpu_ns) =
+            let done =
                 self.sysbench(bench, phase, &data, seconds, seed + 1, &mut || meter.tick())?;
             let window = meter.end()?;
             let name = format!("mariadb {}", phase.title);
-            found.push(meter.figures(&name, &window, done, client_cpu_ns));
+            found.push(Figures::new(&name, around.setup, &meter, &window, done));
             progress.part("checking every row");
             if number == 0 {
                 sums(&running, &mut meter)?;

@@ -1,13 +1,14 @@
 //! One trial of a program that says where it stands (`walk::Gate`): started in
 //! its place, led from gate to gate, measured, verified, ended.
 
-use super::place::{Done, Figures, Meter, Place};
+use super::figures::{Done, Figures};
 use crate::{
     interrupt,
     janitor::Janitor,
+    meter::Meter,
     progress::Progress,
     redis::server::Wrapping,
-    stage::Setup,
+    stage::{Setup, Surroundings},
     subject::{Subject, last_line, scratch},
     walk::{Gate, Work},
 };
@@ -121,10 +122,10 @@ pub(super) fn trial(
     progress: &Progress,
 ) -> Result<Trial> {
     let (mut found, oom_kills) = again(setup, |setup| {
-        let (place, wrapping) = Place::make(janitor, setup, job.name, job.data_bytes, binaries)?;
-        let found = lead(janitor, &place, &wrapping, job, progress);
-        let oom_killed = place.was_oom_killed();
-        place.remove()?;
+        let around = Surroundings::start(janitor, setup, job.name, job.data_bytes, binaries)?;
+        let found = lead(janitor, &around, job, progress);
+        let oom_killed = around.was_oom_killed();
+        around.stop()?;
         Ok((found, oom_killed))
     })?;
     found.figures.oom_kills = oom_kills;
@@ -162,16 +163,10 @@ pub(super) fn again<T>(
     }
 }
 
-fn lead(
-    janitor: &Janitor,
-    place: &Place,
-    wrapping: &Wrapping,
-    job: &Job,
-    progress: &Progress,
-) -> Result<Trial> {
+fn lead(janitor: &Janitor, around: &Surroundings, job: &Job, progress: &Progress) -> Result<Trial> {
     let (directory, files) = scratch(janitor, job.name)?;
-    let mut program = Gated::start(janitor, job, wrapping, &directory)?;
-    let mut meter = Meter::new(place, program.subject.pid());
+    let mut program = Gated::start(janitor, job, around.wrapping(), &directory)?;
+    let mut meter = Meter::new(around, program.subject.pid());
     progress.part("loading");
     let Gate::Loaded { .. } = program.gate(|| meter.tick())? else { bail!(OUT_OF_TURN) };
     program.answer()?;
@@ -201,7 +196,8 @@ fn lead(
         p50_us: Some(work.p50_us),
         p99_us: work.p99_us,
     };
-    Ok(Trial { figures: meter.figures(job.name, &window, done, 0), work })
+    let figures = Figures::new(job.name, around.setup, &meter, &window, (done, 0));
+    Ok(Trial { figures, work })
 }
 
 const OUT_OF_TURN: &str = "the program said its gates out of turn";

@@ -69,7 +69,7 @@ fn dumps(
         thread::sleep(quiet);
         Ok(())
     })?;
-    trial.put_seen(Column::Criu, Measure::QUIET, &seen);
+    trial.note("client, quiet", serde_json::to_value(seen)?);
     for (column, images) in [(Column::Lazy, lazy), (Column::Criu, full)] {
         let ((frozen_ms, took), seen) = watched(&endpoint, &trial.expect, core, || {
             let begin = Instant::now();
@@ -81,7 +81,7 @@ fn dumps(
         })?;
         trial.put(column, Measure::Freeze, frozen_ms);
         trial.put(column, Measure::Took, took.as_secs_f64());
-        trial.put_seen(column, Measure::DURING, &seen);
+        trial.put_seen(column, &seen);
         trial.note(&format!("client, {}", column.name()), serde_json::to_value(seen)?);
     }
     Ok(())

@@ -52,7 +52,8 @@ impl Tenant {
     pub(super) fn start(trial: &Trial<'_>, budget_bytes: u64, listens: bool) -> Result<Self> {
         let janitor = &trial.bench.janitor;
         let environment = [("STRATA_CRIU", trial.criu.path())];
-        let mut strata = Strata::start_with(janitor, &trial.bench.plan.binaries, &environment)?;
+        let mut strata =
+            Strata::start_with(janitor, &trial.bench.plan.binaries, &environment, None)?;
         // The daemon must outlive a tenant that crashes.
         strata.keep(janitor)?;
         let place = Place::make(janitor, &trial.name, listens)?;
@@ -140,11 +141,11 @@ pub(super) fn run(trial: &mut Trial<'_>, column: Column, budget_bytes: u64) -> R
     trial.note("before", serde_json::to_value(&stats)?);
     trial.step("snapshots while a client waits", |trial| watch(trial, column, &tenant))?;
     let mut former = None;
-    for (what, reads, measures) in [
-        ("reads at full speed", 1.0, [Measure::CaptureReads, Measure::WholeReads]),
-        ("1:1 at full speed", 0.5, [Measure::CaptureMixed, Measure::WholeMixed]),
+    for (what, reads, measure) in [
+        ("reads at full speed", 1.0, Measure::CaptureReads),
+        ("1:1 at full speed", 0.5, Measure::CaptureMixed),
     ] {
-        let rate = trial.step(what, |trial| full_speed(trial, column, &tenant, reads, measures))?;
+        let rate = trial.step(what, |trial| full_speed(trial, column, &tenant, reads, measure))?;
         former = former.or(rate);
     }
     let last = trial.step("the snapshot to come back to", |_| tenant.snapshot())?;
@@ -181,24 +182,20 @@ fn watch(trial: &mut Trial<'_>, column: Column, tenant: &Tenant) -> Result<()> {
         thread::sleep(quiet);
         Ok(())
     })?;
-    trial.put_seen(column, Measure::QUIET, &seen);
     trial.note("client, quiet", serde_json::to_value(seen)?);
 
     let (first, seen) = watched(&endpoint, &trial.expect, core, || tenant.snapshot())?;
     trial.put(column, Measure::Freeze, first.frozen_ms());
     trial.put(column, Measure::Took, (first.end - first.begin).as_secs_f64());
-    trial.put(column, Measure::Copied, first.info.copied_pages as f64);
-    trial.put_seen(column, Measure::DURING, &seen);
+    trial.put_seen(column, &seen);
     trial.note("client, first snapshot", serde_json::to_value(seen)?);
     trial.note("first snapshot", serde_json::to_value(&first.info)?);
 
     let changed = change_some(trial, tenant)?;
     let (second, seen) = watched(&endpoint, &trial.expect, core, || tenant.snapshot())?;
     trial.put(column, Measure::SecondFreeze, second.frozen_ms());
-    trial.put(column, Measure::SecondCopied, second.info.copied_pages as f64);
     let share = second.info.copied_pages as f64 / changed as f64;
     trial.put(column, Measure::SecondShare, share);
-    trial.put(column, Measure::SecondLongest, seen.longest_ms);
     trial.note("client, second snapshot", serde_json::to_value(seen)?);
     trial.note("second snapshot", serde_json::to_value(&second.info)?);
     tenant.remove(&second)?;
@@ -227,7 +224,7 @@ fn full_speed(
     column: Column,
     tenant: &Tenant,
     reads: f64,
-    [capture, whole]: [Measure; 2],
+    measure: Measure,
 ) -> Result<f64> {
     let quiet = trial.quiet();
     let workload =
@@ -247,8 +244,7 @@ fn full_speed(
     let (before, after) = (course.rate(from, taken.begin), course.rate(taken.end, to));
     let none = f64::midpoint(before, after);
     let in_capture = course.rate(taken.capture_began(), taken.end);
-    trial.put(column, capture, in_capture / none);
-    trial.put(column, whole, course.rate(taken.begin, taken.end) / none);
+    trial.put(column, measure, in_capture / none);
     trial.note(
         if reads < 1.0 { "1:1" } else { "reads" },
         serde_json::json!({
@@ -271,7 +267,7 @@ fn crash(
     let gone = kill_hard(tenant.pid()?)?;
     trial.put(column, Measure::Gone, gone.as_secs_f64() * 1e3);
     let noticed = tenant.wait_until_ended()?;
-    trial.put(column, Measure::Noticed, noticed.as_secs_f64() * 1e3);
+    trial.note("until its daemon noticed, ms", noticed.as_secs_f64() * 1e3);
     let (key, value) = trial.known(trial.some_index(1));
     let mut command = tenant.bring_back(&["restore", id]);
     let (replied, ended) = until_right(&mut command, &tenant.place.unix(), (&key, &value))?;

@@ -282,8 +282,9 @@ def quiet(run, guest, also=()):
     except Failure as failure:
         raise Failure(f"{failure}: {files(guest)}, {glob.glob(marks)}, "
                       f"{run.daemon.tenants()}") from None
-    if any(node["node-name"].startswith("strata") for node in nodes(run, NAME)):
-        raise Failure("its QEMU has copies still")
+    copies = [node["file"] for node in nodes(run, NAME) if node["node-name"].startswith("strata")]
+    if copies:
+        raise Failure(f"its QEMU has copies still: {copies}")
 
 
 @case("guest-killed-steps", native=False, own_daemon=True, computes=True, seconds=300, takes=60)

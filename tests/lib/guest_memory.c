@@ -8,7 +8,7 @@
  *   agent      start the agent for its balloon    silence    end that
  *   serve      say who it is to whoever connects to its port 7 (guest_network.h)
  *   killed     how often memory was so short that the kernel ended something
- *   rest       do nothing until told something else
+ *   rest       do nothing until told something else    go on      that
  *
  * What is on the disks is known in memory, so a disk of another moment than the memory is
  * seen at once.
@@ -216,6 +216,7 @@ int main(void) {
             size_t mib = 0;
             if (!fgets(said, sizeof said, stdin))
                 break;
+            int rested = rests;
             rests = strncmp(said, "rest", 4) == 0;
             if (rests)
                 puts("rests");
@@ -237,6 +238,8 @@ int main(void) {
                 say_killed();
             else if (strncmp(said, "end", 3) == 0)
                 break;
+            else if (strncmp(said, "go on", 5) != 0)
+                rests = rested; /* A part of a line, the rest of which was lost. */
         }
         if (pages && !rests && !round_of(number++))
             break;

@@ -111,6 +111,18 @@ class Line:
         self.said += piece.decode(errors="replace").replace("\r", "")
         return bool(piece)
 
+    def hear_out(self):
+        """All that it says until it ends."""
+        try:
+            while self.more(max(self.run.seconds_left(), 0.1)):
+                pass
+        except ConnectionError:
+            pass
+        except TimeoutError:
+            raise self.failure("it does not end") from None
+        if "WRONG" in self.said:
+            raise self.failure("a byte of its memory is wrong")
+
     def fill(self):
         """Waits until it is full, because nobody reads it: its guest waits for room."""
         waiting = 0

@@ -29,8 +29,8 @@ pub use advice::{
 pub use guest::{GuestDisk, GuestSpec, GuestStats, Identified, Identity, Launch, SwapStats};
 pub use mark::{MARK_NAME, MOST_MARK_BYTES, Mark};
 pub use moves::{
-    FrameKind, MAX_FRAME_BYTES, MOVE_UNSETTLED, MOVE_VERSION, MoveNear, MoveWord, read_frame,
-    write_frame,
+    FrameKind, MAX_FRAME_BYTES, MOST_MOVE_DISKS, MOVE_DISKS_VERSION, MOVE_UNSETTLED, MOVE_VERSION,
+    MoveDisk, MoveImage, MoveNear, MoveWord, read_frame, write_frame,
 };
 pub use place::{MAX_PLACE_PAGES, MAX_PLACE_RANGES, PlaceOutcome, PlaceWish, tier_letters};
 pub use pool::{PoolAdmission, PoolStats};
@@ -409,6 +409,16 @@ pub enum Request {
         /// Only settle what an earlier move has left.
         #[serde(default)]
         settle: bool,
+        /// A guest's disks go along.
+        #[serde(default)]
+        copy_disks: bool,
+    },
+    /// Carry what is said about a disk that goes along. As for [`Request::Move`].
+    MoveDisk {
+        /// Of the move.
+        id: String,
+        /// Which disk.
+        number: u32,
     },
     /// Take a tenant in that another daemon moves here. As for [`Request::Move`].
     Receive,
@@ -462,7 +472,7 @@ impl Request {
     /// Whether the connection carries frames from here on, and no reply line.
     #[must_use]
     pub fn is_conversation(&self) -> bool {
-        matches!(self, Self::Move { .. } | Self::Receive)
+        matches!(self, Self::Move { .. } | Self::MoveDisk { .. } | Self::Receive)
     }
 
     /// Whether [`Progress`] lines may come before the reply.
@@ -484,6 +494,7 @@ impl Request {
             | Self::SnapshotImport { .. } => true,
             Self::Ping
             | Self::Move { .. }
+            | Self::MoveDisk { .. }
             | Self::Receive
             | Self::GuestResume { .. }
             | Self::Reload

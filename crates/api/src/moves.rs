@@ -12,7 +12,7 @@ use std::io::{self, Read, Write};
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Progress, Reply, SnapshotId};
+use crate::{MAX_PATH_BYTES, Progress, Reply, SnapshotId};
 
 /// Longest frame.
 pub const MAX_FRAME_BYTES: usize = 1 << 20;
@@ -20,6 +20,12 @@ pub const MAX_FRAME_BYTES: usize = 1 << 20;
 pub const MOVE_UNSETTLED: &str = "settle it: strata move --settle NAME HOST";
 /// Raised when the meaning of a word changes; other versions are refused.
 pub const MOVE_VERSION: u32 = 2;
+/// What is said in its place where disks go along: who does not know how refuses that.
+pub const MOVE_DISKS_VERSION: u32 = 3;
+/// Disks that go along with one guest; each has a connection of its own.
+pub const MOST_MOVE_DISKS: usize = 6;
+/// Images that one disk is an overlay of, over each other.
+const MOST_LAYERS: usize = 64;
 
 /// What a frame has.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -101,6 +107,28 @@ pub enum MoveWord {
     },
     /// It may come.
     Welcome,
+    /// Disks go along: an image is to be made for each. Answered by `room` or `never`.
+    Disks {
+        /// In their order from here on.
+        disks: Vec<MoveDisk>,
+    },
+    /// The images are there, empty.
+    Room {
+        /// Whether each is an overlay, as it was: what that is over is there and alike.
+        over: Vec<bool>,
+    },
+    /// Disks are being copied: for some time nothing else is said.
+    Copying,
+    /// First word of a connection of its own: what follows as data is what two QEMUs say
+    /// about a disk. Answered by `welcome` or `never`.
+    Way {
+        /// [`MOVE_DISKS_VERSION`].
+        version: u32,
+        /// Of the move.
+        id: String,
+        /// Which disk, from 0 on.
+        number: u32,
+    },
     /// A snapshot file follows as data, up to `end`: all memory in the first, what has
     /// changed since in the others.
     Archive {
@@ -138,6 +166,81 @@ pub enum MoveWord {
     Settled,
 }
 
+/// A disk that goes along with a guest.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MoveDisk {
+    /// The image: an absolute path.
+    pub path: String,
+    /// `raw` or `qcow2`.
+    pub format: String,
+    /// What the guest sees of it; of a raw image, how long its file is.
+    pub size_bytes: u64,
+    /// What it takes of its file system.
+    pub used_bytes: u64,
+    /// Who may use the file, whose it is.
+    pub mode: u32,
+    /// Its user.
+    pub uid: u32,
+    /// Its group.
+    pub gid: u32,
+    /// It goes when the guest has ended.
+    pub temporary: bool,
+    /// What it is an overlay of, as its header says, and that one's format; none: nothing
+    /// that can be elsewhere.
+    pub backing: Option<(String, String)>,
+    /// All images that it is over, the nearest first.
+    pub layers: Vec<MoveImage>,
+}
+
+/// An image that has to be there already, to be compared.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MoveImage {
+    /// An absolute path.
+    pub path: String,
+    /// Of the file.
+    pub bytes: u64,
+    /// Of pieces all over it.
+    pub sum: u64,
+}
+
+impl MoveDisk {
+    /// What is wrong with it as it stands; none: nothing is.
+    #[must_use]
+    pub fn problem(&self) -> Option<&'static str> {
+        let is_plain = |text: &str| {
+            !text.is_empty() && text.len() <= MAX_PATH_BYTES && !text.chars().any(char::is_control)
+        };
+        let is_path = |text: &str| {
+            let mut parts = text.split('/');
+            parts.next() == Some("")
+                && is_plain(text)
+                && parts.all(|part| !["", ".", ".."].contains(&part))
+        };
+        let is_format = |text: &str| ["raw", "qcow2"].contains(&text);
+        // With a colon QEMU may take it for something else than a file.
+        let is_file = |text: &str| is_plain(text) && !text.contains(':');
+        let backing = self.backing.as_ref();
+        if !is_path(&self.path) {
+            Some("the path of a disk")
+        } else if !is_format(&self.format)
+            || self.size_bytes == 0
+            || self.size_bytes > i64::MAX as u64
+        {
+            Some("the format or the size of a disk")
+        } else if backing.is_some_and(|(name, format)| !is_file(name) || !is_format(format))
+            || backing.is_some() && (self.format != "qcow2" || self.layers.is_empty())
+            || self.layers.len() > MOST_LAYERS
+            || !self.layers.iter().all(|image| is_path(&image.path))
+        {
+            Some("what a disk is an overlay of")
+        } else {
+            None
+        }
+    }
+}
+
 /// What a daemon and its own command line say to each other.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(tag = "near", rename_all = "snake_case", deny_unknown_fields)]
@@ -173,6 +276,13 @@ pub enum MoveNear {
     },
     /// From now on the guest is not ended when the connection is.
     Committed,
+    /// Open another connection to the other host, for a disk ([`crate::Request::MoveDisk`]).
+    Way {
+        /// Of the move.
+        id: String,
+        /// Which disk.
+        number: u32,
+    },
 }
 
 #[cfg(test)]
@@ -196,5 +306,37 @@ mod tests {
         assert!(read_frame(&b"x\0\0\0\0"[..]).is_err());
         assert!(read_frame(&b"w\xff\xff\xff\xff"[..]).is_err());
         assert!(write_frame(Vec::new(), FrameKind::Data, &vec![0; MAX_FRAME_BYTES + 1]).is_err());
+    }
+
+    #[test]
+    fn a_disk_that_is_none_is_refused_by_what_is_wrong() {
+        let image = MoveImage { path: "/d/base".into(), bytes: 5, sum: 7 };
+        let disk = MoveDisk {
+            path: "/d/a.qcow2".into(),
+            format: "qcow2".into(),
+            size_bytes: 1 << 20,
+            used_bytes: 0,
+            mode: 0o644,
+            uid: 0,
+            gid: 0,
+            temporary: false,
+            backing: Some(("base".into(), "raw".into())),
+            layers: vec![image],
+        };
+        assert_eq!(disk.problem(), None);
+        for path in ["", "a", "/", "/d/", "/d/../a", "/d/./a", "//a", "/d/a\n"] {
+            let other = MoveDisk { path: path.into(), ..disk.clone() };
+            assert_eq!(other.problem(), Some("the path of a disk"), "{path:?}");
+        }
+        let other = MoveDisk { format: "vmdk".into(), ..disk.clone() };
+        assert_eq!(other.problem(), Some("the format or the size of a disk"));
+        let other = MoveDisk { size_bytes: 0, ..disk.clone() };
+        assert_eq!(other.problem(), Some("the format or the size of a disk"));
+        for backing in ["nbd:unix:/x", "json:{}", "", "a\tb"] {
+            let other = MoveDisk { backing: Some((backing.into(), "raw".into())), ..disk.clone() };
+            assert_eq!(other.problem(), Some("what a disk is an overlay of"), "{backing:?}");
+        }
+        let other = MoveDisk { layers: Vec::new(), ..disk };
+        assert_eq!(other.problem(), Some("what a disk is an overlay of"));
     }
 }

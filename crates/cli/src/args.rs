@@ -188,7 +188,7 @@ pub(crate) enum Command {
     ///
     /// Its memory is sent while it runs, then what has changed; it stands still for
     /// a moment, and runs on there. Its files have to be at the same places there,
-    /// a guest's disks where both hosts see them.
+    /// a guest's disks where both hosts see them, or --copy-disks.
     Move {
         /// The tenant
         #[arg(value_parser = named_tenant)]
@@ -199,6 +199,10 @@ pub(crate) enum Command {
         /// Only ask the host what became of a move that was cut, and end it
         #[arg(long)]
         settle: bool,
+        /// Copy a guest's disks there as well, while it runs: to the same paths, where
+        /// nothing is. The images here are put aside, as IMAGE.moved
+        #[arg(long, conflicts_with = "settle")]
+        copy_disks: bool,
     },
     /// Take a program or a guest in that another host moves here
     ///

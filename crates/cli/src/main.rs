@@ -120,7 +120,9 @@ fn execute(command: Command) -> Result<ExitCode> {
         Command::Rollback { name, snapshot } => snapshots::rollback(&name, snapshot)?,
         Command::Restore { snapshot, name } => snapshots::restore(snapshot, name)?,
         Command::Clone(arguments) => snapshots::clone(&arguments)?,
-        Command::Move { name, host, settle } => moves::move_to(&name, &host, settle)?,
+        Command::Move { name, host, settle, copy_disks } => {
+            moves::move_to(&name, &host, (settle, copy_disks))?;
+        }
         Command::Receive => return moves::receive(),
         Command::Doctor { json } => {
             let mut arguments = vec!["doctor".into()];

@@ -42,7 +42,7 @@ enum Ended {
 }
 
 /// `strata move`.
-pub(crate) fn move_to(name: &str, host: &str, settle: bool) -> Result<()> {
+pub(crate) fn move_to(name: &str, host: &str, (settle, copy_disks): (bool, bool)) -> Result<()> {
     let what = match settle {
         true => format!("cannot settle the move of {name}"),
         false => format!("cannot move {name}"),
@@ -61,7 +61,8 @@ pub(crate) fn move_to(name: &str, host: &str, settle: bool) -> Result<()> {
     let mut settle = settle;
     let mut was_cut = false;
     loop {
-        let request = Request::Move { name: name.to_owned(), host: host.to_owned(), settle };
+        let (name, host_named) = (name.to_owned(), host.to_owned());
+        let request = Request::Move { name, host: host_named, settle, copy_disks };
         match carry(&socket, &request, host, &what)? {
             Ended::Replied(Reply::Done { note }) => {
                 return print(&crate::failure::printable(&note));
@@ -141,6 +142,11 @@ fn carry(socket: &Path, request: &Request, host: &str, what: &str) -> Result<End
                 Ok(Some((FrameKind::Near, text))) => match serde_json::from_slice(&text) {
                     Ok(MoveNear::Progress { progress }) => meter.update(&progress),
                     Ok(MoveNear::Reply { reply }) => break Ended::Replied(reply),
+                    Ok(MoveNear::Way { id, number }) => {
+                        let request = Request::MoveDisk { id, number };
+                        // The daemon sees what becomes of it, and says so.
+                        scope.spawn(move || drop(carry(socket, &request, host, what)));
+                    }
                     _ => break Ended::Cut,
                 },
                 Ok(Some((kind, content))) => {

@@ -127,10 +127,16 @@ impl Commands {
                 let settled = self.snapshots.settle_move(peer.uid, name, wire);
                 done(settled, name, "it was not moved")
             }
-            Request::Move { name, host, settle: false } => self.with(peer, name, |tenant| {
-                let moved = self.snapshots.move_out(tenant, host, wire);
-                done(moved, name, &format!("it was not moved to {host}"))
-            }),
+            Request::Move { name, host, settle: false, copy_disks } => {
+                self.with(peer, name, |tenant| {
+                    let moved = self.snapshots.move_out(tenant, (host, *copy_disks), wire);
+                    done(moved, name, &format!("it was not moved to {host}"))
+                })
+            }
+            Request::MoveDisk { id, number } => {
+                let carried = self.snapshots.carry_disk(peer.uid, (id, *number), wire);
+                done(carried, "", "a disk was not copied")
+            }
             Request::Receive => done(self.snapshots.receive(peer.uid, wire), "", "it did not come"),
             _ => error("that is no conversation", "use a strata of the same version"),
         }
@@ -147,7 +153,7 @@ impl Commands {
             self.snapshots.learn_criu(peer);
         }
         match request {
-            Request::Move { .. } | Request::Receive => {
+            Request::Move { .. } | Request::MoveDisk { .. } | Request::Receive => {
                 error("that is a conversation", "use a strata of the same version")
             }
             Request::Ping => Reply::Pong {

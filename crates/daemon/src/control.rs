@@ -390,6 +390,7 @@ fn parse(line: &[u8]) -> Result<Request, String> {
     let (new, named, dram_bytes) = match &request {
         Request::Ping
         | Request::Receive
+        | Request::MoveDisk { .. }
         | Request::Reload
         | Request::Upgrade
         | Request::Pools

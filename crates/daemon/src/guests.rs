@@ -9,14 +9,18 @@
 mod balloons;
 mod disks;
 mod libvirts;
+mod mirrors;
 mod monitor;
 mod orders;
 mod steps;
 mod takeover;
 
 pub(crate) use balloons::Lack;
-pub(crate) use disks::{DiskCopy, create_image, keep};
-pub(crate) use monitor::{Alone, MOST_STATE_BYTES, Stoppable, Talk, give_state, memory_at};
+pub(crate) use disks::{DiskCopy, create_image, create_image_over, keep};
+pub(crate) use mirrors::{FarDisk, Mirrored};
+pub(crate) use monitor::{
+    Alone, MOST_STATE_BYTES, Stoppable, Talk, give_state, memory_at, who_answers,
+};
 pub(crate) use takeover::{BEFORE_SUFFIX, Undone};
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -131,6 +135,8 @@ pub(crate) struct Guests {
     known: Mutex<BTreeMap<String, Guest>>,
     /// Those whose monitors somebody talks to for longer: nobody else asks them.
     talking: Mutex<BTreeSet<String>>,
+    /// Those whose disks are being copied to another host, by somebody who sees to it.
+    mirrored: Mutex<BTreeSet<String>>,
     /// Those whose agents are being told something: nobody else talks to them.
     ordering: Mutex<BTreeSet<String>>,
     /// What QEMUs are that are about to take the places of others.
@@ -152,6 +158,7 @@ impl Guests {
             tenants: Arc::clone(tenants),
             known: Mutex::default(),
             talking: Mutex::default(),
+            mirrored: Mutex::default(),
             ordering: Mutex::default(),
             coming: Mutex::default(),
             libvirts: Mutex::default(),

@@ -70,6 +70,7 @@ pub(crate) struct Snapshots {
     guests: Arc<Guests>,
     made: guest_disks::Made,
     moves: moving::Moves,
+    ways: moving::Ways,
     known: Arc<Mutex<BTreeMap<SnapshotId, Known>>>,
     lineage: Mutex<BTreeMap<String, Line>>,
     /// Tenants that something is being done with.
@@ -216,9 +217,10 @@ impl Snapshots {
         }
         disk.forget_arrived();
         Self::see_to_moves(&moves, uid, tenants, guests);
-        Self {
+        let snapshots = Self {
             made: guest_disks::Made::new(&disk, &left),
             moves,
+            ways: moving::Ways::default(),
             disk,
             tenants: Arc::clone(tenants),
             guests: Arc::clone(guests),
@@ -233,7 +235,9 @@ impl Snapshots {
             ready_due: Mutex::new(true),
             ready_changed: Condvar::new(),
             uid,
-        }
+        };
+        snapshots.see_to_rooms();
+        snapshots
     }
 
     /// The tenant of this name of this daemon's user, whose alone snapshots are of.

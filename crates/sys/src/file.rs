@@ -28,14 +28,28 @@ pub fn try_lock(descriptor: BorrowedFd<'_>) -> io::Result<bool> {
 /// # Errors
 /// What `statvfs` says.
 pub fn file_system_bytes(path: &Path) -> io::Result<u64> {
+    let status = statvfs(path)?;
+    Ok(status.f_frsize.saturating_mul(status.f_blocks))
+}
+
+/// What is free there for whoever is not root.
+///
+/// # Errors
+/// What `statvfs` says.
+pub fn file_system_free_bytes(path: &Path) -> io::Result<u64> {
+    let status = statvfs(path)?;
+    Ok(status.f_frsize.saturating_mul(status.f_bavail))
+}
+
+fn statvfs(path: &Path) -> io::Result<libc::statvfs> {
     let path = CString::new(path.as_os_str().as_bytes())?;
     let mut status = std::mem::MaybeUninit::<libc::statvfs>::zeroed();
-    // SAFETY: a NUL-terminated string and writable memory of the right size.
-    let status = unsafe {
+    // SAFETY: a NUL-terminated string and writable memory of the right size, which is all
+    // numbers.
+    unsafe {
         if libc::statvfs(path.as_ptr(), status.as_mut_ptr()) != 0 {
             return Err(io::Error::last_os_error());
         }
-        status.assume_init()
-    };
-    Ok(status.f_frsize.saturating_mul(status.f_blocks))
+        Ok(status.assume_init())
+    }
 }

@@ -19,6 +19,8 @@ use crate::state::{StateError, plain, unfit};
 /// What begins the names of copies under way, and of what they go to.
 const JOB: &str = "strata-disk-";
 const NODE: &str = "strata-copy-";
+/// What QEMU puts over a disk while it is copied.
+const FILTER: &str = "strata-filter-";
 /// How often it is asked whether one has ended.
 const POLL: Duration = Duration::from_millis(1);
 
@@ -35,6 +37,8 @@ pub struct WrittenDisk {
     pub bytes: u64,
     /// The image that it is an overlay of, and that one's format.
     pub backing: Option<(String, String)>,
+    /// All images that it is over, the nearest first, as QEMU has them open.
+    pub layers: Vec<String>,
 }
 
 /// How far copies are.
@@ -48,13 +52,30 @@ pub struct CopyProgress {
     pub total_bytes: u64,
 }
 
+/// The disks of a guest that it writes to.
+///
+/// # Errors
+/// One cannot be copied, and why; or its monitor does not answer.
+pub fn written(monitor: &mut Monitor) -> Result<Vec<WrittenDisk>, StateError> {
+    let nodes = monitor.execute("query-named-block-nodes", Some(json!({ "flat": true })))?;
+    of_nodes(&nodes).map(|(disks, _)| disks)
+}
+
 /// The disks that are written, and the files that are only read.
 pub(crate) fn of_nodes(nodes: &Value) -> Result<(Vec<WrittenDisk>, Vec<String>), StateError> {
     let nodes = nodes.as_array().ok_or(QmpError::Nonsense("no list of its drives"))?;
     let (mut written, mut read, mut layers) = (BTreeMap::new(), Vec::new(), BTreeSet::new());
+    let mut over = BTreeMap::new();
     for node in nodes {
         let text = |key: &str| node.get(key).and_then(Value::as_str).unwrap_or_default();
         let (file, driver) = (text("file").to_owned(), text("drv"));
+        if [NODE, FILTER].iter().any(|ours| text("node-name").starts_with(ours)) {
+            continue;
+        }
+        let below = node.get("image").and_then(|image| image.get("full-backing-filename"));
+        if let Some(below) = below.and_then(Value::as_str) {
+            over.insert(file.clone(), below.to_owned());
+        }
         if node.get("ro").and_then(Value::as_bool) == Some(true) {
             match driver {
                 "file" => read.push(file),
@@ -78,7 +99,7 @@ pub(crate) fn of_nodes(nodes: &Value) -> Result<(Vec<WrittenDisk>, Vec<String>),
     let mut disks = Vec::new();
     for (file, found) in written {
         match found {
-            (Some(disk), 1) => disks.push(disk),
+            (Some(disk), 1) => disks.push(WrittenDisk { layers: layers_of(&file, &over), ..disk }),
             // Only what writes it opens it to be written (auto-read-only, as libvirt says).
             (None, 1) if layers.contains(&file) => read.push(file),
             _ => {
@@ -90,6 +111,13 @@ pub(crate) fn of_nodes(nodes: &Value) -> Result<(Vec<WrittenDisk>, Vec<String>),
         }
     }
     Ok((disks, read))
+}
+
+/// What an image is over, and that is over, and so on.
+fn layers_of(file: &str, over: &BTreeMap<String, String>) -> Vec<String> {
+    let next = |file: &String| over.get(file).cloned();
+    // Whoever says of two images that each is over the other is not followed for ever.
+    std::iter::successors(over.get(file).cloned(), next).take(over.len()).collect()
 }
 
 fn disk(node: &Value, file: &str, format: &str) -> Result<WrittenDisk, StateError> {
@@ -107,6 +135,7 @@ fn disk(node: &Value, file: &str, format: &str) -> Result<WrittenDisk, StateErro
         format: format.to_owned(),
         bytes: bytes.ok_or(QmpError::Nonsense("a drive without a size"))?,
         backing: backing.zip(text("backing-filename-format")),
+        layers: Vec::new(),
     })
 }
 
@@ -140,6 +169,43 @@ pub fn begin(
         "auto-dismiss": false,
     });
     monitor.execute("blockdev-mirror", Some(job)).map(drop)
+}
+
+/// The same to another host, by the way that begins at the socket `way`, where another QEMU
+/// has the disk exported ([`crate::exports`]); `over`: it is an overlay there, too.
+///
+/// # Errors
+/// There is no copy under way of that number.
+pub fn begin_far(
+    monitor: &mut Monitor,
+    number: usize,
+    disk: &WrittenDisk,
+    (way, over): (&str, bool),
+) -> Result<(), QmpError> {
+    let node = format!("{NODE}{number}");
+    let target = json!({
+        "driver": "nbd",
+        "node-name": node,
+        "discard": "unmap",
+        "server": { "type": "unix", "path": way },
+        "export": export_name(number),
+    });
+    monitor.execute("blockdev-add", Some(target))?;
+    let job = json!({
+        "job-id": format!("{JOB}{number}"),
+        "device": disk.node,
+        "target": node,
+        "filter-node-name": format!("{FILTER}{number}"),
+        "sync": if over { "top" } else { "full" },
+        "copy-mode": "background",
+        "auto-dismiss": false,
+    });
+    monitor.execute("blockdev-mirror", Some(job)).map(drop)
+}
+
+/// What a disk is called where it is exported.
+pub(crate) fn export_name(number: usize) -> String {
+    format!("disk-{number}")
 }
 
 /// How far all copies under way are.
@@ -279,11 +345,28 @@ mod tests {
             format: format.into(),
             bytes,
             backing: None,
+            layers: Vec::new(),
         };
         let backing = Some(("base".into(), "qcow2".into()));
-        let first = WrittenDisk { backing, ..disk("#2", "/a", "qcow2", 9) };
+        let layers = vec!["/base".into()];
+        let first = WrittenDisk { backing, layers, ..disk("#2", "/a", "qcow2", 9) };
         assert_eq!(disks, [first, disk("d", "/b", "raw", 5)]);
         assert_eq!(read, ["/base", "/under"]);
+    }
+
+    #[test]
+    fn what_copies_a_disk_is_none_and_layers_that_contradict_themselves_end() {
+        let (disks, _) = nodes(
+            r#"[{"ro": false, "drv": "nbd", "file": "nbd+unix:///x", "node-name": "strata-copy-0"},
+                {"ro": false, "drv": "mirror_top", "file": "/a", "node-name": "strata-filter-0"},
+                {"ro": false, "drv": "file", "file": "/a"},
+                {"ro": false, "drv": "qcow2", "file": "/a", "image":
+                 {"virtual-size": 9, "full-backing-filename": "/b"}},
+                {"ro": true, "drv": "qcow2", "file": "/b", "image":
+                 {"virtual-size": 9, "full-backing-filename": "/a"}}]"#,
+        )
+        .expect("a disk");
+        assert_eq!((disks.len(), &disks[0].layers), (1, &vec!["/b".to_owned(), "/a".to_owned()]));
     }
 
     #[test]

@@ -15,6 +15,7 @@ mod diff;
 pub mod disks;
 mod domain;
 mod drives;
+pub mod exports;
 mod line;
 mod networks;
 mod options;

@@ -62,17 +62,20 @@ pub struct Footing {
     pub disks: Vec<WrittenDisk>,
 }
 
-/// Asks a guest what a snapshot must know.
+/// Asks a guest what a snapshot must know. `is_copied`: its disks are being copied, and that
+/// goes on.
 ///
 /// # Errors
 /// It cannot have one, and why; or its monitor does not answer.
-pub fn footing(monitor: &mut Monitor) -> Result<Footing, StateError> {
+pub fn footing(monitor: &mut Monitor, is_copied: bool) -> Result<Footing, StateError> {
     let status = status(monitor)?;
     if status != "running" && status != "paused" {
         return Err(unfit(format!("it is neither running nor paused ({})", plain(&status))));
     }
-    // Of whoever died over one, it would have other nodes in between.
-    disks::clean(monitor)?;
+    if !is_copied {
+        // Of whoever died over one, it would have other nodes in between.
+        disks::clean(monitor)?;
+    }
     let nodes = monitor.execute("query-named-block-nodes", Some(json!({"flat": true})))?;
     let (disks, files) = disks::of_nodes(&nodes)?;
     let (id, memory_bytes) = one_memory(&monitor.execute("query-memdev", None)?)?;
@@ -303,7 +306,7 @@ mod tests {
         ("query-migrate-capabilities", r#"[{"capability": "events", "state": true}]"#);
 
     fn why(answers: &'static [(&str, &str)]) -> String {
-        footing(&mut monitor(answers).0).expect_err("unfit").to_string()
+        footing(&mut monitor(answers).0, false).expect_err("unfit").to_string()
     }
 
     #[test]
@@ -312,7 +315,8 @@ mod tests {
             "query-named-block-nodes",
             r#"[{"ro": true, "drv": "raw", "file": "/a"}, {"ro": true, "drv": "file", "file": "/a"}]"#,
         );
-        let found = footing(&mut monitor(&[RUNS, FILES, ONE_MEMORY, OFF, PLACE]).0).expect("fit");
+        let found =
+            footing(&mut monitor(&[RUNS, FILES, ONE_MEMORY, OFF, PLACE]).0, false).expect("fit");
         let expected = Footing {
             is_running: true,
             memory_start: 0x7f3a_0000_0000,

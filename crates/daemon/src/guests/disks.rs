@@ -19,7 +19,7 @@ const TOOL_POLL: Duration = Duration::from_millis(2);
 /// Bytes of what it says that are read.
 const MAX_SAID_BYTES: u64 = 4096;
 /// What one question about copies may take.
-const ASKED_WITHIN: Duration = Duration::from_secs(5);
+pub(super) const ASKED_WITHIN: Duration = Duration::from_secs(5);
 /// What may be left to be copied in the moment in which the guest stands still.
 const LEFT_BYTES: u64 = 4 << 20;
 /// A guest that writes has so long to let its copies get so far.
@@ -28,7 +28,7 @@ const CAUGHT_UP_WITHIN: Duration = Duration::from_secs(60);
 const STALLED_WITHIN: Duration = Duration::from_secs(60);
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 /// How long the last of it may take, while the guest stands still.
-const ENDED_WITHIN: Duration = Duration::from_secs(10);
+pub(super) const ENDED_WITHIN: Duration = Duration::from_secs(10);
 /// Nobody writes to a copy that is whole.
 const READ_ONLY: u32 = 0o400;
 
@@ -106,6 +106,21 @@ pub(crate) fn create_image(
     }
     words.push(format!("file:{path}"));
     words.extend(bytes.map(|bytes| bytes.to_string()));
+    tool(&words)
+}
+
+/// The same of an overlay whose image is not looked at.
+pub(crate) fn create_image_over(
+    path: &str,
+    backing: Option<(&str, &str)>,
+    bytes: u64,
+) -> Result<(), String> {
+    let mut words =
+        vec!["create".to_owned(), "-q".into(), "-u".into(), "-f".into(), "qcow2".into()];
+    if let Some((backing, format)) = backing {
+        words.extend(["-b".into(), backing.into(), "-F".into(), format.into()]);
+    }
+    words.extend([format!("file:{path}"), bytes.to_string()]);
     tool(&words)
 }
 

@@ -24,7 +24,7 @@ use strata_vm::{MONITOR_SOCKET_NAME, Monitor};
 
 use super::disks::{self, DiskCopy};
 use super::takeover::Undone;
-use super::{CONVERSATION, Guests, NEXT_SUFFIX, STILL_PREFIX, folder, lock};
+use super::{CONVERSATION, Guests, NEXT_SUFFIX, STILL_PREFIX, folder, lock, mirrors};
 
 /// How long a guest may take to stand still: until its disks have done what they were told.
 const STILL_WITHIN: Duration = Duration::from_secs(5);
@@ -40,7 +40,7 @@ const TRY_EVERY: Duration = Duration::from_millis(50);
 /// Most that the state of a guest's devices may be: a display's memory is in it.
 pub(crate) const MOST_STATE_BYTES: u64 = 256 << 20;
 /// In the mark of a guest that runs while its disks are copied.
-const COPYING: &str = "copying";
+pub(super) const COPYING: &str = "copying";
 /// In the mark of a guest that was given up to another host.
 const GIVEN: &str = "given";
 /// QEMU's word for a guest that it has stopped because a disk failed.
@@ -140,7 +140,7 @@ impl Guests {
                 continue;
             };
             let Some(tenant) = self.tenant(folder) else { continue };
-            if is_given(&entry.path()) {
+            if is_given(&entry.path()) || self.is_mirrored(folder, &entry.path()) {
                 continue;
             }
             let Some(_alone) = self.alone_now(folder) else { continue };
@@ -163,7 +163,11 @@ impl Guests {
 }
 
 fn is_given(mark: &Path) -> bool {
-    fs::read(mark).is_ok_and(|text| text == GIVEN.as_bytes())
+    says(mark, GIVEN)
+}
+
+pub(super) fn says(mark: &Path, what: &str) -> bool {
+    fs::read(mark).is_ok_and(|text| text == what.as_bytes())
 }
 
 impl Guests {
@@ -178,14 +182,17 @@ impl Guests {
     }
 
     /// Has a guest run that has all that it needs.
-    pub(crate) fn runs(&self, tenant: &Tenant) -> Result<(), String> {
-        let _alone = self.alone(tenant)?;
-        let mut talk = self.talk(tenant, &self.directory(tenant), STILL_WITHIN)?;
-        let said = |error: state::StateError| error.to_string();
-        match state::status(&mut talk.monitor).map_err(|error| error.to_string())?.as_str() {
+    pub(crate) fn runs(&self, tenant: &Tenant) -> Result<(), Undone> {
+        let not_yet = Undone::NotYet;
+        let _alone = self.alone(tenant).map_err(not_yet)?;
+        let mut talk = self.talk(tenant, &self.directory(tenant), STILL_WITHIN).map_err(not_yet)?;
+        let status = state::status(&mut talk.monitor);
+        match status.map_err(|error| not_yet(error.to_string()))?.as_str() {
             "running" => Ok(()),
-            "inmigrate" => Err("its QEMU has not got the state of its devices".to_owned()),
-            _ => state::go_on(&mut talk.monitor).map_err(said),
+            "inmigrate" => {
+                Err(Undone::Never("its QEMU has not got the state of its devices".to_owned()))
+            }
+            _ => state::go_on(&mut talk.monitor).map_err(|error| not_yet(error.to_string())),
         }
     }
 
@@ -205,7 +212,7 @@ impl Guests {
         if self.status(tenant).is_ok_and(|status| status == IO_ERROR) {
             return Err(("its disk failed again".to_owned(), NO_ROOM));
         }
-        told.map_err(|why| (why, "see strata vm stats"))
+        told.map_err(|(Undone::Never(why) | Undone::NotYet(why))| (why, "see strata vm stats"))
     }
 
     fn status(&self, tenant: &Tenant) -> Result<String, String> {
@@ -230,7 +237,7 @@ impl Guests {
         }
     }
 
-    fn write_mark(&self, tenant: &Tenant, text: &str) -> Result<(), String> {
+    pub(super) fn write_mark(&self, tenant: &Tenant, text: &str) -> Result<(), String> {
         let mark = self.mark(tenant);
         fs::write(&mark, text).map_err(|error| format!("cannot write {}: {error}", mark.display()))
     }
@@ -244,7 +251,7 @@ impl Guests {
             Some(Err(Undone::NotYet(why))) => return Err(("is to have a new QEMU", why)),
             None => {}
         }
-        let copies = fs::read(mark).is_ok_and(|text| text == COPYING.as_bytes());
+        let copies = says(mark, COPYING);
         let talked = self.talk(tenant, &self.directory(tenant), SEEN_TO_WITHIN);
         let outcome = talked.and_then(|mut talk| {
             if !copies {
@@ -253,20 +260,22 @@ impl Guests {
             disks::clean(&mut talk.monitor)
         });
         outcome.map_err(|why| match copies {
-            true => ("copies disks for a snapshot that came to nothing", why),
-            false => ("stands still for a snapshot that came to nothing", why),
+            true => ("copies disks for a snapshot or a move that came to nothing", why),
+            false => ("stands still for a snapshot or a move that came to nothing", why),
         })?;
         let _ = fs::remove_file(mark);
         Ok(match copies {
-            true => "copied disks for a snapshot that came to nothing, and has ended that",
-            false => "stood still for a snapshot that came to nothing, and runs on",
+            true => {
+                "copied disks for a snapshot or a move that came to nothing, and has ended that"
+            }
+            false => "stood still for a snapshot or a move that came to nothing, and runs on",
         })
     }
 }
 
 /// The process that answers at a socket of a guest's directory: it must be the tenant's.
 /// `whose`: what is there.
-pub(super) fn who_answers(
+pub(crate) fn who_answers(
     tenant: &Tenant,
     stream: &UnixStream,
     whose: &str,
@@ -318,6 +327,8 @@ pub(crate) struct Stoppable {
     talk: Option<Talk>,
     /// Of its disks, for the snapshot.
     copies: Vec<DiskCopy>,
+    /// Its disks are being copied to another host, meanwhile and after.
+    is_mirrored: bool,
 }
 
 impl Stoppable {
@@ -328,10 +339,13 @@ impl Stoppable {
         time: Duration,
     ) -> Result<(Self, Footing, u32), String> {
         let mut talk = guests.talk(tenant, &guests.directory(tenant), time)?;
-        let footing = state::footing(&mut talk.monitor).map_err(|error| error.to_string())?;
+        let is_mirrored = lock(&guests.mirrored).contains(&name_of(tenant));
+        let footing = state::footing(&mut talk.monitor, is_mirrored);
+        let footing = footing.map_err(|error| error.to_string())?;
         let pid = talk.pid;
         let (guests, tenant) = (Arc::clone(guests), Arc::clone(tenant));
-        Ok((Self { guests, tenant, talk: Some(talk), copies: Vec::new() }, footing, pid))
+        let (talk, copies) = (Some(talk), Vec::new());
+        Ok((Self { guests, tenant, talk, copies, is_mirrored }, footing, pid))
     }
 
     /// Copies its disks while it runs. On an error it runs on without.
@@ -385,11 +399,10 @@ impl Stoppable {
     }
 
     /// Has it stand still, and takes the state of its devices. On an error it runs on.
-    pub(crate) fn stop(&mut self) -> Result<(Instant, Vec<u8>), String> {
-        let mark = self.guests.mark(&self.tenant);
-        fs::write(&mark, [])
-            .map_err(|error| format!("cannot write {}: {error}", mark.display()))?;
-        let outcome = self.stop_marked();
+    /// `for_good`: copies of its disks elsewhere end with this moment.
+    pub(crate) fn stop(&mut self, for_good: bool) -> Result<(Instant, Vec<u8>), String> {
+        self.guests.write_mark(&self.tenant, "")?;
+        let outcome = self.stop_marked(for_good);
         match outcome {
             Ok(stopped) => Ok(stopped),
             Err(why) => Err(match self.go_on() {
@@ -399,11 +412,13 @@ impl Stoppable {
         }
     }
 
-    fn stop_marked(&mut self) -> Result<(Instant, Vec<u8>), String> {
+    fn stop_marked(&mut self, for_good: bool) -> Result<(Instant, Vec<u8>), String> {
         let copies = std::mem::take(&mut self.copies);
         let guests = Arc::clone(&self.guests);
         let step = |name: &str| guests.step(name);
-        let stopped = self.monitor().and_then(|monitor| stopped(monitor, &copies, &step));
+        let ends_mirrors = for_good && self.is_mirrored;
+        let stopped =
+            self.monitor().and_then(|monitor| stopped(monitor, (&copies, ends_mirrors), &step));
         self.copies = copies;
         stopped
     }
@@ -434,7 +449,7 @@ impl Stoppable {
                     self.talk = Some(talk);
                     let mark = self.guests.mark(&self.tenant);
                     // What stays is done once more by whoever finds it.
-                    let _ = match is_clean {
+                    let _ = match is_clean && !self.is_mirrored {
                         true => fs::remove_file(mark),
                         false => fs::write(mark, COPYING),
                     };
@@ -460,7 +475,7 @@ impl Stoppable {
 /// Has a guest stand still, and takes its disks and the state of its devices.
 fn stopped(
     monitor: &mut Monitor,
-    copies: &[DiskCopy],
+    (copies, ends_mirrors): (&[DiskCopy], bool),
     step: &dyn Fn(&str),
 ) -> Result<(Instant, Vec<u8>), String> {
     let failed = |error: io::Error| format!("no way for the state of its devices: {error}");
@@ -478,6 +493,10 @@ fn stopped(
     step("stopped");
     disks::finish(monitor, copies)?;
     step("disks");
+    if ends_mirrors {
+        mirrors::finish(monitor)?;
+        step("alike");
+    }
     monitor.allow(STATE_WITHIN);
     let mut theirs = Some(theirs);
     let saved = state::save(monitor, &mut |stream, line| pass(stream, line, &mut theirs));

@@ -395,6 +395,13 @@ impl Disk {
         }
     }
 
+    /// The same, and it does not come back if the machine goes down a moment later.
+    pub(super) fn remove_move_for_good(&self, name: &str) -> Result<(), String> {
+        self.remove_move(name)?;
+        let synced = self.moves_directory().and_then(|all| all.sync());
+        synced.map_err(|error| self.move_failed("remove", name, &error))
+    }
+
     fn move_failed(&self, verb: &str, name: &str, error: &io::Error) -> String {
         let path = self.directory.join(MOVES).join(name);
         format!("cannot {verb} {}: {error}", path.display())

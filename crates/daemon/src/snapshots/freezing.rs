@@ -96,7 +96,7 @@ impl Freezable<'_> {
         let kept = Arc::clone(&stopped);
         let request = SnapshotRequest {
             freeze: Box::new(move || {
-                let (since, state) = lock(&stops).stop().map_err(SnapshotError::Failed)?;
+                let (since, state) = lock(&stops).stop(stay).map_err(SnapshotError::Failed)?;
                 *lock(&kept) = Some((since, state));
                 Ok(Standing { pids: vec![pid], since })
             }),

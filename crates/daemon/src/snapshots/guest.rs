@@ -335,7 +335,12 @@ impl Snapshots {
 
     /// A conversation with the QEMU `pid`, which waits for the state of a guest: the only
     /// process of the tenant, unless it is to take the place of another one.
-    fn waiting(&self, tenant: &Arc<Tenant>, pid: u32, rollback: bool) -> Result<Talk, String> {
+    pub(super) fn waiting(
+        &self,
+        tenant: &Arc<Tenant>,
+        pid: u32,
+        rollback: bool,
+    ) -> Result<Talk, String> {
         let directory = match rollback {
             true => self.guests.next_directory(tenant),
             false => self.guests.directory(tenant),

@@ -21,7 +21,7 @@ use std::sync::{Arc, Mutex};
 use std::time::UNIX_EPOCH;
 
 use serde::{Deserialize, Serialize};
-use strata_api::{GuestDisk, GuestSpec, SnapshotId};
+use strata_api::{GuestDisk, GuestSpec, MoveImage, SnapshotId};
 use strata_pager::Tenant;
 use strata_snapshot::archive::sum_of;
 use strata_sys::{copy_sparse, is_locked};
@@ -122,6 +122,11 @@ impl Image {
         (here.bytes, here.sum) == (self.bytes, self.sum)
     }
 
+    /// It, to be compared where it is to be as well. `path` is absolute.
+    pub(super) fn said(&self) -> MoveImage {
+        MoveImage { path: self.path.clone(), bytes: self.bytes, sum: self.sum }
+    }
+
     /// Refuses one that has changed.
     pub(super) fn check(&self, directory: &str) -> Result<(), String> {
         match Self::of(directory, &self.path)? == *self {
@@ -178,7 +183,7 @@ impl Drop for Held {
 
 impl Held {
     /// Notes a file that is about to be made.
-    fn add(&mut self, file: &Path) -> Result<(), String> {
+    pub(super) fn add(&mut self, file: &Path) -> Result<(), String> {
         let mut list = lock(&self.made.list);
         list.made.insert(file.to_owned());
         self.made.disk.write_made(&list.made)?;

@@ -235,8 +235,8 @@ impl GuestPart {
     }
 
     /// The same of one that moves here: the disks that it keeps have to be here, and, when
-    /// it stands still, to be those that it had.
-    pub(super) fn comes_here(&mut self, reader: &Reader) -> Result<(), String> {
+    /// it stands still, to be those that it had, or like them if they `are_copied`.
+    pub(super) fn comes_here(&mut self, reader: &Reader, are_copied: bool) -> Result<(), String> {
         self.fits_here(reader)?;
         let disks = self.in_place.as_ref().ok_or("it contradicts itself: the guest's disks")?;
         for (path, image) in disks {
@@ -244,9 +244,12 @@ impl GuestPart {
                 format!("{why}; the disk of a guest that moves has to be where both hosts see it")
             })?;
             if image.as_ref().is_some_and(|image| !image.is_alike(&here)) {
-                return Err(format!(
-                    "its disk {path} is another one here: it has to be one that both hosts see"
-                ));
+                return Err(match are_copied {
+                    true => format!("the copy of its disk {path} is not like the disk"),
+                    false => format!(
+                        "its disk {path} is another one here: it has to be one that both hosts see, or be copied (--copy-disks)"
+                    ),
+                });
             }
         }
         Ok(())

@@ -14,6 +14,8 @@
 //! decides, once, whether it runs: until the answer is known it stands still here. Whoever
 //! has not got it asks again.
 
+mod asked;
+mod disks;
 mod into;
 mod out;
 mod pieces;
@@ -30,6 +32,7 @@ use strata_api::{
 };
 use strata_snapshot::archive::Sink;
 
+pub(super) use disks::Ways;
 pub(super) use pieces::Once;
 pub(super) use record::Moves;
 

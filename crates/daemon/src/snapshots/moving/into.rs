@@ -4,11 +4,10 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::mpsc::sync_channel;
 use std::thread;
 
-use strata_api::{MOVE_VERSION, MoveNear, MoveWord, SnapshotId, name_problem};
+use strata_api::{MOVE_DISKS_VERSION, MOVE_VERSION, MoveNear, MoveWord, SnapshotId, name_problem};
 use strata_pager::Tenant;
 use strata_snapshot::Terminals;
 use strata_snapshot::archive::Reader;
@@ -22,6 +21,8 @@ use super::super::machine::Machine;
 use super::super::preparing::Preparing;
 use super::super::revive::{How, ends};
 use super::super::{SnapshotState, Snapshots};
+use super::asked::undecided;
+use super::disks::Making;
 use super::out::gone_name;
 use super::record::{Decided, is_id};
 use super::{ANSWERED_WITHIN, Wire, home};
@@ -34,23 +35,34 @@ const MOST_GONE_BYTES: u64 = 64 << 20;
 const PIECES_WAITING: usize = 16;
 
 /// A tenant that is on its way here.
-struct Coming {
-    id: String,
-    name: String,
+pub(super) struct Coming<'a> {
+    pub(super) id: String,
+    pub(super) name: String,
     uid: u32,
     /// The snapshot that it will be when all of it is there, and until it runs.
-    known: Option<Known>,
+    pub(super) known: Option<Known>,
     memories: BTreeMap<u32, SpaceId>,
     /// Of a guest: the QEMU that waits for it.
     qemu: Option<u32>,
+    /// Disks of it that come along.
+    disks: Option<Making<'a>>,
+}
+
+impl Coming<'_> {
+    /// One of which nothing has come.
+    pub(super) fn new((id, name): (String, String), uid: u32) -> Self {
+        Self { id, name, uid, known: None, memories: BTreeMap::new(), qemu: None, disks: None }
+    }
 }
 
 impl Snapshots {
     /// Takes in what another daemon moves here, or says what became of it.
     pub(crate) fn receive(&self, uid: u32, wire: &mut Wire) -> Result<String, String> {
         let outcome = self.check_user(uid).and_then(|()| match wire.hear(ANSWERED_WITHIN)? {
-            MoveWord::Hello { version, .. } | MoveWord::Ask { version, .. }
-                if version != MOVE_VERSION =>
+            MoveWord::Hello { version, .. }
+            | MoveWord::Ask { version, .. }
+            | MoveWord::Way { version, .. }
+                if ![MOVE_VERSION, MOVE_DISKS_VERSION].contains(&version) =>
             {
                 Err(format!("moves have version {MOVE_VERSION} here, and {version} there"))
             }
@@ -64,6 +76,7 @@ impl Snapshots {
             }
             MoveWord::Hello { id, name, .. } => self.receive_tenant(uid, (id, name), wire),
             MoveWord::Ask { id, name, .. } => self.answer_for(uid, (id, name), wire),
+            MoveWord::Way { id, number, .. } => self.take_disk((id, number), wire),
             _ => Err("the other side says what was not asked for".to_owned()),
         });
         if let Err(why) = &outcome {
@@ -88,16 +101,21 @@ impl Snapshots {
         }
         self.check_limit()?;
         wire.say(&MoveWord::Welcome)?;
-        let mut coming =
-            Coming { id, name, uid, known: None, memories: BTreeMap::new(), qemu: None };
+        let mut coming = Coming::new((id, name), uid);
         let came = self.receive_rounds(&mut coming, &mut turn, wire);
         if let Err(why) = came {
             if matches!(self.moves.decided(&coming.id), Some(Decided::Committed(_))) {
-                // Whatever came back of it was ended; it is the other side's again.
-                self.moves.came_to(&coming.id, &Decided::Never(why.clone()))?;
+                // Whatever came back of it is ended; it is the other side's again.
+                let never = Decided::Never(why.clone());
+                let ended = self.end_come(&coming.name);
+                if let Err(too) = ended.and_then(|()| self.moves.came_to(&coming.id, &never)) {
+                    return Ok(undecided(&coming.name, &format!("{why}; {too}")));
+                }
             }
             log(Priority::Warning, format_args!("{}: did not come: {why}", coming.name));
             self.forget_coming(&coming);
+            coming.disks = None;
+            self.empty_room(&coming.id);
             return Err(why);
         }
         // If this fails, it is seen to run by whoever asks.
@@ -110,17 +128,9 @@ impl Snapshots {
         Ok(coming.name)
     }
 
-    /// It runs, whether the other side hears of it or not: it asks then.
-    fn say_running(&self, id: &str, wire: &mut Wire) {
-        let said = wire.say(&MoveWord::Running);
-        if said.is_ok() && wire.hear(ANSWERED_WITHIN) == Ok(MoveWord::Settled) {
-            self.moves.forget_in(id);
-        }
-    }
-
-    fn receive_rounds(
-        &self,
-        coming: &mut Coming,
+    fn receive_rounds<'a>(
+        &'a self,
+        coming: &mut Coming<'a>,
         turn: &mut Option<super::super::Turn<'_>>,
         wire: &mut Wire,
     ) -> Result<(), String> {
@@ -128,6 +138,13 @@ impl Snapshots {
             let last = match wire.hear(super::TAKEN_WITHIN)? {
                 MoveWord::Archive { last } => last,
                 MoveWord::Piece => self.pieces_arrive(coming, wire)?,
+                MoveWord::Disks { disks } if coming.disks.is_none() && coming.known.is_none() => {
+                    let (making, over) = self.make_room(&coming.id, &disks)?;
+                    coming.disks = Some(making);
+                    wire.say(&MoveWord::Room { over })?;
+                    continue;
+                }
+                MoveWord::Copying => continue,
                 MoveWord::Never { why } => return Err(why),
                 _ => return Err("the other side says what was not asked for".to_owned()),
             };
@@ -138,6 +155,7 @@ impl Snapshots {
             {
                 *turn = None;
                 self.start_guest(coming, wire)?;
+                self.serve_disks(coming)?;
             }
             if last {
                 break;
@@ -148,7 +166,11 @@ impl Snapshots {
     }
 
     /// Has a QEMU begun that waits.
-    fn start_guest(&self, coming: &mut Coming, wire: &mut Wire) -> Result<(), String> {
+    pub(super) fn start_guest(
+        &self,
+        coming: &mut Coming<'_>,
+        wire: &mut Wire,
+    ) -> Result<(), String> {
         let known = coming.known.as_ref().ok_or("nothing of it has come")?;
         let snapshot = known.info.id.clone();
         wire.near(&MoveNear::StartGuest { snapshot, name: coming.name.clone() })?;
@@ -160,8 +182,23 @@ impl Snapshots {
         Ok(())
     }
 
+    /// Has the QEMU that waits open its disks to who copies them.
+    fn serve_disks(&self, coming: &Coming<'_>) -> Result<(), String> {
+        let Some((disks, pid)) = coming.disks.as_ref().zip(coming.qemu) else { return Ok(()) };
+        let part = coming.known.as_ref().and_then(|known| known.guest.as_ref());
+        let spec = &part.ok_or("nothing of it has come")?.spec;
+        disks.is_for(&spec.disks.iter().map(|disk| &*disk.path).collect::<Vec<_>>())?;
+        let holder = self.own_tenant(&coming.name).ok_or("its memory is gone")?;
+        disks.serve(&holder, pid)
+    }
+
     /// Has what is all here stand, and, if it is held, run only when the other side says so.
-    fn bring_up(&self, coming: &Coming, held: bool, wire: &mut Wire) -> Result<(), String> {
+    pub(super) fn bring_up(
+        &self,
+        coming: &Coming<'_>,
+        held: bool,
+        wire: &mut Wire,
+    ) -> Result<(), String> {
         let known = coming.known.as_ref().ok_or("nothing of it has come")?;
         let id = known.info.id.clone();
         let mut hold = || {
@@ -184,6 +221,9 @@ impl Snapshots {
             Ok(())
         };
         let holder = self.own_tenant(&coming.name).ok_or("its memory is gone")?;
+        if let Some(disks) = &coming.disks {
+            disks.end(&holder)?;
+        }
         if let Some(pid) = coming.qemu {
             let named = known.info.id.clone().into();
             self.fill_held(coming.uid, &holder, &named, (pid, false), &mut |_| (), &mut hold)?;
@@ -210,7 +250,7 @@ impl Snapshots {
 
     /// Receives pieces, and takes each in while the next ones arrive. Whether the archive that
     /// comes after them is the last one.
-    fn pieces_arrive(&self, coming: &mut Coming, wire: &mut Wire) -> Result<bool, String> {
+    fn pieces_arrive(&self, coming: &mut Coming<'_>, wire: &mut Wire) -> Result<bool, String> {
         let known = coming.known.clone().ok_or("nothing of it has come")?;
         let id = coming.id.clone();
         let (send, readers) = sync_channel(PIECES_WAITING);
@@ -254,7 +294,7 @@ impl Snapshots {
     }
 
     /// Takes in one snapshot file.
-    fn arrives(&self, coming: &mut Coming, last: bool, wire: &mut Wire) -> Result<(), String> {
+    fn arrives(&self, coming: &mut Coming<'_>, last: bool, wire: &mut Wire) -> Result<(), String> {
         let reader = self.receive_file(&coming.id, wire)?;
         let mut known = described(&reader, Path::new("what arrived"))?;
         self.check_arrived(coming, &reader, &mut known)?;
@@ -283,7 +323,7 @@ impl Snapshots {
 
     fn check_arrived(
         &self,
-        coming: &Coming,
+        coming: &Coming<'_>,
         reader: &Reader,
         known: &mut Known,
     ) -> Result<(), String> {
@@ -302,13 +342,13 @@ impl Snapshots {
             return Err(why);
         }
         match &mut known.guest {
-            Some(part) => part.comes_here(reader),
+            Some(part) => part.comes_here(reader, coming.disks.is_some()),
             None => Ok(()),
         }
     }
 
     /// What it is called here, and whose it is.
-    fn becomes_ours(&self, coming: &Coming, id: SnapshotId, known: &mut Known) {
+    fn becomes_ours(&self, coming: &Coming<'_>, id: SnapshotId, known: &mut Known) {
         known.processes.iter_mut().for_each(|process| process.memory = None);
         known.machine = Some(Machine::here().clone());
         known.as_written = None;
@@ -330,7 +370,7 @@ impl Snapshots {
     fn memories_in(
         &self,
         reader: &Reader,
-        coming: &mut Coming,
+        coming: &mut Coming<'_>,
         known: &Known,
         holder: &Tenant,
     ) -> Result<(), String> {
@@ -361,77 +401,8 @@ impl Snapshots {
         self.disk.write(known)
     }
 
-    /// What became of a move whose end the other side did not hear.
-    fn answer_for(
-        &self,
-        uid: u32,
-        (id, name): (String, String),
-        wire: &mut Wire,
-    ) -> Result<String, String> {
-        let turn = self.turn(&name)?;
-        let never = Decided::Never("it has not come whole, and was not let run".to_owned());
-        match self.moves.decide(&id, never)? {
-            Decided::Never(why) => {
-                wire.say(&MoveWord::Never { why: why.clone() })?;
-                if wire.hear(ANSWERED_WITHIN) == Ok(MoveWord::Settled) {
-                    self.moves.forget_in(&id);
-                }
-                return Ok(why);
-            }
-            Decided::Ran => {}
-            Decided::Committed(snapshot) => {
-                drop(turn);
-                self.finish_committed(uid, (&id, &name), snapshot, wire)?;
-            }
-        }
-        self.say_running(&id, wire);
-        Ok(name)
-    }
-
-    /// A tenant was to run here, and the worker that was about to let it has died: it does,
-    /// or it is the other side's again.
-    fn finish_committed(
-        &self,
-        uid: u32,
-        (id, name): (&str, &str),
-        snapshot: SnapshotId,
-        wire: &mut Wire,
-    ) -> Result<(), String> {
-        let tenant = self.own_tenant(name);
-        let alive = tenant.filter(|tenant| !ends(tenant));
-        let known = self.find(uid, &snapshot.clone().into()).ok();
-        let memories = BTreeMap::new();
-        let (owned, named) = (id.to_owned(), name.to_owned());
-        let mut coming = Coming { id: owned, name: named, uid, known, memories, qemu: None };
-        let outcome = match alive {
-            Some(tenant) => self.runs_already(&tenant),
-            None => match coming.known.as_ref().is_some_and(|known| known.guest.is_some()) {
-                true => self
-                    .start_guest(&mut coming, wire)
-                    .and_then(|()| wire.near(&MoveNear::Committed))
-                    .and_then(|()| self.bring_up(&coming, false, wire)),
-                false => self.bring_up(&coming, false, wire),
-            },
-        };
-        let end = match &outcome {
-            Ok(()) => Decided::Ran,
-            Err(why) => Decided::Never(why.clone()),
-        };
-        self.moves.came_to(id, &end)?;
-        self.forget_coming(&coming);
-        outcome
-    }
-
-    /// Has a tenant run that a worker let run that died over it.
-    fn runs_already(&self, tenant: &Arc<Tenant>) -> Result<(), String> {
-        match self.guests.spec(tenant) {
-            Some(_) => self.guests.runs(tenant),
-            None => Ok(()),
-        }
-    }
-
     /// Forgets the snapshot that a tenant came by.
-    fn forget_coming(&self, coming: &Coming) {
+    pub(super) fn forget_coming(&self, coming: &Coming<'_>) {
         match &coming.known {
             // What cannot be removed is in the list of snapshots.
             Some(known) => drop(self.forget(known)),
@@ -449,7 +420,7 @@ impl Snapshots {
 /// Takes in memory of one process: all of it, or what has changed.
 fn memory_in(
     reader: &Reader,
-    coming: &mut Coming,
+    coming: &mut Coming<'_>,
     pid: u32,
     holder: &Tenant,
 ) -> Result<(), String> {
@@ -474,12 +445,12 @@ fn memory_in(
 }
 
 /// Takes in a piece of what stands still.
-fn piece_in(reader: &Reader, coming: &mut Coming, holder: &Tenant) -> Result<(), String> {
+fn piece_in(reader: &Reader, coming: &mut Coming<'_>, holder: &Tenant) -> Result<(), String> {
     let pids = reader.processes().iter().map(|process| process.pid);
     pids.collect::<Vec<_>>().into_iter().try_for_each(|pid| memory_in(reader, coming, pid, holder))
 }
 
-fn forget_memories(coming: &mut Coming, holder: &Tenant) {
+fn forget_memories(coming: &mut Coming<'_>, holder: &Tenant) {
     for (_, memory) in std::mem::take(&mut coming.memories) {
         holder.remove_snapshot_memory(memory);
     }

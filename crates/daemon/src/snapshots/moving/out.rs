@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use strata_api::{MOVE_VERSION, MoveWord, Progress, Stats, Unit};
+use strata_api::{MOVE_DISKS_VERSION, MOVE_VERSION, MoveWord, Progress, Stats, Unit};
 use strata_pager::Tenant;
 use strata_snapshot::archive::Writer;
 use strata_sys::{Priority, log};
@@ -15,6 +15,8 @@ use strata_units::{ByteSize, PAGE_SIZE, SpaceId};
 use super::super::Snapshots;
 use super::super::disk::Known;
 use super::super::lineage::life_of;
+use super::super::revive::ends;
+use super::disks::{Aside, Away, Mirroring};
 use super::pieces::{Gone, Once};
 use super::record::{Moves, Out};
 use super::standstill::Standstill;
@@ -31,6 +33,16 @@ const MOST_ROUNDS: u32 = 12;
 /// How many pages are sent in rounds that bring no less than one before: they are written as
 /// fast as they are sent.
 const MOST_IN_VAIN: u64 = 2048;
+
+/// Where it goes, and with what.
+struct Goes<'a> {
+    host: &'a str,
+    id: &'a str,
+    /// Of memory.
+    pages: u64,
+    away: Option<&'a Away>,
+    mirroring: Option<&'a Mirroring<'a>>,
+}
 
 /// Memory that the other side has: the snapshot that it was sent from, by process.
 type There = BTreeMap<u32, SpaceId>;
@@ -66,6 +78,17 @@ impl Snapshots {
                     continue;
                 }
                 Some(tenant) => still::take_back(tenant, guests),
+                None if out.is_given && !out.asides.is_empty() => {
+                    log(
+                        Priority::Warning,
+                        format_args!(
+                            "{name} was given to {0} and has ended here, and it is not known whether it runs there (strata move --settle {name} {0} asks){1}",
+                            out.host,
+                            out.note()
+                        ),
+                    );
+                    continue;
+                }
                 None => Ok(()),
             };
             if let Err(why) = outcome.and_then(|()| moves.forget_out(&name)) {
@@ -85,12 +108,12 @@ impl Snapshots {
         self.given(name).is_some_and(|out| out.is_given)
     }
 
-    /// Moves a tenant to the daemon at the other end of `wire`; what to say of it. On an
-    /// error it runs on here, or the error says otherwise.
+    /// Moves a tenant to the daemon at the other end of `wire`, with its disks or without;
+    /// what to say of it. On an error it runs on here, or the error says otherwise.
     pub(crate) fn move_out(
         &self,
         tenant: &Arc<Tenant>,
-        host: &str,
+        (host, copy_disks): (&str, bool),
         wire: &mut Wire,
     ) -> Result<String, String> {
         self.check_user(tenant.record().uid)?;
@@ -100,17 +123,19 @@ impl Snapshots {
         if has_ended() {
             return Err(format!("{name} has ended here"));
         }
-        self.move_in_turn(tenant, host, wire).map_err(|why| match self.is_given(name) {
-            true => why,
-            false if has_ended() => format!("{why}; it has ended here"),
-            false => format!("{why}; it runs on here"),
+        self.move_in_turn(tenant, (host, copy_disks), wire).map_err(|why| {
+            match self.is_given(name) {
+                true => why,
+                false if has_ended() => format!("{why}; it has ended here"),
+                false => format!("{why}; it runs on here"),
+            }
         })
     }
 
     fn move_in_turn(
         &self,
         tenant: &Arc<Tenant>,
-        host: &str,
+        (host, copy_disks): (&str, bool),
         wire: &mut Wire,
     ) -> Result<String, String> {
         let name = &tenant.record().name;
@@ -120,9 +145,12 @@ impl Snapshots {
                 "it is a clone with a network or directories of its own, which are here".into()
             );
         }
+        let away = copy_disks.then(|| self.disks_away(tenant)).transpose()?;
+        // Without disks there is nothing that another version does not know.
+        let mut away = away.filter(|away| !away.is_empty());
         let id = format!("{:016x}", random()?);
         let hello = MoveWord::Hello {
-            version: MOVE_VERSION,
+            version: if away.is_some() { MOVE_DISKS_VERSION } else { MOVE_VERSION },
             id: id.clone(),
             name: name.clone(),
             home: home(&self.work),
@@ -133,8 +161,12 @@ impl Snapshots {
             false => why,
         })?;
         self.guests.step("welcome");
+        if let Some(away) = &mut away {
+            away.ask(wire)?;
+            self.guests.step("asked");
+        }
         let mut sent = Vec::new();
-        let moved = self.move_in_rounds(tenant, host, &id, wire, &mut sent);
+        let moved = self.move_in_rounds(tenant, (host, &id), away.as_ref(), wire, &mut sent);
         for known in sent {
             self.forget_memory(tenant, &known);
         }
@@ -150,14 +182,15 @@ impl Snapshots {
     fn move_in_rounds(
         &self,
         tenant: &Arc<Tenant>,
-        host: &str,
-        id: &str,
+        (host, id): (&str, &str),
+        away: Option<&Away>,
         wire: &mut Wire,
         sent: &mut Vec<Known>,
     ) -> Result<String, String> {
         let (mut least, mut all, mut in_vain) = (u64::MAX, 0, 0);
+        let mut mirroring = None;
         for round in 0..MOST_ROUNDS {
-            let known = self.round(tenant, &mut |progress| wire.tell(progress))?;
+            let known = self.round(tenant, away, &mut |progress| wire.tell(progress))?;
             sent.push(known.clone());
             let there = sent.len().checked_sub(2).and_then(|last| sent.get(last));
             let began = Instant::now();
@@ -170,6 +203,9 @@ impl Snapshots {
                 self.forget_memory(tenant, &sent.remove(0));
             }
             let took = began.elapsed();
+            if let Some(away) = away.filter(|_| round == 0) {
+                mirroring = Some(self.mirror(tenant, (away, id), wire)?);
+            }
             if round > 0 {
                 in_vain += if pages > least / 4 * 3 { pages } else { 0 };
                 if took <= FEW || in_vain > MOST_IN_VAIN {
@@ -178,7 +214,8 @@ impl Snapshots {
             }
             (least, all) = (least.min(pages), all.max(pages));
         }
-        let (still, gone) = self.stand_sent(tenant, wire)?;
+        mirroring.as_ref().map_or(Ok(()), |mirroring| mirroring.catch_up(wire))?;
+        let (still, gone) = self.stand_sent(tenant, away, wire)?;
         self.guests.step("still");
         let mut took = Standstill::begin(still.since());
         let stands = gone.as_ref().ok().and_then(|gone| gone.stands);
@@ -201,7 +238,8 @@ impl Snapshots {
         }
         self.guests.step("ready");
         took.step("until it stood there", Instant::now());
-        self.hand_over(tenant, (host, id), all, (still, took), wire)
+        let goes = Goes { host, id, pages: all, away, mirroring: mirroring.as_ref() };
+        self.hand_over(tenant, &goes, (still, took), wire)
     }
 
     /// Has it stand still, and sends what of its memory is read meanwhile: what that was, or
@@ -209,6 +247,7 @@ impl Snapshots {
     fn stand_sent<'a>(
         &'a self,
         tenant: &Arc<Tenant>,
+        away: Option<&Away>,
         wire: &mut Wire,
     ) -> Result<(Still<'a>, Result<Gone, String>), String> {
         let (once, runs) = Once::new(self.guests.spec(tenant).is_some());
@@ -217,7 +256,7 @@ impl Snapshots {
                 .name("pieces".into())
                 .spawn_scoped(scope, move || runs.send(wire))
                 .map_err(|error| format!("no thread to send it: {error}"))?;
-            let still = self.stand(tenant, &once);
+            let still = self.stand(tenant, &once, away);
             // If it was not used, nobody sends by it any more.
             drop(once);
             let gone = sender.join().unwrap_or_else(|_| Err("who sends it has failed".to_owned()));
@@ -233,34 +272,23 @@ impl Snapshots {
     fn hand_over(
         &self,
         tenant: &Arc<Tenant>,
-        (host, id): (&str, &str),
-        pages: u64,
+        goes: &Goes<'_>,
         (still, mut took): (Still<'_>, Standstill),
         wire: &mut Wire,
     ) -> Result<String, String> {
         let name = &tenant.record().name;
-        let (id, host, life) = (id.to_owned(), host.to_owned(), life_of(tenant));
-        let mut out = Out { id, host: host.clone(), life, is_given: false };
-        let given = self
-            .moves
-            .write_out(name, &out)
-            .and_then(|()| still::give_up(tenant, &self.guests))
-            .and_then(|()| {
-                self.guests.step("giving");
-                out.is_given = true;
-                self.moves.write_out(name, &out)
-            });
-        if let Err(why) = given {
-            self.runs_on(tenant, still)?;
-            return Err(why);
+        let (id, host, life) = (goes.id.to_owned(), goes.host.to_owned(), life_of(tenant));
+        let asides = Vec::new();
+        let mut out = Out { id, host: host.clone(), life, is_given: false, asides };
+        if let Err(why) = self.give(tenant, goes, &mut out) {
+            return Err(format!("{why}{}", self.runs_on(tenant, still, &out)?));
         }
-        self.guests.step("given");
         let answer = wire.say(&MoveWord::Go).and_then(|()| wire.hear(ANSWERED_WITHIN));
         match answer {
             Ok(MoveWord::Running) => {
                 took.step("until it ran", Instant::now());
                 self.guests.step("answered");
-                let bytes = wire.sent_bytes;
+                let bytes = wire.sent_bytes + goes.mirroring.map_or(0, Mirroring::sent_bytes);
                 self.end_still(tenant, still)?;
                 self.moves.forget_out(name)?;
                 let _ = wire.say(&MoveWord::Settled);
@@ -269,15 +297,19 @@ impl Snapshots {
                     format_args!("{name}: moved to {host}, stood still for {took}"),
                 );
                 Ok(format!(
-                    "{name} runs at {host}; it stood still for {took}, {} were sent for {} of memory",
+                    "{name} runs at {host}; it stood still for {took}, {} were sent for {} of memory{}{}",
                     ByteSize(bytes),
-                    ByteSize(pages * PAGE_SIZE as u64)
+                    ByteSize(goes.pages * PAGE_SIZE as u64),
+                    goes.away
+                        .map(|away| format!(" and {} of disks", ByteSize(away.bytes())))
+                        .unwrap_or_default(),
+                    out.note(),
                 ))
             }
             Ok(MoveWord::Never { why }) => {
-                self.runs_on(tenant, still)?;
+                let note = self.runs_on(tenant, still, &out)?;
                 let _ = wire.say(&MoveWord::Settled);
-                Err(why)
+                Err(format!("{why}{note}"))
             }
             other => {
                 self.leave(tenant, still);
@@ -288,13 +320,30 @@ impl Snapshots {
         }
     }
 
-    /// What was given up is not wanted there.
-    fn runs_on(&self, tenant: &Arc<Tenant>, still: Still<'_>) -> Result<(), String> {
+    /// Gives it up: from here on it runs here only if it never runs there.
+    fn give(&self, tenant: &Arc<Tenant>, goes: &Goes<'_>, out: &mut Out) -> Result<(), String> {
+        let name = &tenant.record().name;
+        out.asides = goes.away.map_or(Ok(Vec::new()), Away::asides)?;
+        self.moves.write_out(name, out)?;
+        still::give_up(tenant, &self.guests)?;
+        self.guests.step("giving");
+        out.is_given = true;
+        self.moves.write_out(name, out)?;
+        self.guests.step("given");
+        out.asides.iter().try_for_each(Aside::put)?;
+        self.guests.step("aside");
+        Ok(())
+    }
+
+    /// What was given up is not wanted there. What is to be known of its images.
+    fn runs_on(&self, tenant: &Arc<Tenant>, still: Still<'_>, out: &Out) -> Result<String, String> {
+        let note = out.put_back();
         still::take_back(tenant, &self.guests)?;
         let known = still.known().clone();
         drop(still);
         self.forget_memory(tenant, &known);
-        self.moves.forget_out(&tenant.record().name)
+        self.moves.forget_out(&tenant.record().name)?;
+        Ok(note)
     }
 
     /// Asks what became of a tenant that was given up, and does what follows.
@@ -309,7 +358,7 @@ impl Snapshots {
         let Some(out) = self.moves.out(name).filter(|out| out.is_given) else {
             return Err("it was not given up here: it runs here, or has ended".to_owned());
         };
-        let tenant = self.own_tenant(name).filter(|tenant| out.is_of(tenant));
+        let tenant = self.own_tenant(name).filter(|tenant| out.is_of(tenant) && !ends(tenant));
         let (version, id) = (MOVE_VERSION, out.id.clone());
         wire.say(&MoveWord::Ask { version, id, name: name.to_owned() })?;
         match wire.hear(ANSWERED_WITHIN)? {
@@ -320,9 +369,10 @@ impl Snapshots {
                 self.moves.forget_out(name)?;
                 let _ = wire.say(&MoveWord::Settled);
                 log(Priority::Notice, format_args!("{name}: moved to {}", out.host));
-                Ok(format!("{name} runs at {}", out.host))
+                Ok(format!("{name} runs at {}{}", out.host, out.note()))
             }
             MoveWord::Never { why } => {
+                let note = out.put_back();
                 if let Some(tenant) = &tenant {
                     still::take_back(tenant, &self.guests)?;
                 }
@@ -333,8 +383,8 @@ impl Snapshots {
                 }
                 let _ = wire.say(&MoveWord::Settled);
                 Err(match tenant {
-                    Some(_) => format!("{why}; it runs on here"),
-                    None => format!("{why}; and it has ended here"),
+                    Some(_) => format!("{why}{note}; it runs on here"),
+                    None => format!("{why}{note}; and it has ended here"),
                 })
             }
             _ => Err("the other side says what was not asked for".to_owned()),

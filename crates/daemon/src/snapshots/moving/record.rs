@@ -4,15 +4,18 @@
 //! ```text
 //! moves/out-NAME.json    given up here, or about to be
 //! moves/in-ID.json       decided here
+//! moves/disks-ID.json    images that were made here for a guest's disks
 //! ```
 
 use std::sync::{Arc, Mutex};
 
 use serde::{Deserialize, Serialize};
 use strata_api::SnapshotId;
+use strata_sys::{Priority, log};
 
 use super::super::disk::Disk;
 use super::super::lock;
+use super::disks::{Aside, Room};
 
 /// A tenant that was given up.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -25,6 +28,32 @@ pub(in super::super) struct Out {
     /// `go` may have been said: it does not run here any more unless it never runs there.
     /// Else it is only about to be given up.
     pub(super) is_given: bool,
+    /// Its images, which are put aside once it is given up.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) asides: Vec<Aside>,
+}
+
+impl Out {
+    /// Gives its images their names back: what is to be known of one that has another one
+    /// still. The guest has it open, and needs none.
+    pub(super) fn put_back(&self) -> String {
+        let failed = self.asides.iter().filter_map(|aside| aside.put_back().err());
+        failed.fold(String::new(), |note, why| {
+            log(Priority::Error, &why);
+            format!("{note}; {why}")
+        })
+    }
+
+    /// What is to be known of images that are left here.
+    pub(super) fn note(&self) -> String {
+        let images: Vec<&str> = self.asides.iter().map(|aside| &*aside.aside).collect();
+        match images[..] {
+            [] => String::new(),
+            _ => {
+                format!("; what its disks were is here still, and nobody's: {}", images.join(", "))
+            }
+        }
+    }
 }
 
 /// What was decided of a tenant that came.
@@ -54,6 +83,10 @@ fn into(id: &str) -> String {
     format!("in-{id}.json")
 }
 
+fn room(id: &str) -> String {
+    format!("disks-{id}.json")
+}
+
 impl Moves {
     pub(in super::super) fn new(disk: &Disk) -> Self {
         Self { disk: disk.clone(), deciding: Arc::default() }
@@ -74,8 +107,8 @@ impl Moves {
     }
 
     pub(super) fn write_out(&self, name: &str, record: &Out) -> Result<(), String> {
-        // What it says ends with this machine.
-        self.disk.write_move(&out(name), record, false)
+        // What it says of a tenant ends with this machine, not what it says of images.
+        self.disk.write_move(&out(name), record, !record.asides.is_empty())
     }
 
     pub(in super::super) fn forget_out(&self, name: &str) -> Result<(), String> {
@@ -104,6 +137,28 @@ impl Moves {
     pub(super) fn came_to(&self, id: &str, end: &Decided) -> Result<(), String> {
         let _deciding = lock(&self.deciding);
         self.disk.write_move(&into(id), end, true)
+    }
+
+    /// Images that were made for a guest's disks.
+    pub(super) fn room(&self, id: &str) -> Option<Room> {
+        self.disk.read_move(&room(id))
+    }
+
+    /// The moves that there are such of.
+    pub(super) fn all_rooms(&self) -> Vec<String> {
+        let id = |file: String| {
+            let id = file.strip_prefix("disks-")?.strip_suffix(".json")?.to_owned();
+            is_id(&id).then_some(id)
+        };
+        self.disk.moves().into_iter().filter_map(id).collect()
+    }
+
+    pub(super) fn write_room(&self, id: &str, images: &Room) -> Result<(), String> {
+        self.disk.write_move(&room(id), images, true)
+    }
+
+    pub(super) fn forget_room(&self, id: &str) -> Result<(), String> {
+        self.disk.remove_move_for_good(&room(id))
     }
 
     pub(super) fn forget_in(&self, id: &str) {

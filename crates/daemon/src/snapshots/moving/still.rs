@@ -14,6 +14,7 @@ use super::super::guest_disks::Image;
 use super::super::revive::ends;
 use super::super::take::{FEW_PAGES, Numbers, Standing};
 use super::super::{Snapshots, Tell, lock};
+use super::disks::Away;
 use super::pieces::Once;
 use crate::guests::{Alone, Guests, Stoppable};
 
@@ -22,7 +23,7 @@ const ATTEMPTS: [u64; 3] = [0, FEW_PAGES, u64::MAX];
 
 /// How long a guest's QEMU may take to answer what is to be known before it is stopped: it
 /// runs meanwhile, and on a busy machine its monitor waits for the guest.
-const ASKED_WITHIN: Duration = Duration::from_secs(20);
+pub(super) const ASKED_WITHIN: Duration = Duration::from_secs(20);
 
 /// A tenant that stands still, all of it captured. Dropped, it runs on.
 pub(super) enum Still<'a> {
@@ -90,11 +91,16 @@ pub(super) fn take_back(tenant: &Tenant, guests: &Guests) -> Result<(), String> 
 impl Snapshots {
     /// The memory of a tenant, which runs on, or has it stand still (`stay`). In no list,
     /// and not on disk.
-    fn memory_of(&self, tenant: &Arc<Tenant>, tell: Tell<'_>) -> Result<Known, String> {
+    fn memory_of(
+        &self,
+        tenant: &Arc<Tenant>,
+        away: Option<&Away>,
+        tell: Tell<'_>,
+    ) -> Result<Known, String> {
         let id = self.number_to_come(&tenant.record().name);
         let mut known = self.capturing(tenant, id);
         if self.guests.spec(tenant).is_some() {
-            return self.guest_memory(tenant, known, None, tell).map(|(known, _)| known);
+            return self.guest_memory(tenant, known, (None, away), tell).map(|(known, _)| known);
         }
         let (freeze, numbers) = self.take_memory(tenant, &known.info.id.clone(), true, tell)?;
         known.is_captured(&freeze, &numbers);
@@ -102,8 +108,13 @@ impl Snapshots {
     }
 
     /// The same in a round of a move.
-    pub(super) fn round(&self, tenant: &Arc<Tenant>, tell: Tell<'_>) -> Result<Known, String> {
-        self.memory_of(tenant, tell).map_err(|why| format!("its memory: {why}"))
+    pub(super) fn round(
+        &self,
+        tenant: &Arc<Tenant>,
+        away: Option<&Away>,
+        tell: Tell<'_>,
+    ) -> Result<Known, String> {
+        self.memory_of(tenant, away, tell).map_err(|why| format!("its memory: {why}"))
     }
 
     /// Has it stand still, with all that it is captured, or carried `once`.
@@ -111,6 +122,7 @@ impl Snapshots {
         &'a self,
         tenant: &Arc<Tenant>,
         once: &Once,
+        away: Option<&Away>,
     ) -> Result<Still<'a>, String> {
         if self.guests.spec(tenant).is_none() {
             return self
@@ -118,7 +130,7 @@ impl Snapshots {
                 .map(|still| Still::Program(Box::new(still)));
         }
         let known = self.capturing(tenant, self.number_to_come(&tenant.record().name));
-        match self.guest_memory(tenant, known, Some(once), &mut |_| ())? {
+        match self.guest_memory(tenant, known, (Some(once), away), &mut |_| ())? {
             (_, Some(guest)) => Ok(Still::Guest(Box::new(guest))),
             (_, None) => Err("it does not stand still".to_owned()),
         }
@@ -175,16 +187,17 @@ impl Snapshots {
         &'a self,
         tenant: &Arc<Tenant>,
         mut known: Known,
-        once: Option<&Once>,
+        (once, away): (Option<&Once>, Option<&Away>),
         tell: Tell<'_>,
     ) -> Result<(Known, Option<StandingGuest<'a>>), String> {
         let stay = once.is_some();
         let mut spec = self.guests.spec(tenant).ok_or("it is no guest")?;
         if let Some(disk) =
             spec.disks.iter().find(|disk| disk.temporary || disk.opened != disk.path)
+            && away.is_none()
         {
             return Err(format!(
-                "its disk {} was made for it here, and goes with it: start it from that image, with a name of its own, to move it",
+                "its disk {} was made for it here: have it copied there (--copy-disks)",
                 disk.path
             ));
         }
@@ -204,7 +217,7 @@ impl Snapshots {
                 is_kept: false,
                 _alone: guest.alone,
             });
-            let kept = self.keep_beside(&mut known, &frozen.state, (&in_place, stay));
+            let kept = self.keep_beside(&mut known, &frozen.state, (&in_place, stay), away);
             return match (kept, standing) {
                 (Ok(()), None) => Ok((known, None)),
                 (Ok(()), Some(mut standing)) => {
@@ -230,10 +243,17 @@ impl Snapshots {
         known: &mut Known,
         state: &[u8],
         (disks, stands_still): (&[String], bool),
+        away: Option<&Away>,
     ) -> Result<(), String> {
         let id = known.info.id.clone();
         if let Some(part) = &mut known.guest {
-            part.in_place = Some(images_at(part.directory(), disks, stands_still)?);
+            part.in_place = Some(match away {
+                Some(away) => away.images(stands_still)?,
+                None => images_at(part.directory(), disks, stands_still)?,
+            });
+            if let Some(away) = away {
+                away.adapt(part);
+            }
         }
         self.disk.make(&id)?;
         self.disk.write_state(&id, state)

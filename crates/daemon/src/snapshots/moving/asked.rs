@@ -1,0 +1,133 @@
+//! What became of a tenant that came: what is said of it, and what whoever asks later is told
+//! because the other side has not heard that, or a worker has died over it.
+
+use std::sync::Arc;
+
+use strata_api::{MoveNear, MoveWord, SnapshotId};
+use strata_pager::Tenant;
+use strata_sys::{Priority, log};
+
+use super::super::Snapshots;
+use super::super::revive::ends;
+use super::into::Coming;
+use super::record::Decided;
+use super::{ANSWERED_WITHIN, Wire};
+use crate::guests::Undone;
+
+impl Snapshots {
+    /// It runs, whether the other side hears of it or not: it asks then.
+    pub(super) fn say_running(&self, id: &str, wire: &mut Wire) {
+        // Before it is forgotten that it ran: then its images would be nobody's.
+        let kept = self.keep_room(id);
+        if let Err(why) = &kept {
+            log(Priority::Error, format_args!("disks of a guest that came: {why}"));
+        }
+        let said = wire.say(&MoveWord::Running);
+        if said.is_ok() && wire.hear(ANSWERED_WITHIN) == Ok(MoveWord::Settled) && kept.is_ok() {
+            self.moves.forget_in(id);
+        }
+    }
+
+    /// What became of a move whose end the other side did not hear.
+    pub(super) fn answer_for(
+        &self,
+        uid: u32,
+        (id, name): (String, String),
+        wire: &mut Wire,
+    ) -> Result<String, String> {
+        let turn = self.turn(&name)?;
+        let never = Decided::Never("it has not come whole, and was not let run".to_owned());
+        match self.moves.decide(&id, never)? {
+            Decided::Never(why) => {
+                self.empty_room(&id);
+                wire.say(&MoveWord::Never { why: why.clone() })?;
+                if wire.hear(ANSWERED_WITHIN) == Ok(MoveWord::Settled) {
+                    self.moves.forget_in(&id);
+                }
+                return Ok(why);
+            }
+            Decided::Ran => {}
+            Decided::Committed(snapshot) => {
+                drop(turn);
+                match self.finish_committed(uid, (&id, &name), snapshot, wire) {
+                    Ok(true) => {}
+                    Ok(false) => return Ok(name),
+                    Err(why) => return Ok(undecided(&name, &why)),
+                }
+            }
+        }
+        self.say_running(&id, wire);
+        Ok(name)
+    }
+
+    /// A tenant was to run here, and the worker that was about to let it has died: it does,
+    /// or it is the other side's again, which is said. An error: it is not known yet.
+    fn finish_committed(
+        &self,
+        uid: u32,
+        (id, name): (&str, &str),
+        snapshot: SnapshotId,
+        wire: &mut Wire,
+    ) -> Result<bool, String> {
+        let tenant = self.own_tenant(name);
+        let alive = tenant.filter(|tenant| !ends(tenant));
+        let known = self.find(uid, &snapshot.clone().into()).ok();
+        let mut coming = Coming::new((id.to_owned(), name.to_owned()), uid);
+        coming.known = known;
+        let outcome = match alive {
+            Some(tenant) => match self.runs_already(&tenant) {
+                Err(Undone::NotYet(why)) => return Err(why),
+                Err(Undone::Never(why)) => Err(why),
+                Ok(()) => Ok(()),
+            },
+            None => match coming.known.as_ref().is_some_and(|known| known.guest.is_some()) {
+                true => self
+                    .start_guest(&mut coming, wire)
+                    .and_then(|()| wire.near(&MoveNear::Committed))
+                    .and_then(|()| self.bring_up(&coming, false, wire)),
+                false => self.bring_up(&coming, false, wire),
+            },
+        };
+        let end = match &outcome {
+            Ok(()) => Decided::Ran,
+            Err(why) => {
+                self.end_come(name)?;
+                Decided::Never(why.clone())
+            }
+        };
+        self.moves.came_to(id, &end)?;
+        self.forget_coming(&coming);
+        if let Decided::Never(why) = &end {
+            self.empty_room(id);
+            wire.say(&MoveWord::Never { why: why.clone() })?;
+        }
+        Ok(outcome.is_ok())
+    }
+
+    /// Ends a guest's QEMU that was about to run: it may, for all that is known.
+    pub(super) fn end_come(&self, name: &str) -> Result<(), String> {
+        let guest = self.own_tenant(name).filter(|tenant| self.guests.spec(tenant).is_some());
+        let Some(guest) = guest else { return Ok(()) };
+        guest.kill();
+        match ends(&guest) {
+            true => Ok(()),
+            false => Err("its QEMU was killed and has not ended yet".to_owned()),
+        }
+    }
+
+    /// Has a tenant run that a worker let run that died over it.
+    fn runs_already(&self, tenant: &Arc<Tenant>) -> Result<(), Undone> {
+        match self.guests.spec(tenant) {
+            Some(_) => self.guests.runs(tenant),
+            None => Ok(()),
+        }
+    }
+}
+
+/// It may run here, and may not: nothing is said to the other side, which asks again.
+pub(super) fn undecided(name: &str, why: &str) -> String {
+    let what =
+        format!("{name}: came from another host, and it is not known yet whether it runs: {why}");
+    log(Priority::Error, &what);
+    what
+}

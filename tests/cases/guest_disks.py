@@ -22,7 +22,7 @@ NAME = "first"
 def images(run):
     """A raw image, and a qcow2 image over another: beside each other."""
     place = os.path.join(run.directory, "images")
-    os.mkdir(place)
+    os.makedirs(place, exist_ok=True)
     raw, over, base = (os.path.join(place, name) for name in ("a.raw", "b.qcow2", "base.qcow2"))
     with open(raw, "wb") as file:
         file.write(os.urandom(4 * MIB))

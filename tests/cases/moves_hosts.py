@@ -29,11 +29,12 @@ def another(run):
 
 
 def host(daemon):
-    return f"unix:{daemon.socket_path}"
+    return getattr(daemon, "road", f"unix:{daemon.socket_path}")
 
 
-def move(daemon, name, there, check=True, settle=False):
-    options = ["--settle"] if settle else []
+def move(daemon, name, there, check=True, settle=False, options=None):
+    if options is None:
+        options = ["--settle"] if settle else getattr(there, "options", [])
     return daemon.strata("move", *options, name, host(there), check=check, timeout_s=120)
 
 
@@ -142,7 +143,7 @@ def dying(run, name, here, there, side, step, victim):
     path = os.path.join(daemon.directory, "test-step")
     # It has its number before the step is said.
     moving = subprocess.Popen(["sh", "-c", 'read _ && exec "$@"', "sh", daemon.binaries.strata,
-                               "move", name, host(there)],
+                               "move", *getattr(there, "options", []), name, host(there)],
                               env=here.environment(), stdin=subprocess.PIPE, text=True,
                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     with open(path + ".part", "w", encoding="ascii") as file:
@@ -170,10 +171,13 @@ def only_at(run, name, place, other, when):
                       f"{runs_at(other, name)}, {other.stats(name)}") from None
 
 
-def killed_in_steps(run, name, here, there, victims, goes_on):
-    """Whoever dies, in whatever step: it runs at one side, its memory whole."""
-    for victim in victims:
-        for side, step, expected in STEPS:
+def killed_in_steps(run, name, here, there, goes_on, steps=STEPS, commands=None):
+    """Whoever dies, in whatever step: it runs at one side, its memory whole. `commands`: the
+    steps in which the command dies; none: in all."""
+    for victim in ("worker", "command"):
+        for side, step, expected in steps:
+            if victim == "command" and commands and step not in commands:
+                continue
             when = f"{victim} killed, {step} {side}"
             if victim == "command" and step == "told":
                 expected = "there"  # the word has come, whoever carried it
@@ -188,7 +192,7 @@ def killed_in_steps(run, name, here, there, victims, goes_on):
                 raise Failure(f"{failure}; {status}, {said}") from None
             if victim == "worker" and (status == 0) != (expected == "there"):
                 raise Failure(f"{when}: status {status}, {said}")
-            goes_on(runs, when)
+            goes_on(runs, other, when)
             if expected == "there":
                 here, there = there, here
     return here
@@ -202,7 +206,7 @@ def program_killed(run):
         program = Moment(run, "plain", 24, "16MiB")
         program.pressed()
 
-        def goes_on(daemon, when):
+        def goes_on(daemon, _, when):
             program.daemon = daemon
             program.note_pids()
             try:
@@ -212,7 +216,7 @@ def program_killed(run):
                 raise Failure(f"{when}: {failure}") from None
         before = run.daemon.stats(program.name)["managed_pages"]
         with program.reaper_running():
-            killed_in_steps(run, program.name, run.daemon, there, ("worker", "command"), goes_on)
+            killed_in_steps(run, program.name, run.daemon, there, goes_on)
         for daemon in (run.daemon, there):
             left = daemon.strata("snapshots", "--json").stdout.strip()
             after = (daemon.stats(program.name) or {"managed_pages": 0})["managed_pages"]
@@ -222,32 +226,41 @@ def program_killed(run):
         program.kill()
 
 
+def killed_guest_in_steps(run, first, there, steps, also, commands=None):
+    """The same with a guest; `also` looks at what else is left where it runs and where it does
+    not."""
+    place, line = run.daemon, first
+
+    def goes_on(daemon, other, when):
+        nonlocal place, line
+        if daemon is not place:
+            line.line.close()
+            place, line = daemon, reborn(at(run, daemon), first.name)
+
+        def runs():
+            (answer,) = monitor(at(run, daemon), first.name, {"execute": "query-status"})
+            return answer["return"]["status"] == "running"
+        try:
+            line.wait_until(runs, "its QEMU says that it runs")
+            line.said = ""
+            line.rounds(2)
+        except Failure as failure:
+            raise Failure(f"{when}: {failure}") from None
+        also(daemon, other, when)
+    killed_in_steps(run, first.name, run.daemon, there, goes_on, steps, commands)
+
+
 @case("move-guest-killed", native=False, own_daemon=True, computes=True, seconds=600, takes=70)
 def guest_killed(run):
     """The same with a guest, whose disks both hosts see."""
     with another(run) as there:
         first = begun(run)
-        place, line = run.daemon, first
 
-        def goes_on(daemon, when):
-            nonlocal place, line
-            if daemon is not place:
-                line.line.close()
-                place, line = daemon, reborn(at(run, daemon), first.name)
-
-            def runs():
-                (answer,) = monitor(at(run, daemon), first.name, {"execute": "query-status"})
-                return answer["return"]["status"] == "running"
-            try:
-                line.wait_until(runs, "its QEMU says that it runs")
-                line.said = ""
-                line.rounds(2)
-            except Failure as failure:
-                raise Failure(f"{when}: {failure}") from None
-        try:
-            killed_in_steps(run, first.name, run.daemon, there, ("worker", "command"), goes_on)
+        def also(*_):
             if (left := files(first)) != ["a.raw", "b.qcow2", "base.qcow2"]:
                 raise Failure(f"beside its disks there are {left}")
+        try:
+            killed_guest_in_steps(run, first, there, STEPS, also)
         finally:
             ended(run, first)
             there.strata("stop", first.name, check=False)

@@ -85,7 +85,7 @@ pub fn agent(data: &[u8]) {
         let len = page.len().min(whole.len());
         whole[..len].copy_from_slice(&page[..len]);
         let before = whole.clone();
-        let patched = wire::patch_restart(&mut whole, 7, Some(path));
+        let patched = wire::restart::patch_restart(&mut whole, 7, Some(path));
         assert!(patched.is_ok() || whole == before, "on an error the page is as it was");
     }
     // The ring of hints: the program writes all of it, at any time.

@@ -98,7 +98,7 @@ pub struct Hail {
     pub transfer: u64,
     /// The agent's own memory.
     pub own: Range,
-    /// Address of its `wire::Restart`; 0: none.
+    /// Address of its `wire::restart::Restart`; 0: none.
     pub restart: u64,
     /// The version of its library, by `wire::version_number`; 0: it was not told.
     pub library: u64,

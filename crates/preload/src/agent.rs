@@ -4,7 +4,8 @@
 use core::sync::atomic::Ordering;
 use core::time::Duration;
 
-use strata_units::wire::{Control, HelloKind, RESTART_PARKED, RESTART_RESTORED};
+use strata_units::wire::restart::{RESTART_PARKED, RESTART_RESTORED};
+use strata_units::wire::{Control, HelloKind};
 
 use crate::batch::{self, Progress};
 use crate::block::{Block, OUTCOME_ABANDONED, OUTCOME_FAILED, OUTCOME_READY, OUTCOME_TRYING};

@@ -7,7 +7,7 @@
 //!     | ----- wiped in a forked child --------- | inherited   |
 //! ```
 //!
-//! `Block` begins with the page that a restorer patches (`wire::Restart`).
+//! `Block` begins with the page that a restorer patches (`wire::restart::Restart`).
 //!
 //! The daemon never manages it. It is mapped once, by whoever needs it first
 //! (the constructor, or a thread made by another library's constructor), and
@@ -21,9 +21,8 @@ use core::ffi::{CStr, c_char};
 use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 use strata_units::PAGE_SIZE;
-use strata_units::wire::{
-    CONTROL_BYTES, Control, PINNED_SLOTS, Restart, SOCKET_PATH_BYTES, TRANSFER_PAGES, ThreadSlot,
-};
+use strata_units::wire::restart::{Restart, SOCKET_PATH_BYTES};
+use strata_units::wire::{CONTROL_BYTES, Control, PINNED_SLOTS, TRANSFER_PAGES, ThreadSlot};
 
 use crate::kernel;
 use crate::thread::{SEAT_BYTES, SEATS};

@@ -16,7 +16,8 @@ use core::sync::atomic::Ordering;
 use core::time::Duration;
 
 use strata_units::label_problem;
-use strata_units::wire::{CONTROL_SOCKET_NAME, RESTART_PARKED, RESTART_RESTORED};
+use strata_units::wire::CONTROL_SOCKET_NAME;
+use strata_units::wire::restart::{RESTART_PARKED, RESTART_RESTORED};
 
 use crate::block::{self, Block};
 use crate::kernel::{self, Deadline, Fd, word};

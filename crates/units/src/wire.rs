@@ -9,13 +9,14 @@
 //!
 //! The daemon trusts none of it; the agent trusts the daemon.
 
-use core::sync::atomic::{AtomicI32, AtomicU8, AtomicU32, AtomicU64};
-use core::{error, fmt, mem::offset_of};
+pub mod restart;
+
+use core::sync::atomic::{AtomicI32, AtomicU32, AtomicU64};
 
 use crate::Hints;
 
-/// First word of every message, of [`Control`] and of [`Restart`]: "STRATA" and the protocol's
-/// version.
+/// First word of every message, of [`Control`] and of [`Restart`](restart::Restart): "STRATA"
+/// and the protocol's version.
 pub const MAGIC: u64 = 0x5354_5241_5441_0006;
 /// The same of the version before. Programs keep the library that they were started with, so
 /// a daemon speaks this one, too: it answers as it was addressed. Its hello is
@@ -85,7 +86,7 @@ pub struct Hello {
     /// the kernel's (`SO_PEERCRED`) and only logs this one.
     pub pid: u32,
     /// The tenant's token from [`ENV_TOKEN`] or, in a restored process, from
-    /// [`Restart`]; 0 when absent.
+    /// [`Restart`](restart::Restart); 0 when absent.
     pub token: u64,
     /// First byte of the transfer range: [`TRANSFER_PAGES`] private anonymous
     /// pages, page-aligned, nothing resident. A forked child keeps its
@@ -99,7 +100,7 @@ pub struct Hello {
     pub own_start: u64,
     /// End of the agent's own memory, exclusive.
     pub own_end: u64,
-    /// First byte of the [`Restart`] page, inside the agent's own memory.
+    /// First byte of the [`Restart`](restart::Restart) page, inside the agent's own memory.
     pub restart: u64,
     /// The library's version ([`version_number`]); 0: one before it was told.
     pub library: u64,
@@ -249,7 +250,7 @@ pub enum Command {
     Leave = 4,
     /// To be reported as done at once; from then until the next command,
     /// whichever, the agent touches no descriptor and no memory but its own and
-    /// the control block. The process may be dumped meanwhile: see [`Restart`].
+    /// the control block. The process may be dumped meanwhile: see [`Restart`](restart::Restart).
     Park = 5,
     /// Nothing: ends a [`Command::Park`].
     Continue = 6,
@@ -291,47 +292,6 @@ pub struct ThreadSlot {
     pub reserved: AtomicU32,
 }
 
-/// [`Restart::state`]: the agent is parked.
-pub const RESTART_PARKED: u32 = 1;
-/// [`Restart::state`]: this is a restored process; its agent is to begin anew.
-pub const RESTART_RESTORED: u32 = 2;
-/// Bytes of a socket's path with its terminating zero (`sun_path`).
-pub const SOCKET_PATH_BYTES: usize = 108;
-
-/// Where to call and as whom, and what a copy of the process learns it by: one
-/// page of the agent's own private memory, at [`Hello::restart`].
-///
-/// Whoever restores a process that was dumped while its agent was parked
-/// patches this page ([`patch_restart`]) before any of its threads runs. The
-/// process itself writes `token` and `socket` once, before it has an agent, and
-/// only reads them from then on: its threads may fork, and the child call,
-/// before the agent has seen that it is a copy. Forked children inherit both, and
-/// what the agent has learnt of the way back.
-#[derive(Debug)]
-#[repr(C, align(4096))]
-pub struct Restart {
-    /// [`MAGIC`].
-    pub magic: AtomicU64,
-    /// 0: nothing special. [`RESTART_PARKED`]: written by the agent before
-    /// [`Command::Park`] is done, and taken back after. [`RESTART_RESTORED`]:
-    /// written by the restorer, and taken back by the agent.
-    pub state: AtomicU32,
-    /// The user that answered at `socket`, as the agent's user namespace numbers
-    /// it: nobody else is believed at the other socket, whose name anybody may
-    /// take.
-    pub daemon_uid: AtomicU32,
-    /// The tenant's token, 0: none.
-    pub token: AtomicU64,
-    /// Path of the daemon's agent socket, ended by a zero.
-    pub socket: [AtomicU8; SOCKET_PATH_BYTES],
-    /// Padding.
-    pub reserved: AtomicU32,
-    /// [`Welcome::back`], as it was last told.
-    pub back: AtomicU64,
-}
-
-const _: () = assert!(size_of::<Restart>() == crate::PAGE_SIZE);
-
 /// Bytes of a [`back_name`].
 pub const BACK_NAME_BYTES: usize = 23;
 
@@ -349,66 +309,6 @@ pub const fn back_name(key: u64) -> [u8; BACK_NAME_BYTES] {
         digit += 1;
     }
     name
-}
-
-/// Why a page is no [`Restart`] page that can be patched.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum RestartError {
-    /// It is not a page, or of another layout.
-    Unknown,
-    /// The agent was not parked when the process was dumped.
-    NotParked,
-    /// The path does not fit, or has a zero byte.
-    Path,
-}
-
-impl fmt::Display for RestartError {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str(match self {
-            Self::Unknown => "its agent is of another version of libstrata.so",
-            Self::NotParked => "its agent was not parked when it was dumped",
-            Self::Path => "the agent socket's path is longer than 107 bytes or has a zero byte",
-        })
-    }
-}
-
-impl error::Error for RestartError {}
-
-/// Makes the [`Restart`] page of a dumped process that of a restored one, which
-/// is to call at `socket` (none: at the same as before) as `token` (0: the same
-/// as before). On an error the page is as it was.
-pub fn patch_restart(
-    page: &mut [u8],
-    token: u64,
-    socket: Option<&[u8]>,
-) -> Result<(), RestartError> {
-    let page: &mut [u8; crate::PAGE_SIZE] = page.try_into().map_err(|_| RestartError::Unknown)?;
-    let (head, rest) = page.split_at_mut(offset_of!(Restart, socket));
-    let magic = head.first_chunk().map(|bytes| u64::from_le_bytes(*bytes));
-    if !magic.is_some_and(is_spoken) {
-        return Err(RestartError::Unknown);
-    }
-    let (before_token, token_bytes) = head.split_at_mut(offset_of!(Restart, token));
-    let state = before_token
-        .get_mut(offset_of!(Restart, state)..)
-        .and_then(|bytes| bytes.first_chunk_mut())
-        .ok_or(RestartError::Unknown)?;
-    if *state != RESTART_PARKED.to_le_bytes() {
-        return Err(RestartError::NotParked);
-    }
-    if let Some(path) = socket {
-        let fits = !path.is_empty() && path.len() < SOCKET_PATH_BYTES && !path.contains(&0);
-        let room = rest.get_mut(..SOCKET_PATH_BYTES).filter(|_| fits).ok_or(RestartError::Path)?;
-        room.fill(0);
-        for (to, from) in room.iter_mut().zip(path) {
-            *to = *from;
-        }
-    }
-    if token != 0 {
-        token_bytes.copy_from_slice(&token.to_le_bytes());
-    }
-    *state = RESTART_RESTORED.to_le_bytes();
-    Ok(())
 }
 
 /// [`Control::reader_busy`]: the daemon is taking messages.
@@ -562,100 +462,5 @@ const _: () = assert!(size_of::<Entry>() == 16);
 const _: () = assert!(size_of::<ThreadSlot>() == 24);
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn messages_survive_their_bytes() {
-        let hello = Hello {
-            magic: MAGIC,
-            kind: 2,
-            pid: 3,
-            token: 4,
-            transfer: 5,
-            probe: 6,
-            own_start: 7,
-            own_end: 8,
-            restart: 9,
-            library: 10,
-        };
-        let bytes = hello.to_bytes();
-        assert_eq!(bytes.len(), size_of::<Hello>());
-        let again = Hello::from_bytes(&bytes).expect("whole");
-        assert_eq!(again.to_bytes(), bytes);
-        assert_eq!((again.kind, again.own_end, again.restart, again.library), (2, 8, 9, 10));
-        assert!(Hello::from_bytes(&bytes[1..]).is_none());
-        assert_eq!(Hello::heard(&bytes).map(|hello| hello.to_bytes()), Some(bytes.clone()));
-        // As the version before says it, and that alone.
-        let before = HelloBefore::from(Hello { magic: MAGIC_BEFORE, ..hello }).to_bytes();
-        let heard = Hello::heard(&before).expect("whole");
-        assert_eq!((heard.magic, heard.restart, heard.library), (MAGIC_BEFORE, 9, 0));
-        assert!(Hello::heard(&HelloBefore::from(hello).to_bytes()).is_none(), "cut short");
-        assert!(Hello::heard(&before[1..]).is_none());
-        let versions = ["0.1.0", "0.1.1", "0.2.0", "1.0.0", "1.0.10", "70.1"].map(version_number);
-        assert!(versions[..5].is_sorted() && versions[4] == 1 << 32 | 10, "{versions:x?}");
-        assert!(Welcome::from_bytes(&bytes).is_none());
-    }
-
-    /// A page as a parked agent leaves it, with token 7 and an old path.
-    fn parked() -> Vec<u8> {
-        let mut page = vec![0; crate::PAGE_SIZE];
-        page[..8].copy_from_slice(&MAGIC.to_le_bytes());
-        page[8] = RESTART_PARKED as u8;
-        page[16] = 7;
-        page[24..36].copy_from_slice(b"/a/long/path");
-        page
-    }
-
-    #[test]
-    fn the_way_back_has_a_name() {
-        assert_eq!(&back_name(0x0123_4567_89ab_cdef), b"strata-0123456789abcdef");
-        assert_eq!(&back_name(1), b"strata-0000000000000001");
-    }
-
-    #[test]
-    fn a_restart_page_is_patched_where_it_is_read() {
-        let mut page = parked();
-        patch_restart(&mut page, 0x0102, Some(b"/new")).expect("parked");
-        let mut expected = vec![0; crate::PAGE_SIZE];
-        expected[..8].copy_from_slice(&MAGIC.to_le_bytes());
-        expected[8] = RESTART_RESTORED as u8;
-        expected[16..18].copy_from_slice(&[2, 1]);
-        expected[24..28].copy_from_slice(b"/new");
-        assert!(page == expected);
-
-        let mut page = parked();
-        patch_restart(&mut page, 0, None).expect("parked");
-        let mut expected = parked();
-        expected[8] = RESTART_RESTORED as u8;
-        assert!(page == expected, "what is not given stays");
-    }
-
-    #[test]
-    fn so_is_one_of_the_version_before() {
-        let mut page = parked();
-        page[..8].copy_from_slice(&MAGIC_BEFORE.to_le_bytes());
-        patch_restart(&mut page, 0, None).expect("parked");
-        assert_eq!(page[..8], MAGIC_BEFORE.to_le_bytes());
-    }
-
-    #[test]
-    fn only_a_parked_agents_page_is_patched() {
-        let refused = |change: &dyn Fn(&mut Vec<u8>), path: &[u8]| {
-            let mut page = parked();
-            change(&mut page);
-            let before = page.clone();
-            let error = patch_restart(&mut page, 1, Some(path)).expect_err("wrong");
-            assert!(page == before, "changed on {error}");
-            error
-        };
-        assert_eq!(refused(&|page| page[0] ^= 0x10, b"/new"), RestartError::Unknown);
-        assert_eq!(refused(&|page| page.truncate(100), b"/new"), RestartError::Unknown);
-        assert_eq!(refused(&|page| page[8] = 0, b"/new"), RestartError::NotParked);
-        assert_eq!(refused(&|page| page[9] = 1, b"/new"), RestartError::NotParked);
-        assert_eq!(refused(&|_| {}, &[b'x'; SOCKET_PATH_BYTES]), RestartError::Path);
-        assert_eq!(refused(&|_| {}, b""), RestartError::Path);
-        assert_eq!(refused(&|_| {}, b"/a\0b"), RestartError::Path);
-        assert!(patch_restart(&mut parked(), 1, Some(&[b'x'; SOCKET_PATH_BYTES - 1])).is_ok());
-    }
-}
+#[path = "wire_tests.rs"]
+mod tests;

@@ -37,7 +37,7 @@ pub(super) struct Process {
     pub(super) pid: u32,
     /// The pager's number of its memory; none: it is on disk alone.
     pub(super) memory: Option<u32>,
-    /// Address of its agent's `wire::Restart`.
+    /// Address of its agent's `wire::restart::Restart`.
     pub(super) restart: Option<u64>,
     /// The agent's memory: first byte, end.
     pub(super) own: (u64, u64),

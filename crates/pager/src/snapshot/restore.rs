@@ -18,7 +18,7 @@ use std::{io, thread};
 use strata_store::Put;
 use strata_sys::{ControlBlock, EventFd, Process, Range, Registration, SeqPacket, Userfaultfd};
 use strata_units::PageBuffer;
-use strata_units::wire::{RestartError, patch_restart};
+use strata_units::wire::restart::{RestartError, patch_restart};
 
 use crate::map::address::ids_in;
 use crate::map::entry::Entry;
@@ -38,9 +38,9 @@ const LOOK_EVERY: Duration = Duration::from_micros(500);
 const PAGES_AT_A_TIME: usize = 1024;
 
 impl Tenant {
-    /// Takes a process that is being restored, before it runs. With the address of its agent's `wire::Restart`, the agent begins
-    /// a new life there as this tenant's, and calls at `socket`: the snapshot may be
-    /// another daemon's.
+    /// Takes a process that is being restored, before it runs. With the address of its
+    /// agent's `wire::restart::Restart`, the agent begins a new life there as this
+    /// tenant's, and calls at `socket`: the snapshot may be another daemon's.
     ///
     /// # Errors
     /// Then nobody serves the process: it must not run.

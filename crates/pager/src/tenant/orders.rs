@@ -129,7 +129,7 @@ pub struct Captured {
     pub pid: u32,
     /// The number under which the pager keeps it.
     pub memory: SpaceId,
-    /// Address of its agent's `wire::Restart`; none: it has no agent.
+    /// Address of its agent's `wire::restart::Restart`; none: it has no agent.
     pub restart: Option<u64>,
     /// The agent's own memory.
     pub own: Range,

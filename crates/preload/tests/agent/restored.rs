@@ -4,9 +4,8 @@
 //! is had by a filter on system calls.
 
 use strata_units::PAGE_SIZE;
-use strata_units::wire::{
-    Command, HelloKind, RESTART_PARKED, RESTART_RESTORED, RestartError, Verdict, patch_restart,
-};
+use strata_units::wire::restart::{RESTART_PARKED, RESTART_RESTORED, RestartError, patch_restart};
+use strata_units::wire::{Command, HelloKind, Verdict};
 
 use crate::daemon::{Daemon, Orphan, Space};
 use crate::managed::{PAGES, all_registered, some};

@@ -113,8 +113,7 @@ pub use supervise::{
     status_of_collected, wait_for_signal, wait_worker,
 };
 pub use tcp_diag::abort_connection;
-pub use uffd::{
-    Event, FEATURES_REQUIRED, Fill, Range, Registration, UffdError, Userfaultfd, open_device,
-};
+pub use uffd::messages::Event;
+pub use uffd::{FEATURES_REQUIRED, Fill, Range, Registration, UffdError, Userfaultfd, open_device};
 pub use unix_diag::{UnixConnection, unix_connections};
 pub use urgent::Urgent;

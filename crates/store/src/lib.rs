@@ -39,6 +39,7 @@ mod codec;
 mod compact;
 mod config;
 mod dictionary;
+mod get;
 mod id_set;
 mod location;
 mod maintain;
@@ -59,8 +60,9 @@ pub use config::{
     BorrowedDescriptors, Compacted, Descriptors, FileConfig, Fingerprint, Foretelling, GetError,
     Put, PutError, RecoverError, Source, StoreConfig, StoreError, StoreStats, Training,
 };
+pub use get::prepare_thread;
 pub use page_files::{PageFile, ReadBytes};
 pub use read::{FileRead, Unread};
 pub use recover::Recovery;
 pub use references::Retained;
-pub use store::{Store, prepare_thread};
+pub use store::Store;

@@ -6,6 +6,9 @@
 //! one store; so a worker killed at any instant leaves whole slots only. The live
 //! words lie together: looking for slots in use touches no memory of the others.
 
+mod page_files;
+mod spaces;
+
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -77,12 +80,6 @@ const MAGIC: u64 = u64::from_le_bytes(*b"strataRG");
 /// page maps, ages, settings) without another length. The store's files have a version of
 /// their own.
 const VERSION: u64 = 3;
-
-// Within a page file's slot.
-const P_LIVE: u64 = 0;
-const P_FD: u64 = 4;
-const P_NUMBER: u64 = 8;
-const P_FAMILY: u64 = 16;
 
 // Within a space's slot.
 const S_SETTINGS: u64 = 64;
@@ -326,16 +323,6 @@ impl Registry {
         self.memory.atomic_u32(TENANTS_LIVE_AT + 4 * u64::from(id.0))
     }
 
-    fn space_live(&self, id: SpaceId) -> &AtomicU32 {
-        assert!(id.0 < SPACES, "space ids come from this registry");
-        self.memory.atomic_u32(SPACES_LIVE_AT + 4 * u64::from(id.0))
-    }
-
-    fn space_at(id: SpaceId) -> u64 {
-        assert!(id.0 < SPACES, "space ids come from this registry");
-        SPACES_AT + u64::from(id.0) * SPACE_BYTES
-    }
-
     /// Every live tenant.
     #[must_use]
     pub fn tenants(&self) -> Vec<(TenantId, TenantRecord)> {
@@ -414,151 +401,6 @@ impl Registry {
         self.memory.atomic_u64(Self::tenant_at(id) + T_BUCKETS + 8 * index as u64)
     }
 
-    /// Takes a free slot for a space that is not complete yet. None: all are
-    /// taken.
-    pub(crate) fn add_space(&self, tenant: TenantId, uffd: Option<RawFd>) -> Option<SpaceId> {
-        let id = (0..SPACES).map(SpaceId).find(|&id| {
-            self.space_live(id)
-                .compare_exchange(FREE, BUILDING, Ordering::AcqRel, Ordering::Relaxed)
-                .is_ok()
-        })?;
-        let at = Self::space_at(id);
-        self.memory.write(at, &vec![0; SPACE_BYTES as usize]);
-        let serial = self.memory.atomic_u64(H_SERIAL).fetch_add(1, Ordering::Relaxed) + 1;
-        self.memory.atomic_u64(at + S_SERIAL).store(serial, Ordering::Relaxed);
-        for field in PROCESS_FIELDS {
-            self.set_space_fd(id, field, None);
-        }
-        self.set_space_fd(id, SpaceField::Control, None);
-        self.set_space_fd(id, SpaceField::Socket, None);
-        self.space_field(id, SpaceField::Tenant).store(tenant.0, Ordering::Relaxed);
-        self.set_space_fd(id, SpaceField::Uffd, uffd);
-        Some(id)
-    }
-
-    /// How many slots nobody uses.
-    pub(crate) fn free_spaces(&self) -> usize {
-        let is_free = |&id: &SpaceId| self.space_live(id).load(Ordering::Relaxed) == FREE;
-        (0..SPACES).map(SpaceId).filter(is_free).count()
-    }
-
-    /// Tells the space or snapshot in a slot from those that had the slot before it
-    /// and will have it after.
-    pub(crate) fn serial_of(&self, id: SpaceId) -> u64 {
-        self.memory.atomic_u64(Self::space_at(id) + S_SERIAL).load(Ordering::Relaxed)
-    }
-
-    pub(crate) fn space_goes_live(&self, id: SpaceId) {
-        self.space_live(id).store(LIVE, Ordering::Release);
-    }
-
-    /// Whose space or snapshot it is.
-    pub(crate) fn tenant_of(&self, id: SpaceId) -> TenantId {
-        TenantId(self.space_field(id, SpaceField::Tenant).load(Ordering::Relaxed))
-    }
-
-    pub(crate) fn space_is_live(&self, id: SpaceId) -> bool {
-        self.space_live(id).load(Ordering::Acquire) == LIVE
-    }
-
-    /// The slot is a whole snapshot's from now on.
-    pub(crate) fn snapshot_is_whole(&self, id: SpaceId) {
-        self.space_live(id).store(SNAPSHOT, Ordering::Release);
-    }
-
-    pub(crate) fn is_snapshot(&self, id: SpaceId) -> bool {
-        self.space_live(id).load(Ordering::Acquire) == SNAPSHOT
-    }
-
-    pub(crate) fn remove_space(&self, id: SpaceId) {
-        self.space_live(id).store(FREE, Ordering::Release);
-    }
-
-    /// Slots in use by `tenant`, complete or not.
-    pub(crate) fn spaces_of(&self, tenant: TenantId) -> Vec<SpaceId> {
-        (0..SPACES)
-            .map(SpaceId)
-            .filter(|&id| {
-                self.space_live(id).load(Ordering::Acquire) != FREE
-                    && self.space_field(id, SpaceField::Tenant).load(Ordering::Relaxed) == tenant.0
-            })
-            .collect()
-    }
-
-    pub(crate) fn space_field(&self, id: SpaceId, field: SpaceField) -> &AtomicU32 {
-        self.memory.atomic_u32(Self::space_at(id) + field as u64)
-    }
-
-    pub(crate) fn space_address(&self, id: SpaceId, field: SpaceAddress) -> &AtomicU64 {
-        self.memory.atomic_u64(Self::space_at(id) + field as u64)
-    }
-
-    pub(crate) fn space_fd(&self, id: SpaceId, field: SpaceField) -> Option<RawFd> {
-        let fd = self.space_field(id, field).load(Ordering::Acquire) as RawFd;
-        (fd >= 0).then_some(fd)
-    }
-
-    pub(crate) fn set_space_fd(&self, id: SpaceId, field: SpaceField, fd: Option<RawFd>) {
-        self.space_field(id, field).store(fd.unwrap_or(-1) as u32, Ordering::Release);
-    }
-
-    fn page_file(&self, slot: u32, field: u64) -> &AtomicU32 {
-        self.memory.atomic_u32(PAGE_FILES_AT + u64::from(slot) * PAGE_FILE_BYTES + field)
-    }
-
-    fn page_file_family(&self, slot: u32) -> &AtomicU64 {
-        self.memory.atomic_u64(PAGE_FILES_AT + u64::from(slot) * PAGE_FILE_BYTES + P_FAMILY)
-    }
-
-    /// Notes a file that pages of `family` are read from; its slot. None: all are taken.
-    pub(crate) fn add_page_file(&self, family: u64, number: u16, fd: RawFd) -> Option<u32> {
-        let slot = (0..PAGE_FILES).find(|&slot| {
-            self.page_file(slot, P_LIVE)
-                .compare_exchange(FREE, BUILDING, Ordering::AcqRel, Ordering::Relaxed)
-                .is_ok()
-        })?;
-        self.page_file(slot, P_FD).store(fd as u32, Ordering::Relaxed);
-        self.page_file(slot, P_NUMBER).store(u32::from(number), Ordering::Relaxed);
-        self.page_file_family(slot).store(family, Ordering::Relaxed);
-        self.page_file(slot, P_LIVE).store(LIVE, Ordering::Release);
-        Some(slot)
-    }
-
-    pub(crate) fn remove_page_file(&self, slot: u32) {
-        self.page_file(slot, P_LIVE).store(FREE, Ordering::Release);
-    }
-
-    /// Slot, family, number and descriptor of each of them.
-    pub(crate) fn page_files(&self) -> Vec<(u32, u64, u16, RawFd)> {
-        (0..PAGE_FILES)
-            .filter(|&slot| self.page_file(slot, P_LIVE).load(Ordering::Acquire) == LIVE)
-            .map(|slot| {
-                let field = |field| self.page_file(slot, field).load(Ordering::Relaxed);
-                let family = self.page_file_family(slot).load(Ordering::Relaxed);
-                (slot, family, field(P_NUMBER) as u16, field(P_FD) as RawFd)
-            })
-            .collect()
-    }
-
-    /// Frees the slots of files that no tenant of a `family` can have, and those that
-    /// were never filled.
-    pub(crate) fn forget_page_files(&self, family: impl Fn(u64) -> bool) {
-        for slot in 0..PAGE_FILES {
-            let is_live = match self.page_file(slot, P_LIVE).load(Ordering::Acquire) {
-                FREE => continue,
-                state => state == LIVE,
-            };
-            if !is_live || !family(self.page_file_family(slot).load(Ordering::Relaxed)) {
-                self.remove_page_file(slot);
-            }
-        }
-    }
-
-    /// How many settings of a space are kept, and in which bank.
-    pub(crate) fn settings_word(&self, id: SpaceId) -> &AtomicU32 {
-        self.memory.atomic_u32(Self::space_at(id) + S_SETTINGS)
-    }
-
     /// The settings' memory file, if there is one.
     pub(crate) fn settings_fd(&self) -> Option<RawFd> {
         let word = self.memory.atomic_u32(H_SETTINGS).load(Ordering::Acquire);
@@ -567,11 +409,6 @@ impl Registry {
 
     pub(crate) fn set_settings_fd(&self, fd: RawFd) {
         self.memory.atomic_u32(H_SETTINGS).store(fd as u32 + 1, Ordering::Release);
-    }
-
-    /// The memory that a space's messages are read into, and where.
-    pub(crate) fn ring(&self, id: SpaceId) -> (&SharedMemory, u64) {
-        (&self.memory, Self::space_at(id) + S_RING)
     }
 
     /// Every descriptor that some record names: all others in the table are a

@@ -34,6 +34,7 @@ mod extract;
 mod format;
 mod part;
 mod read;
+mod read_error;
 mod verify;
 mod write;
 
@@ -50,7 +51,8 @@ pub use extract::sum_of;
 pub use format::Content;
 pub(crate) use format::MAGIC;
 pub use part::{PartFile, Sink};
-pub use read::{Pages, ReadError, Reader};
+pub use read::{Pages, Reader};
+pub use read_error::ReadError;
 pub use write::{WriteError, Writer, Written};
 
 /// One page of memory.

@@ -37,7 +37,8 @@ pub use dump::{Dump, DumpError, DumpOptions, DumpOutcome, FrozenProcess};
 pub use log::Complaint;
 pub use preflight::{Refusal, Survey, preflight};
 pub use processes::{is_ending, process_tree};
-pub use restore::{Arrival, Restore, RestoreError, RestoreOptions, RestoredTree, Shown};
+pub use restore::options::{RestoreOptions, Shown};
+pub use restore::{Arrival, Restore, RestoreError, RestoredTree};
 pub use terminals::Terminals;
 
 #[cfg(test)]

@@ -12,6 +12,9 @@
 //! libraries. Pages in it that hold a thread's stack pointer CRIU may have filled
 //! itself: they are present already.
 
+mod numbers;
+pub(crate) mod options;
+
 use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::fs::DirBuilder;
@@ -25,6 +28,8 @@ use std::{fs, io};
 
 use strata_sys::{Launch, Pidfd, Running, SIGKILL, peer, poll_readable, receive_with_fds};
 
+use self::numbers::{check_highest, numbers, taken, wait_free};
+use self::options::RestoreOptions;
 use crate::breakpoints::Breakpoints;
 use crate::clone::Run;
 use crate::connections::wait_gone;
@@ -32,18 +37,12 @@ use crate::criu::{Criu, IGNORE_CGROUPS};
 use crate::gate;
 use crate::images;
 use crate::log::Complaint;
-use crate::processes::{
-    find_by_inner_number, is_ending, is_in_state, kill_below, kill_left_behind, kill_orphans,
-    process_tree,
-};
-use crate::terminals::Terminals;
+use crate::processes::{find_by_inner_number, is_in_state, kill_below, kill_orphans, process_tree};
 use crate::view;
 
 /// How long numbers may still be in use by processes that have just ended and
 /// are not collected yet. Some first processes (of containers) take seconds.
 const FREE_WITHIN: Duration = Duration::from_secs(15);
-/// How long a CRIU whose worker has died may still take to collect its children.
-const LEFT_AFTER: Duration = Duration::from_secs(1);
 /// The name that CRIU connects to, in its work directory.
 const SOCKET: &str = "lazy-pages.socket";
 /// What it sends at the end (`LAZY_PAGES_RESTORE_FINISHED`, "RSTF").
@@ -52,69 +51,6 @@ const FINISHED: i32 = 0x5253_5446;
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// How long a restored tree may take to be gone after it was killed.
 const GONE_WITHIN: Duration = Duration::from_secs(5);
-
-/// A directory that the restored tree sees in another's place.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Shown {
-    /// What is there really: the copy.
-    pub copy: PathBuf,
-    /// Where the tree sees it: the path at the dump.
-    pub path: PathBuf,
-}
-
-/// How a tree is restored.
-#[derive(Debug)]
-pub struct RestoreOptions {
-    /// Process numbers in a namespace of their own, as in a clone; else the old
-    /// numbers, which must be free.
-    pub own_pids: bool,
-    /// A network of its own, with nothing but a loopback interface.
-    pub own_network: bool,
-    /// Directories that are seen elsewhere.
-    pub shown: Vec<Shown>,
-    /// Descriptors in the place of what the tree had from outsiders: what that
-    /// was, as in `/proc/PID/fd` at the dump (`pipe:[7]`), and the new one.
-    pub inherited: Vec<(String, OwnedFd)>,
-    /// What is in the place of outsiders' terminals; where there is none, `/dev/null`.
-    pub terminals: Terminals,
-    /// Only to see whether it can be done, beside the original: in namespaces of its
-    /// own, and up to [`Restore::next_arrival`]'s end. No content is wanted: missing
-    /// pages may be filled with anything. Dropped, nothing is left.
-    pub rehearsal: bool,
-    /// TCP connections inside of the tree go on; nobody else may have them, as
-    /// the original does on the network of a clone. Else all are closed.
-    pub keep_connections: bool,
-    /// The file `tasks` of the cgroup (v1) that the tree comes to live in, open for
-    /// writing.
-    pub group: Option<fs::File>,
-    /// The program `strata-clone`.
-    pub helper: PathBuf,
-    /// Where all that CRIU says is kept when it fails.
-    pub kept_log: Option<PathBuf>,
-    /// Longest wait for the next process, and for the end.
-    pub limit: Duration,
-}
-
-impl RestoreOptions {
-    /// Nothing own, nothing shown elsewhere, connections kept. `helper`: the program
-    /// `strata-clone`.
-    #[must_use]
-    pub fn new(helper: PathBuf) -> Self {
-        Self {
-            own_pids: false,
-            own_network: false,
-            shown: Vec::new(),
-            inherited: Vec::new(),
-            terminals: Terminals::default(),
-            rehearsal: false,
-            keep_connections: true,
-            group: None,
-            helper,
-            kept_log: None,
-            limit: Duration::from_secs(30),
-        }
-    }
-}
 
 /// Why nothing was restored. Whatever was started has been ended.
 #[derive(Debug, thiserror::Error)]
@@ -246,61 +182,6 @@ fn arguments(
         words.extend(["--inherit-fd".into(), format!("fd[{}]:{name}", fd.as_raw_fd()).into()]);
     }
     words
-}
-
-/// Numbers of the dump's processes and threads.
-fn numbers(images: &Path) -> io::Result<Vec<u32>> {
-    let mut found = Vec::new();
-    for entry in fs::read_dir(images)? {
-        let name = entry?.file_name();
-        let number =
-            name.to_str().and_then(|name| name.strip_prefix("core-")?.strip_suffix(".img"));
-        found.extend(number.and_then(|number| number.parse::<u32>().ok()));
-    }
-    Ok(found)
-}
-
-/// Those of `numbers` that are in use, with the names of who uses them.
-fn taken(numbers: &[u32]) -> Vec<(u32, String)> {
-    // Threads have an entry too; it is only not listed.
-    let user = |number| fs::read_to_string(format!("/proc/{number}/comm")).ok();
-    let mut found: Vec<_> = numbers
-        .iter()
-        .filter_map(|&number| Some((number, user(number)?.trim().to_owned())))
-        .collect();
-    found.sort();
-    found
-}
-
-/// Refuses numbers that the kernel does not give; where it does not say which
-/// those are, CRIU finds out.
-fn check_highest(numbers: &[u32], limit: Option<u32>) -> Result<(), RestoreError> {
-    match (numbers.iter().max(), limit) {
-        (Some(&number), Some(limit)) if number >= limit => {
-            Err(RestoreError::TooHigh { number, limit })
-        }
-        _ => Ok(()),
-    }
-}
-
-/// Waits until nobody has `numbers`. `places`: where work directories of restores are.
-fn wait_free(numbers: &[u32], places: Option<&Path>) -> Result<(), RestoreError> {
-    let began = Instant::now();
-    let end = began + FREE_WITHIN;
-    loop {
-        let taken = taken(numbers);
-        if let Some(places) = places.filter(|_| began.elapsed() >= LEFT_AFTER) {
-            taken.iter().for_each(|(number, _)| kill_left_behind(*number, places));
-        }
-        let living = |(number, _): &(u32, String)| !is_ending(*number);
-        if taken.is_empty() {
-            return Ok(());
-        }
-        if taken.iter().any(living) || Instant::now() >= end {
-            return Err(RestoreError::Taken(taken));
-        }
-        std::thread::sleep(Duration::from_millis(1));
-    }
 }
 
 impl Restore {
@@ -602,19 +483,5 @@ impl Drop for Restore {
         while taken(&self.numbers).iter().any(dies) && Instant::now() < end {
             std::thread::sleep(Duration::from_millis(1));
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn numbers_that_the_kernel_does_not_give_are_refused() {
-        let refused = check_highest(&[7, 32_768], Some(32_768)).expect_err("one too many");
-        assert!(refused.to_string().contains("process number 32768"), "{refused}");
-        assert!(check_highest(&[7, 32_767], Some(32_768)).is_ok());
-        assert!(check_highest(&[], Some(1)).is_ok());
-        assert!(check_highest(&[u32::MAX], None).is_ok());
     }
 }

@@ -9,7 +9,8 @@ use strata_units::PAGE_SIZE;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::blocks::Scratch;
-use super::read::{ReadError, Reader};
+use super::read::Reader;
+use super::read_error::ReadError;
 
 /// Of a file that is summed up, at a time.
 const SUMMED_BYTES: usize = 1 << 20;

@@ -5,7 +5,8 @@ use strata_units::PAGE_SIZE;
 
 use super::blocks::Scratch;
 use super::format::{BLOCK_PAGES, Content};
-use super::read::{Fault, ReadError, Reader};
+use super::read::{Fault, Reader};
+use super::read_error::ReadError;
 
 /// How many blocks of pages (at most a megabyte) are checked before `tell` hears
 /// of them.

@@ -9,7 +9,8 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use crate::drives::Drives;
-use crate::line::{GENERATION, Item, MONITOR_SOCKET_NAME, items, path_in, socket_at, text};
+use crate::line::words::{Item, items, text};
+use crate::line::{GENERATION, MONITOR_SOCKET_NAME, path_in, socket_at};
 use crate::networks::{Networks, Walk, apart};
 use crate::options::Options;
 use crate::refusals::Refusal;

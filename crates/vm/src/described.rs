@@ -5,7 +5,8 @@ use std::ffi::OsString;
 
 use strata_units::ByteSize;
 
-use crate::line::{Line, MIB, items};
+use crate::line::MIB;
+use crate::line::words::{Line, items};
 use crate::options::size;
 
 /// What is known of a guest by its command line.

@@ -6,7 +6,7 @@ use std::ffi::OsString;
 use roxmltree::Node;
 
 use super::{child, is, is_qemus};
-use crate::line::check_words;
+use crate::line::words::check_words;
 use crate::refusals::Refusal;
 
 const PLAIN: &str = "take it out of the domain, or leave this guest without strata";

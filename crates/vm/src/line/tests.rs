@@ -278,6 +278,7 @@ fn a_value_is_no_option() {
     let plan = plan(&given, &wish()).expect("a plan");
     assert_eq!(plan.words(Path::new("/run/g")).expect("words")[..4], given);
     // A path that is no text.
+    use std::ffi::OsStr;
     use std::os::unix::ffi::OsStrExt;
     let odd: Vec<OsString> = vec!["-kernel".into(), OsStr::from_bytes(b"/\xff").to_owned()];
     let plan = super::plan(&odd, &wish()).expect("a plan");

@@ -7,20 +7,21 @@
 //! the directory, for the next worker.
 
 mod balloons;
+mod channel;
 mod disks;
 mod libvirts;
 mod mirrors;
 mod monitor;
 mod orders;
 mod steps;
+mod stopping;
 mod takeover;
 
 pub(crate) use balloons::Lack;
 pub(crate) use disks::{DiskCopy, create_image, create_image_over, keep};
 pub(crate) use mirrors::{FarDisk, Mirrored};
-pub(crate) use monitor::{
-    Alone, MOST_STATE_BYTES, Stoppable, Talk, give_state, memory_at, who_answers,
-};
+pub(crate) use monitor::{Alone, Talk, memory_at, who_answers};
+pub(crate) use stopping::{MOST_STATE_BYTES, Stoppable, give_state};
 pub(crate) use takeover::{BEFORE_SUFFIX, Undone};
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -13,21 +13,22 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fs;
-use std::io::{self, Read, Write};
+use std::io;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use strata_api::{BalloonStats, SelfBalloon};
 use strata_pager::Tenant;
 use strata_policy::balloon::{Past, Seen, Settings, Target, Why, decide};
 use strata_sys::{Priority, connect_now, log};
 use strata_units::PAGE_SIZE;
-use strata_units::reading::{Lines, MAX_READING_BYTES, Reading, question};
+use strata_units::reading::Reading;
 use strata_vm::agent_port::PORT_SOCKET_NAME;
 use strata_vm::self_balloon::{Held, held, set};
 
+use super::channel::Channel;
 use super::monitor::who_answers;
 use super::{CONVERSATION, Guests, HEARD_PREFIX, folder, lock};
 
@@ -35,10 +36,8 @@ use super::{CONVERSATION, Guests, HEARD_PREFIX, folder, lock};
 const LISTEN_EVERY: Duration = Duration::from_millis(200);
 /// And where there are none.
 const IDLE: Duration = Duration::from_secs(1);
-/// How often a guest that says nothing new is looked at, and an agent that has not answered
-/// is asked again.
+/// How often a guest that says nothing new is looked at.
 const LOOK_AGAIN: Duration = Duration::from_secs(2);
-const ASK_AGAIN: Duration = Duration::from_secs(1);
 /// How often a port that cannot be reached is tried.
 const CONNECT_AGAIN: Duration = Duration::from_secs(1);
 /// How often at last a monitor is talked to that does not answer.
@@ -47,12 +46,8 @@ const SELDOM: Duration = Duration::from_secs(8);
 const AGENT_WITHIN: Duration = Duration::from_secs(15);
 /// An order is given again if nothing came of it for so long.
 const ORDER_AGAIN: Duration = Duration::from_secs(10);
-/// Questions that may be answered: an older one would be answered too late anyway.
-const MOST_ASKED: usize = 32;
 /// Looks at the balloon that are remembered.
 const MOST_HELD: usize = 64;
-/// What is read from an agent at one time: some lines. Who says more is heard later.
-const MOST_PIECES: usize = 8;
 /// Part of a tenant's budget that no balloon fills: its guest grows into it, without
 /// something having to leave.
 const SPARE_PART: u64 = 16;
@@ -66,78 +61,6 @@ struct Wish {
     memory_bytes: u64,
     balloon: String,
     settings: SelfBalloon,
-}
-
-/// The way to an agent.
-struct Channel {
-    stream: UnixStream,
-    lines: Lines,
-    /// Numbers of questions, and when they were asked.
-    asked: VecDeque<(u64, Instant)>,
-}
-
-impl Channel {
-    fn new(stream: UnixStream) -> io::Result<Self> {
-        stream.set_nonblocking(true)?;
-        Ok(Self { stream, lines: Lines::default(), asked: VecDeque::new() })
-    }
-
-    /// The newest reading that answers a question, and when that was asked.
-    fn hear(&mut self) -> io::Result<Option<(Reading, Instant)>> {
-        let mut newest = None;
-        let mut piece = [0; 4 * MAX_READING_BYTES];
-        for _ in 0..MOST_PIECES {
-            match self.stream.read(&mut piece) {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(count) => {
-                    let asked = &self.asked;
-                    self.lines.take(&piece[..count], &mut |line| {
-                        let Some(reading) = Reading::parse(line) else { return };
-                        let question = asked.iter().find(|(number, _)| *number == reading.heard);
-                        if let Some((_, at)) = question {
-                            newest = Some((reading, *at));
-                        }
-                    });
-                }
-                Err(error) if is_for_later(&error) => break,
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(newest)
-    }
-
-    /// Asks, unless the last question was just asked and not yet answered.
-    fn ask(&mut self, answered: Option<Instant>, now: Instant) -> io::Result<()> {
-        let is_open = self.asked.back().is_some_and(|(_, at)| {
-            answered.is_none_or(|answered| answered < *at) && now < *at + ASK_AGAIN
-        });
-        if is_open {
-            return Ok(());
-        }
-        let number = number();
-        match self.stream.write(question(number).as_bytes()) {
-            // A part of a question is no question: the agent does not know its number.
-            Ok(_) => {
-                self.asked.push_back((number, now));
-                if self.asked.len() > MOST_ASKED {
-                    self.asked.pop_front();
-                }
-                Ok(())
-            }
-            Err(error) if is_for_later(&error) => Ok(()),
-            Err(error) => Err(error),
-        }
-    }
-}
-
-/// One that no worker before this one has used: an agent may still answer that one's.
-pub(super) fn number() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(since.as_micros()).unwrap_or(0) & ((1 << 51) - 1)
-}
-
-fn is_for_later(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
 }
 
 /// What a guest would have beyond what its balloon leaves it, and what it suffers without.

@@ -1,4 +1,4 @@
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
 
 use strata_units::reading::asked;
 use strata_vm::self_balloon::Statistics;

@@ -18,7 +18,7 @@ use strata_units::order::{Answer, MAX_CARDS, Mac, Order, State, Step, is_host_na
 use strata_units::reading::{Lines, MAX_READING_BYTES};
 use strata_vm::agent_port::{PORT_ID, PORT_SOCKET_NAME, is_open};
 
-use super::balloons::number;
+use super::channel::{is_for_later, number};
 use super::libvirts::{is_master, libvirts_port};
 use super::monitor::{name_of, who_answers};
 use super::{Guests, lock};
@@ -220,10 +220,6 @@ fn hear(stream: &mut UnixStream, lines: &mut Lines, number: u64) -> io::Result<O
         Err(error) if is_for_later(&error) => Ok(None),
         Err(error) => Err(error),
     }
-}
-
-fn is_for_later(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
 }
 
 #[cfg(test)]

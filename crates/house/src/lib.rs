@@ -3,10 +3,14 @@
 #![forbid(unsafe_code)]
 #![cfg(test)]
 
-use std::collections::{BTreeMap, BTreeSet};
+mod rooms;
+
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use toml::{Table, Value};
+
+use self::rooms::ROOMS;
 
 /// The floor of each crate; a crate depends on lower floors only. (See
 /// `ARCHITECTURE.md`, which draws them.)
@@ -38,30 +42,23 @@ const NARROW: [(&str, &[&str]); 5] = [
     ("preload", &["units"]),
     ("vm", &["units"]),
 ];
-/// The rooms of the pager, from below: a file uses its own room and those before it.
-/// (See `ARCHITECTURE.md`.)
-const ROOMS: [&str; 11] = [
-    "map", "tenant", "capture", "fault", "regions", "evict", "node", "snapshot", "advice",
-    "keeper", "life",
-];
-/// Files of the pager that are in no room: its face, what its tests share, and what is
-/// fed to it from outside.
-const ROOMLESS: [&str; 3] = ["lib", "testing", "untrusted"];
-/// Types that several rooms give methods to, and what variables of them are called.
-const OF_MANY_ROOMS: [(&str, &[&str]); 4] = [
-    ("Agent", &["agent"]),
-    ("Gate", &["gate"]),
-    ("Space", &["space", "child", "parent", "heir"]),
-    ("Tenant", &["tenant"]),
-];
 /// Crates that may contain `unsafe`.
 const UNSAFE: [&str; 2] = ["preload", "sys"];
-/// Lines of a source file, tests in it included, that need no reason.
-const MAX_LINES: usize = 700;
+/// Lines of a source file, tests in it included, that need no reason, and of a file that
+/// has tests alone.
+const MAX_LINES: usize = 500;
+const MAX_TEST_LINES: usize = 700;
 /// What is read in the time that CONTRIBUTING.md promises.
 const MOST_WORDS: usize = 2500;
 /// Longer files, with the reason.
-const LONG_FILES: [(&str, &str); 0] = [];
+const LONG_FILES: [(&str, &str); 5] = [
+    ("crates/daemon/src/commands.rs", NOT_DIVIDED),
+    ("crates/daemon/src/snapshots.rs", NOT_DIVIDED),
+    ("crates/daemon/src/snapshots/guest_disks.rs", NOT_DIVIDED),
+    ("crates/daemon/src/snapshots/revive.rs", NOT_DIVIDED),
+    ("crates/snapshot/src/claims/schema.rs", "a table: which fields CRIU's images may have"),
+];
+const NOT_DIVIDED: &str = "longer when the limit became 500 lines, and not divided yet";
 
 fn root() -> PathBuf {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
@@ -157,134 +154,6 @@ fn a_trespass_would_be_seen() {
     assert!(trespasses("store", &fine).is_empty());
 }
 
-/// The part of a source file that ships, without its comments.
-fn shipped(text: &str) -> String {
-    let text = text.split("\n#[cfg(test)]\nmod tests {").next().unwrap_or_default();
-    text.lines()
-        .map(|line| line.split("//").next().unwrap_or_default())
-        .collect::<Vec<_>>()
-        .join("\n")
-}
-
-/// The name that `text` begins with.
-fn name_at(text: &str) -> &str {
-    let end = text.find(|c: char| !(c.is_alphanumeric() || c == '_'));
-    &text[..end.unwrap_or(text.len())]
-}
-
-/// The room of a file of the pager, by its path below `src`; none: it is in none.
-fn room_of(path: &str) -> Option<usize> {
-    let first = name_at(path);
-    ROOMS.iter().position(|&room| room == first)
-}
-
-/// The methods that the file gives to types of many rooms.
-fn methods(code: &str) -> Vec<(&'static str, String)> {
-    let mut found = Vec::new();
-    let mut of = None;
-    for line in code.lines() {
-        if let Some(rest) = line.strip_prefix("impl ") {
-            of = OF_MANY_ROOMS.iter().map(|&(name, _)| name).find(|&name| name == name_at(rest));
-        } else if line == "}" {
-            of = None;
-        } else if let (Some(of), Some((_, rest))) = (of, line.split_once("fn "))
-            && line.starts_with("    ")
-            && !line.starts_with("     ")
-        {
-            found.push((of, name_at(rest).to_owned()));
-        }
-    }
-    found
-}
-
-/// Uses, in files by their paths, of something that is in a room above.
-fn upward_uses(files: &[(&str, String)]) -> Vec<String> {
-    let mut lowest: BTreeMap<(&str, String), usize> = BTreeMap::new();
-    for (path, code) in files {
-        let Some(room) = room_of(path) else { continue };
-        for method in methods(code) {
-            lowest.entry(method).and_modify(|known| *known = room.min(*known)).or_insert(room);
-        }
-    }
-    let mut wrong = Vec::new();
-    for (path, code) in files {
-        let Some(room) = room_of(path) else { continue };
-        for (at, _) in code.match_indices("crate::") {
-            let used = &code[at + "crate::".len()..];
-            match ROOMS.iter().position(|&other| other == name_at(used)) {
-                Some(other) if other > room => wrong.push(format!("{path} uses {}", ROOMS[other])),
-                Some(_) => {}
-                None => wrong.push(format!("{path}: crate::{} is no room", name_at(used))),
-            }
-        }
-        if code.contains("super::super") {
-            wrong.push(format!("{path} climbs out of its room by `super`"));
-        }
-        let own = methods(code);
-        for ((of, method), &other) in lowest.iter().filter(|&(_, &other)| other > room) {
-            let names = OF_MANY_ROOMS.iter().find(|(name, _)| name == of).map_or(&[][..], |x| x.1);
-            let itself = own.iter().any(|(own, _)| own == of).then_some("self");
-            let mut calls =
-                names.iter().copied().chain(itself).map(|name| format!("{name}.{method}("));
-            if calls.any(|call| code.contains(&call)) || code.contains(&format!("{of}::{method}("))
-            {
-                wrong.push(format!("{path} calls {of}::{method} of {}", ROOMS[other]));
-            }
-        }
-    }
-    wrong
-}
-
-#[test]
-fn no_file_of_the_pager_uses_a_room_above_its_own() {
-    const SRC: &str = "crates/pager/src/";
-    let paths = files(SRC.trim_end_matches('/'), &["rs"]);
-    let all: Vec<(&str, String)> = paths
-        .iter()
-        .filter(|path| !path.ends_with("_tests.rs"))
-        .map(|path| (path.trim_start_matches(SRC), shipped(&read(path))))
-        .collect();
-    for room in ROOMS {
-        assert!(all.iter().any(|(path, _)| name_at(path) == room), "there is no room {room}");
-    }
-    for (path, _) in &all {
-        let known = room_of(path).is_some() || ROOMLESS.contains(&name_at(path));
-        assert!(known, "{path} is in no room");
-    }
-    let wrong = upward_uses(&all);
-    assert!(wrong.is_empty(), "{wrong:#?}");
-}
-
-#[test]
-fn an_upward_use_would_be_seen() {
-    let keeper = "impl Tenant {\n    pub(crate) fn wind_up(&self) {\n    }\n}\n";
-    let wrong_with = |path, code: &str| {
-        upward_uses(&[("keeper/start.rs", shipped(keeper)), (path, shipped(code))])
-    };
-    for code in [
-        "use crate::keeper::start;",
-        "use crate::{keeper, map};",
-        "use super::super::keeper;",
-        "fn f() {\n    tenant.wind_up();\n}",
-        "impl Tenant {\n    fn f(&self) {\n        self.wind_up();\n    }\n}",
-        "fn f() {\n    Tenant::wind_up(x);\n}",
-    ] {
-        assert_eq!(wrong_with("evict/fetch.rs", code).len(), 1, "{code}");
-    }
-    for code in [
-        "// use crate::keeper::start;",
-        "use crate::map::lock;",
-        "fn f() {\n    clock.wind_up();\n}",
-        "\n#[cfg(test)]\nmod tests {\n    use crate::keeper;\n}",
-    ] {
-        assert_eq!(wrong_with("evict.rs", code), Vec::<String>::new(), "{code}");
-    }
-    assert_eq!(
-        wrong_with("life.rs", "use crate::keeper;\nfn f() {\n    tenant.wind_up();\n}"),
-        [""; 0]
-    );
-}
-
 #[test]
 fn every_crate_obeys_the_workspaces_lints_and_versions() {
     for name in crates() {
@@ -353,21 +222,23 @@ fn unsafe_is_in_sys_and_preload_only() {
     }
 }
 
+/// Whether a file has tests alone.
+fn is_of_tests(path: &str) -> bool {
+    path.contains("/tests/") || path.ends_with("/tests.rs") || path.ends_with("_tests.rs")
+}
+
 #[test]
 fn long_files_have_a_reason() {
+    assert!(is_of_tests("crates/x/tests/y.rs") && is_of_tests("crates/x/src/y/tests.rs"));
+    assert!(is_of_tests("crates/x/src/y_tests.rs") && !is_of_tests("crates/x/src/contests.rs"));
     let mut listed = BTreeSet::from(LONG_FILES.map(|(file, _)| file));
     let fuzz = files("fuzz", &["rs"]);
     for file in files("crates", &["rs", "c", "h"]).into_iter().chain(fuzz) {
         let lines = read(&file).lines().count();
         let is_listed = listed.remove(file.as_str());
-        assert!(
-            lines <= MAX_LINES || is_listed,
-            "{file}: {lines} lines; divide it, or say why not"
-        );
-        assert!(
-            lines > MAX_LINES || !is_listed,
-            "{file} is not long any more: take it off the list"
-        );
+        let most = if is_of_tests(&file) { MAX_TEST_LINES } else { MAX_LINES };
+        assert!(lines <= most || is_listed, "{file}: {lines} lines; divide it, or say why not");
+        assert!(lines > most || !is_listed, "{file} is not long any more: take it off the list");
     }
     assert!(listed.is_empty(), "listed, but not there: {listed:?}");
     for (file, reason) in LONG_FILES {

@@ -143,8 +143,14 @@ impl Space {
         gate.written = PageSet::default();
         capture.clean = gate.take_clean(&unprotected);
         for part in unprotected.iter().flat_map(|&range| excluded.spared(range)) {
-            if !matches!(self.uffd.protect(part), Fill::Done { .. }) {
-                return Err(failed("its memory cannot be write-protected"));
+            match self.uffd.protect(part) {
+                Fill::Done { .. } => {}
+                // A thread of it that runs, as a QEMU's do, discards memory just now, which
+                // is heard when the gate is free.
+                Fill::Changing => return Err(SnapshotError::Torn),
+                other => {
+                    return Err(failed(format!("its memory cannot be write-protected: {other:?}")));
+                }
             }
         }
         // Protected pages are captured later; all others now.

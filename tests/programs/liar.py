@@ -3,6 +3,7 @@
 machine that it is asked for names how: `-machine WAY`. A liar of `-machine old` is of a
 version that is too old."""
 
+import json
 import os
 import re
 import socket
@@ -10,7 +11,7 @@ import sys
 import threading
 
 GREETING = b'{"QMP": {"version": {"qemu": {"major": 7, "minor": 2}}, "capabilities": []}}\r\n'
-NONSENSE = (b'{"return": {"status": "\\u001b[2J' + b"x" * 20000 + b'", "enabled": "yes", '
+NONSENSE = (b'{"id": %s, "return": {"status": "\\u001b[2J' + b"x" * 20000 + b'", "enabled": "yes", '
             b'"actual": -1, "stats": [1e99], "last-update": {"at": [[]]}}}\r\n')
 
 
@@ -27,8 +28,8 @@ def speak(way, link):
             link.sendall(GREETING + b'{"event": "RTC_CHANGE", "data": {"offset": 1}}\r\n' * 100)
     elif way == "nonsense":
         link.sendall(GREETING)
-        while link.recv(1 << 16):
-            link.sendall(NONSENSE)
+        while request := link.recv(1 << 16):
+            link.sendall(NONSENSE % json.dumps(json.loads(request).get("id")).encode())
 
 
 def serve(way, link):

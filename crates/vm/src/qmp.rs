@@ -3,10 +3,15 @@
 //! Whoever answers is untrusted: a guest may have taken over its QEMU. So the length of a
 //! line, how deep it nests, how much comes unasked, and the time for all of it are
 //! bounded, and nothing in an answer is followed.
+//!
+//! A command that QEMU still carries out when whoever gave it has hung up (a worker that
+//! was killed) is answered to whoever is connected then. So each request has a name that
+//! none had before, and an answer to another one is passed over.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant, SystemTime};
 
 use serde_json::{Value, json};
 
@@ -66,6 +71,18 @@ pub struct Monitor {
     /// Read, and not yet looked at.
     rest: Vec<u8>,
     deadline: Instant,
+    /// Of this conversation, and of no other.
+    name: String,
+    /// Commands so far.
+    commands: u64,
+}
+
+/// A name that no conversation had before.
+fn new_name() -> String {
+    static BEGUN: AtomicU64 = AtomicU64::new(0);
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    let number = BEGUN.fetch_add(1, Ordering::Relaxed);
+    format!("{}-{:x}-{number}", std::process::id(), now.as_nanos())
 }
 
 impl Monitor {
@@ -74,7 +91,17 @@ impl Monitor {
     /// # Errors
     /// No monitor answers there.
     pub fn begin(stream: UnixStream, time: Duration) -> Result<Self, QmpError> {
-        let mut monitor = Self { stream, rest: Vec::new(), deadline: Instant::now() + time };
+        Self::begin_as(stream, time, new_name())
+    }
+
+    /// The same, with requests that are called `name-0`, `name-1` and so on: for whoever has
+    /// written the answers before.
+    ///
+    /// # Errors
+    /// As for [`Self::begin`].
+    pub fn begin_as(stream: UnixStream, time: Duration, name: String) -> Result<Self, QmpError> {
+        let deadline = Instant::now() + time;
+        let mut monitor = Self { stream, rest: Vec::new(), deadline, name, commands: 0 };
         if monitor.message().map_err(|error| error.about("its greeting"))?.get("QMP").is_none() {
             return Err(QmpError::Nonsense("no greeting"));
         }
@@ -114,7 +141,9 @@ impl Monitor {
         arguments: Option<Value>,
         send: &mut dyn FnMut(&UnixStream, &[u8]) -> io::Result<()>,
     ) -> Result<Value, QmpError> {
-        let mut request = json!({ "execute": command });
+        let id = format!("{}-{}", self.name, self.commands);
+        self.commands += 1;
+        let mut request = json!({ "execute": command, "id": id });
         if let Some(arguments) = arguments {
             request["arguments"] = arguments;
         }
@@ -124,6 +153,9 @@ impl Monitor {
         send(&self.stream, line.as_bytes())?;
         for _ in 0..MAX_UNASKED {
             let mut message = self.message()?;
+            if message.get("id").and_then(Value::as_str) != Some(&id) {
+                continue;
+            }
             if let Some(answer) = message.get_mut("return") {
                 return Ok(answer.take());
             }
@@ -212,11 +244,32 @@ pub(crate) mod tests {
             let mut out = theirs.try_clone().expect("a copy");
             let _ = writeln!(out, "{GREETING}");
             for line in io::BufReader::new(theirs).lines() {
-                let Some(text) = line.ok().and_then(|line| answer(&line)) else { break };
-                let _ = out.write_all(text.as_bytes());
+                let Ok(line) = line else { break };
+                let (line, id) = without_id(&line);
+                let Some(text) = answer(&line) else { break };
+                let _ = out.write_all(with_id(&text, &id).as_bytes());
             }
         });
         ours
+    }
+
+    /// A request, and what it is called.
+    fn without_id(line: &str) -> (String, Value) {
+        let mut request: Value = serde_json::from_str(line).expect("a request");
+        let id = request.as_object_mut().expect("an object").remove("id").expect("its name");
+        (request.to_string(), id)
+    }
+
+    /// What is said, with the name in what is an answer and has none.
+    fn with_id(text: &str, id: &Value) -> String {
+        let named = |line: &str| match serde_json::from_str::<Value>(line) {
+            Ok(mut said) if said.get("event").is_none() && said.get("id").is_none() => {
+                said["id"] = id.clone();
+                said.to_string()
+            }
+            _ => line.to_owned(),
+        };
+        text.lines().map(|line| named(line) + "\r\n").collect()
     }
 
     /// A monitor that says `bytes` and waits to be hung up on.
@@ -250,6 +303,24 @@ pub(crate) mod tests {
         assert_eq!(answer, json!({"actual": 7}));
         let refused = monitor.execute("balloon", Some(json!({"value": 1}))).expect_err("refused");
         assert_eq!(refused.to_string(), "its monitor refuses: no?balloon");
+    }
+
+    #[test]
+    fn an_answer_to_somebody_else_is_none() {
+        let mut asked = 0;
+        let stream = answering(move |_| {
+            asked += 1;
+            // Of a worker that was killed, which had asked for a node and for the jobs.
+            Some(match asked {
+                1 => "{\"return\": {}, \"id\": \"7-1-0-3\"}\n{\"return\": {}}\n".to_owned(),
+                _ => "{\"return\": [], \"id\": \"7-1-0-4\"}\n{\"return\": {\"status\": 1}}\n"
+                    .to_owned(),
+            })
+        });
+        let mut monitor = Monitor::begin(stream, PATIENCE).expect("it answers");
+        let answer = monitor.execute("query-status", None).expect("answered");
+        assert_eq!(answer, json!({"status": 1}));
+        assert_ne!(new_name(), new_name());
     }
 
     #[test]
@@ -307,12 +378,12 @@ pub(crate) mod tests {
             b"\"QMP\"",
             b":",
             b"{\"QMP\": {}}\n",
-            b"{\"return\": {}}\n",
+            b"{\"return\": {}, \"id\": \"x-0\"}\n",
             b"\n",
             b"\\",
             b"\xff",
-            b"{\"error\": 1}\n",
-            b"{\"return\": [[[]]]}\n",
+            b"{\"error\": 1, \"id\": \"x-1\"}\n",
+            b"{\"return\": [[[]]], \"id\": \"x-1\"}\n",
         ];
         let mut state = 7_u64;
         for _ in 0..300 {
@@ -324,7 +395,7 @@ pub(crate) mod tests {
             let (ours, mut theirs) = UnixStream::pair().expect("a pair");
             theirs.write_all(&bytes).expect("room for so little");
             theirs.shutdown(std::net::Shutdown::Write).expect("ended");
-            if let Ok(mut monitor) = Monitor::begin(ours, PATIENCE) {
+            if let Ok(mut monitor) = Monitor::begin_as(ours, PATIENCE, "x".into()) {
                 let _ = monitor.execute("query-status", None);
                 let _ = crate::balloon::look(&mut monitor, Some("b"));
             }

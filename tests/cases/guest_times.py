@@ -111,17 +111,19 @@ def ours(run, mib):
         filled(one, mib)
         for _ in range(3):
             run.daemon.strata("snapshot", NAME, timeout_s=300)
-        still = [f"{known['freeze_us'] / 1000:.0f}" for known in snapshots(run)]
+        taken = snapshots(run)
+        last, still = taken[-1]["id"], [f"{one['freeze_us'] / 1000:.0f}" for one in taken]
         run.note(f"{mib} MiB: stood still {', '.join(still)} ms")
         clones = []
         for number in range(3):
             name = f"clone-{number}"
-            clones.append(brought_back(run, [name], "clone", f"{NAME}@3", "--name", name))
+            clones.append(brought_back(run, [name], "clone", last, "--name", name))
             if number == 0:
                 right(run, name)
             run.daemon.strata("stop", name)
         run.note(f"clones, until QEMU was there and until the answer: {said(clones)} ms")
-        back = [brought_back(run, [NAME], "rollback", NAME, "3") for _ in range(2)]
+        number = last.partition("@")[2]
+        back = [brought_back(run, [NAME], "rollback", NAME, number) for _ in range(2)]
         right(run, NAME)
         run.note(f"rollback likewise: {said(back)} ms")
     finally:
@@ -135,10 +137,9 @@ def many(run):
                 ["-machine", "q35"])
     try:
         filled(one, MANY_MIB)
-        run.daemon.strata("snapshot", NAME, timeout_s=300)
+        taken = run.daemon.strata("snapshot", NAME, timeout_s=300).stdout.split()[-1]
         names = [f"clone-{number}" for number in range(1, MANY + 1)]
-        times = brought_back(run, names, "clone", f"{NAME}@1", "--name", "clone", "--count",
-                             str(MANY))
+        times = brought_back(run, names, "clone", taken, "--name", "clone", "--count", str(MANY))
         known = [run.daemon.stats(name) for name in (NAME, *names)]
         resident = [stats["resident_bytes"] / MIB for stats in known]
         stored = sum(stats["compressed_bytes"] for stats in known) / MIB

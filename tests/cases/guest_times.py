@@ -5,7 +5,6 @@ answer; beside it the same guest in a plain QEMU, whose migration to a file, `sa
 
 import concurrent.futures
 import contextlib
-import json
 import os
 import re
 import socket
@@ -17,12 +16,14 @@ from guest_snapshots import MIB, reborn, snapshots
 from guests_under import directory_of
 from strata import Failure
 from suite import case
-from under import CPU, Guest, Line, initramfs, kernel
+from under import CPU, Guest, Line, asked_qemu, initramfs, kernel
 
 NAME = "first"
 SIZES_MIB = (512, 2048, 8192)
 MANY, MANY_MIB = 16, 512
 POLL_SECONDS = 0.002
+# What a plain QEMU may take for all of its memory.
+SAVED_WITHIN = 300
 # Then it is told once more.
 AGAIN_SECONDS = 0.02
 
@@ -156,7 +157,7 @@ class Plain(Line):
     """The same guest in a QEMU without Strata; `words`: more of its own."""
 
     def __init__(self, run, mib, disk, words=()):
-        self.run, self.name = run, "plain"
+        self.run, self.name, self.said = run, "plain", ""
         place = os.path.join(run.directory, "plain")
         os.makedirs(place, exist_ok=True)
         for file in ("monitor", "serial"):
@@ -175,20 +176,10 @@ class Plain(Line):
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def ask(self, command, **arguments):
-        with socket.socket(socket.AF_UNIX) as talk:
-            talk.connect(self.monitor)
-            lines = talk.makefile("rw")
-            lines.readline()
-            for order in ({"execute": "qmp_capabilities"},
-                          {"execute": command, "arguments": arguments}):
-                lines.write(json.dumps(order) + "\n")
-                lines.flush()
-                answer = {}
-                while "return" not in answer and "error" not in answer:
-                    answer = json.loads(lines.readline())
-            if "error" in answer:
-                raise Failure(f"{command}: {answer}")
-            return answer["return"]
+        answer = asked_qemu(self.monitor, SAVED_WITHIN, command, arguments)
+        if "error" in answer:
+            raise self.failure(f"QEMU refuses {command}: {answer['error']}")
+        return answer["return"]
 
     def end(self):
         if self.process.poll() is None:
@@ -202,7 +193,6 @@ def theirs(run, mib):
     one = Plain(run, mib, disk)
     try:
         one.line = one.connect(one.serial)
-        one.said = ""
         filled(one, mib)
         one.line.close()
         began = time.monotonic()

@@ -2,9 +2,7 @@
 load, moved by QEMU itself."""
 
 import contextlib
-import json
 import os
-import socket
 import subprocess
 import time
 
@@ -12,7 +10,7 @@ from moment import Moment, need_criu
 from moves_hosts import another, move
 from strata import Failure
 from suite import case
-from under import CPU, Guest, Line, initramfs, kernel
+from under import CPU, Guest, Line, asked_qemu, initramfs, kernel
 
 MEMORY = "320MiB"
 MOVES = 4
@@ -45,18 +43,7 @@ class Plain(Line):
 
     def ask(self, command, **arguments):
         """One command, one answer."""
-        with socket.socket(socket.AF_UNIX) as talk:
-            talk.settimeout(20 * self.run.patience)
-            talk.connect(self.talks)
-            lines = talk.makefile("rw")
-            lines.readline()
-            for request in ({"execute": "qmp_capabilities"},
-                            {"execute": command, "arguments": arguments}):
-                lines.write(json.dumps(request) + "\n")
-                lines.flush()
-                answer = {}
-                while "return" not in answer and "error" not in answer:
-                    answer = json.loads(lines.readline())
+        answer = asked_qemu(self.talks, 20 * self.run.patience, command, arguments)
         if "error" in answer:
             raise self.failure(f"QEMU refuses {command}: {answer['error']}")
         return answer["return"]

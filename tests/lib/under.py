@@ -3,6 +3,7 @@ runs but `guest_memory.c`, heard and told over the serial line."""
 
 import contextlib
 import fcntl
+import json
 import os
 import re
 import signal
@@ -55,6 +56,23 @@ def initramfs(run, of, name="guest_memory", more=()):
     guest.add_modules(archive, of)
     archive.end()
     return path
+
+
+def asked_qemu(path, seconds, command, arguments):
+    """What a QEMU answers at its monitor: one command, one conversation."""
+    with socket.socket(socket.AF_UNIX) as talk:
+        talk.settimeout(seconds)
+        talk.connect(path)
+        lines = talk.makefile("rw")
+        lines.readline()
+        for request in ({"execute": "qmp_capabilities"},
+                        {"execute": command, "arguments": arguments}):
+            lines.write(json.dumps(request) + "\n")
+            lines.flush()
+            answer = {}
+            while "return" not in answer and "error" not in answer:
+                answer = json.loads(lines.readline())
+    return answer
 
 
 class Line:

@@ -2,14 +2,16 @@
 //! however they share it, and (v2) memory that grows before it is managed is
 //! slowed down there. Without one, everything works and less is promised.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use strata_sys::{Pidfd, Priority, log, parent_of};
+use strata_sys::{Pidfd, Priority, log, parent_of, try_lock, try_share_lock};
 use strata_units::ByteSize;
 
 /// Where the memory controller is.
@@ -30,8 +32,9 @@ pub(crate) struct Cgroups {
     used: Mutex<HashMap<PathBuf, u32>>,
     /// Those of ended tenants that still had a process, since when.
     left: Mutex<Vec<(PathBuf, Instant)>>,
-    /// Directories like `group` of daemons before, from which tenants were taken over.
-    former: Mutex<BTreeSet<PathBuf>>,
+    /// This daemon's directory, and those of daemons before from which tenants were
+    /// taken over. Other daemons sweep what no supervisor is there for and nobody locks.
+    groups: Mutex<BTreeMap<PathBuf, Option<fs::File>>>,
 }
 
 /// Room above the budget before the kernel slows a tenant down (v2): fills are
@@ -92,7 +95,7 @@ impl Cgroups {
             group,
             used: Mutex::default(),
             left: Mutex::default(),
-            former: Mutex::default(),
+            groups: Mutex::default(),
         };
         this.remove_orphans(kept);
         this
@@ -105,8 +108,11 @@ impl Cgroups {
     /// Counts one more tenant that has this one.
     pub(crate) fn hold(&self, directory: &Path) {
         *self.used().entry(directory.to_owned()).or_default() += 1;
-        let group = directory.parent().filter(|group| !group.ends_with(&self.group));
-        self.former().extend(group.map(Path::to_owned));
+        let Some(group) = directory.parent() else { return };
+        let mut groups = self.groups();
+        if groups.get(group).is_none_or(Option::is_none) {
+            groups.insert(group.to_owned(), lock_group(group));
+        }
     }
 
     /// Removes what daemons that are gone left behind.
@@ -285,24 +291,33 @@ impl Cgroups {
         self.left.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn former(&self) -> MutexGuard<'_, BTreeSet<PathBuf>> {
-        self.former.lock().unwrap_or_else(PoisonError::into_inner)
+    fn groups(&self) -> MutexGuard<'_, BTreeMap<PathBuf, Option<fs::File>>> {
+        self.groups.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Removes this daemon's own group with the last tenant's, and that of a daemon before
-    /// with the last that was taken over from it.
+    /// with the last that was taken over from it. What has processes still refuses.
     fn remove_own(&self, used: &HashMap<PathBuf, u32>) {
-        self.former().retain(|group| {
+        self.groups().retain(|group, _| {
             used.keys().any(|directory| directory.starts_with(group))
                 || fs::remove_dir(group).is_err_and(|error| error.kind() != io::ErrorKind::NotFound)
         });
-        if used.is_empty()
-            && let Some(Hierarchy::V1(root) | Hierarchy::V2(root)) = &self.hierarchy
-        {
-            // What has processes still refuses.
-            let _ = fs::remove_dir(root.join(&self.group));
-        }
     }
+}
+
+/// Makes a daemon's group and keeps others from sweeping it away, also while its tenants
+/// have no process, as in a rollback. None: it cannot be made, or somebody keeps it locked
+/// (everybody may), and then nobody sweeps it either.
+fn lock_group(group: &Path) -> Option<fs::File> {
+    // Whoever sweeps has it locked for a moment, and may have removed it then.
+    (0..5).find_map(|attempt| {
+        std::thread::sleep(Duration::from_millis(attempt));
+        fs::create_dir_all(group).ok()?;
+        let file = fs::File::open(group).ok()?;
+        let is_locked = try_share_lock(file.as_fd()).ok()?;
+        let is_it = fs::metadata(group).ok()?.ino() == file.metadata().ok()?.ino();
+        (is_locked && is_it).then_some(file)
+    })
 }
 
 /// Removes a group; whether it has a process still.
@@ -349,8 +364,12 @@ fn put_back(directory: &Path, pid: u32, places: [&str; 2]) {
 }
 
 /// Removes a daemon's cgroups that are not in use, and its own if none is left. One
-/// that has processes refuses.
+/// that has processes refuses, and what another daemon has locked is not touched.
 fn sweep(group: &Path, used: &HashMap<PathBuf, u32>) {
+    let Ok(file) = fs::File::open(group) else { return };
+    if !try_lock(file.as_fd()).unwrap_or(true) {
+        return;
+    }
     for entry in fs::read_dir(group).into_iter().flatten().flatten() {
         let path = entry.path();
         if path.is_dir() && !used.contains_key(&path) {
@@ -361,118 +380,5 @@ fn sweep(group: &Path, used: &HashMap<PathBuf, u32>) {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_is_in_use_stays_also_while_it_is_empty() {
-        let root = std::env::temp_dir().join(format!("strata-cgroup-{}", std::process::id()));
-        let groups = Cgroups {
-            hierarchy: Some(Hierarchy::V1(root.clone())),
-            group: "strata-1".into(),
-            used: Mutex::default(),
-            left: Mutex::default(),
-            former: Mutex::default(),
-        };
-        let web = groups.make(7, "web", None, 0).expect("a directory");
-        let other = groups.make(7, "other", None, 0).expect("a directory");
-        // The first one's successor comes before it has been taken down.
-        assert_eq!(groups.make(7, "web", None, 0).expect("the same"), web);
-        let of_another = groups.make(0, "7-web", None, 0).expect("a directory");
-        let of_a_third = groups.make(70, "web", None, 0).expect("a directory");
-        assert!(of_another != web && of_a_third != web && of_another != of_a_third);
-        groups.release(&of_another);
-        groups.release(&of_a_third);
-        groups.release(&web);
-        assert!(web.is_dir() && other.is_dir());
-        groups.release(&web);
-        assert!(!web.is_dir() && other.is_dir());
-        groups.release(&other);
-        assert!(!root.join("strata-1").exists());
-        fs::remove_dir(root).expect("nothing is left in it");
-    }
-
-    #[test]
-    fn a_stranger_goes_back_to_where_it_was() {
-        let root = std::env::temp_dir().join(format!("strata-back-{}", std::process::id()));
-        let directory = root.join("strata-1/web");
-        for place in [&directory, &root.join("a/b"), &root.join("c"), &root.join("other")] {
-            fs::create_dir_all(place).expect("a directory");
-            fs::write(place.join("cgroup.procs"), "").expect("a file");
-        }
-        fs::write(root.join("cgroup.procs"), "").expect("a file");
-        let put = |places: [&str; 2]| {
-            put_back(&directory, 7, places);
-            let mut found = ["a/b", "c", "other", "strata-1/web", "."].map(|place| {
-                let file = root.join(place).join("cgroup.procs");
-                let text = fs::read_to_string(&file).expect("a file");
-                fs::write(&file, "").expect("a file");
-                (text, place)
-            });
-            found.sort();
-            found.into_iter().filter(|(text, _)| text == "7").map(|(_, place)| place).collect()
-        };
-        let back: [Vec<&str>; 4] = [
-            put(["5:cpu:/other\n9:memory:/a/b\n", "9:memory:/c\n"]),
-            // It was read when it was here already: where its parent is, then.
-            put(["9:memory:/strata-1/web\n", "0::/c\n"]),
-            put(["9:memory:/gone\n", ""]),
-            put(["", "5:cpu:/c\n"]),
-        ];
-        fs::remove_dir_all(&root).expect("removed");
-        assert_eq!(back, [["a/b"], ["c"], ["."], ["."]]);
-    }
-
-    #[test]
-    fn who_has_ended_is_put_into_no_group() {
-        let directory = std::env::temp_dir().join(format!("strata-none-{}", std::process::id()));
-        fs::create_dir_all(&directory).expect("a directory");
-        let mut child = std::process::Command::new("true").spawn().expect("a program");
-        let pidfd = Pidfd::open(child.id()).expect("a child");
-        child.wait().expect("it ends");
-        // Its number is this process's by now.
-        Cgroups::adopt(&directory, std::process::id(), &pidfd).expect_err("it has ended");
-        assert!(!directory.join("cgroup.procs").exists());
-        fs::remove_dir_all(&directory).expect("removed");
-    }
-
-    #[test]
-    fn a_process_is_in_a_group_by_its_whole_name() {
-        let directory = Path::new("/sys/fs/cgroup/memory/strata-71/web");
-        let v1 = "9:memory:/strata-71/web\n5:cpu,cpuacct:/\n0::/\n";
-        assert!(is_among(directory, v1));
-        assert!(is_among(directory, "0::/user.slice/strata-71/web\n"));
-        for other in [
-            "",
-            "0::/\n",
-            "0::/strata-71/web-2\n",
-            "0::/xstrata-71/web\n",
-            "0::/strata-71/web/below\n",
-            "0::/web\n",
-            "broken",
-        ] {
-            assert!(!is_among(directory, other), "{other:?}");
-        }
-    }
-
-    #[test]
-    fn a_group_is_that_of_its_controller() {
-        let both = "9:memory:/strata-71/0-web\n5:cpu,cpuacct:/x\n0::/y:z\n";
-        assert_eq!(group_of(both, Some("memory")), Some(Path::new("/strata-71/0-web")));
-        assert_eq!(group_of(both, Some("cpuacct")), Some(Path::new("/x")));
-        assert_eq!(group_of(both, None), Some(Path::new("/y:z")));
-        assert_eq!(group_of("broken\n1:memory\n", Some("memory")), None);
-    }
-
-    #[test]
-    fn the_memory_controller_is_found() {
-        let hybrid = "tmpfs /sys/fs/cgroup tmpfs rw 0 0\n\
-            cgroup /sys/fs/cgroup/cpu cgroup rw,cpu 0 0\n\
-            cgroup /sys/fs/cgroup/memory cgroup rw,relatime,memory 0 0\n\
-            cgroup2 /sys/fs/cgroup/unified cgroup2 rw 0 0\n";
-        assert_eq!(hierarchy_in(hybrid), Some(Hierarchy::V1("/sys/fs/cgroup/memory".into())));
-        let unified = "cgroup2 /sys/fs/cgroup cgroup2 rw,nosuid 0 0\n";
-        assert_eq!(hierarchy_in(unified), Some(Hierarchy::V2("/sys/fs/cgroup".into())));
-        assert_eq!(hierarchy_in("proc /proc proc rw 0 0\n"), None);
-    }
-}
+#[path = "cgroup_tests.rs"]
+mod tests;

@@ -261,7 +261,7 @@ impl Commands {
                         name: name.clone(),
                         pid: life.pid,
                         forwards: Vec::new(),
-                        notes: life.note.into_iter().collect(),
+                        notes: life.notes,
                     }]),
                     Err(why) => error(format!("{name} was not rolled back: {why}"), ""),
                 }

@@ -15,8 +15,20 @@ pub const OPEN_NO_LINK: i32 = libc::O_NOFOLLOW;
 /// # Errors
 /// What `flock` says; a file system without locks, say.
 pub fn try_lock(descriptor: BorrowedFd<'_>) -> io::Result<bool> {
+    flock(descriptor, libc::LOCK_EX)
+}
+
+/// The same beside others who share it. False: somebody has it alone.
+///
+/// # Errors
+/// As [`try_lock`].
+pub fn try_share_lock(descriptor: BorrowedFd<'_>) -> io::Result<bool> {
+    flock(descriptor, libc::LOCK_SH)
+}
+
+fn flock(descriptor: BorrowedFd<'_>, how: libc::c_int) -> io::Result<bool> {
     // SAFETY: a system call on a borrowed descriptor without pointers.
-    if unsafe { libc::flock(descriptor.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } == 0 {
+    if unsafe { libc::flock(descriptor.as_raw_fd(), how | libc::LOCK_NB) } == 0 {
         return Ok(true);
     }
     let error = io::Error::last_os_error();

@@ -62,7 +62,7 @@ pub use descriptors::{
 };
 pub use directory::{Access, Directory, open_plain_file, who_may_replace};
 pub use event::{EventFd, alarm_when_charged};
-pub use file::{OPEN_NO_LINK, file_system_bytes, file_system_free_bytes, try_lock};
+pub use file::{OPEN_NO_LINK, file_system_bytes, file_system_free_bytes, try_lock, try_share_lock};
 pub use futex::{futex_wait, futex_wake};
 pub use handle::{PROCESS_FDS, Process};
 pub use image::{Allocation, FileStamp, ImageFile, page_bytes, page_bytes_mut};

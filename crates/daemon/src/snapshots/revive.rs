@@ -72,8 +72,12 @@ pub(crate) struct Life {
     /// The first one.
     pub(crate) pid: u32,
     /// What the user should know.
-    pub(crate) note: Option<String>,
+    pub(crate) notes: Vec<String>,
 }
+
+/// Of whoever could not be put where its memory is counted.
+const NO_CGROUP: &str = "it is not in its memory cgroup: memory that grows before it is managed can \
+    exceed the budget (see docs/limits.md)";
 
 /// Of who had a terminal when there is none.
 const NO_TERMINAL: &str =
@@ -130,7 +134,7 @@ impl Snapshots {
             let how = How { keep_connections: true, terminals };
             let life = self.revive(&origin, &known, preparing, how)?;
             self.descends(&origin, &known.info.id);
-            let notes = life.note.into_iter().collect();
+            let notes = life.notes;
             return Ok(Revived { name, pid: life.pid, forwards, notes });
         }
         // A clone is a clone under any name; its ports may still lead to the first.
@@ -256,7 +260,7 @@ impl Snapshots {
         match outcome {
             Ok((forwards, life)) => {
                 self.descends(&tenant, &known.info.id);
-                notes.extend(life.note.map(|note| format!("{name}: {note}")));
+                notes.extend(life.notes.into_iter().map(|note| format!("{name}: {note}")));
                 Ok(Revived { name, pid: life.pid, forwards, notes })
             }
             Err(why) => {
@@ -351,7 +355,7 @@ impl Snapshots {
             // Without the thread each process is put there when it comes.
             adopting = Builder::new().name("adopt".into()).stack_size(64 << 10).spawn(adopt).ok();
         }
-        let note = restore.lacks_terminal().then(|| NO_TERMINAL.to_owned());
+        let no_terminal = restore.lacks_terminal().then(|| NO_TERMINAL.to_owned());
         let agent_socket = self.work.join(AGENT_SOCKET_NAME);
         let mut spaces = Vec::new();
         while let Some(arrival) = restore.next_arrival().map_err(|error| error.to_string())? {
@@ -402,6 +406,12 @@ impl Snapshots {
         if let Some(adopting) = adopting {
             let _ = adopting.join();
         }
+        let is_outside = |directory: &String| {
+            let mut living = alive.iter().filter(|held| !held.has_exited());
+            living.any(|held| !Cgroups::has(directory.as_ref(), held.pid()))
+        };
+        let no_cgroup = tenant.record().cgroup.as_ref().filter(|directory| is_outside(directory));
+        let no_cgroup = no_cgroup.map(|_| NO_CGROUP.to_owned());
         hold()?;
         let tree = restore.finish().map_err(|error| error.to_string())?;
         if let Some(mut keeper) = tree.keeper {
@@ -425,7 +435,7 @@ impl Snapshots {
         }
         let touched = spaces.into_iter().map(|(space, process)| (process.pid, space)).collect();
         self.remember_touched(&known.info.id, touched, 0);
-        Ok(Life { pid: tree.root, note })
+        Ok(Life { pid: tree.root, notes: no_terminal.into_iter().chain(no_cgroup).collect() })
     }
 
     /// What these processes ask for in their first moments is brought ahead when

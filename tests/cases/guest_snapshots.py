@@ -10,6 +10,7 @@ import subprocess
 import time
 
 import machine
+from guests_failing import LIAR
 from guests_under import directory_of
 from strata import Failure
 from suite import case
@@ -55,6 +56,12 @@ def snapshots(run):
 def reborn(run, name):
     """The line of a guest that came from a snapshot: beside its monitor."""
     return Line(run, name, os.path.join(directory_of(run, name), f"{NAME}.serial"))
+
+
+def point_at(link, path):
+    if os.path.lexists(link):
+        os.unlink(link)
+    os.symlink(path, link)
 
 
 def refused(run, why, *command):
@@ -130,6 +137,11 @@ def refusals(run, guest):
     os.utime(guest.image)
     refused(run, "has changed since", "clone", f"{NAME}@1")
     os.utime(guest.image, ns=(before.st_atime_ns, before.st_mtime_ns))
+    its_own = os.readlink(guest.qemu)
+    point_at(guest.qemu, LIAR)
+    for command in (("clone", f"{NAME}@1"), ("rollback", NAME, "1")):
+        refused(run, "this is QEMU 99.1, and the guest ran in", *command)
+    point_at(guest.qemu, its_own)
     devices = os.path.join(run.daemon.directory, "snapshots", f"{NAME}@1", "devices")
     with open(devices, "r+b") as file:
         file.seek(1000)
@@ -232,11 +244,15 @@ def guest_snapshots(run):
     image = os.path.join(run.directory, "image")
     with open(image, "wb") as file:
         file.truncate(MIB)
+    qemu = os.path.join(run.directory, "newer", "qemu-system-x86_64")
+    os.mkdir(os.path.dirname(qemu))
+    point_at(qemu, run.tool("qemu-system-x86_64"))
     guest = Guest(run, NAME, ["--memory", f"{MEMORY_MIB}MiB", "--dram", f"{BUDGET_MIB}MiB"],
                   ["-machine", "q35", "-drive",
                    f"file={image},format=raw,if=none,id=d,readonly=on",
-                   "-device", "virtio-blk-pci,drive=d", "-nic", "user,model=virtio-net-pci"])
-    guest.image, guest.twins, guest.next = image, [], None
+                   "-device", "virtio-blk-pci,drive=d", "-nic", "user,model=virtio-net-pci"],
+                  qemu)
+    guest.image, guest.qemu, guest.twins, guest.next = image, qemu, [], None
     checks = (taken, cloned, clone_of_a_clone, refusals, silent, paused, left_still, killed, rolled_back,
               restored)
     try:

@@ -200,16 +200,16 @@ class Line:
 
 
 class Guest(Line):
-    """`arguments`: of `strata vm run`; `words`: more of QEMU's."""
+    """`arguments`: of `strata vm run`; `words`: more of QEMU's, which is at `qemu`."""
 
-    def __init__(self, run, name, arguments, words=()):
+    def __init__(self, run, name, arguments, words=(), qemu=None):
         self.run, self.name = run, name
         of = kernel()
         serial = os.path.join(run.directory, f"{name}.serial")
         self.log_path = os.path.join(run.log_directory, f"{name}.log")
         command = [
             run.binaries.strata, "vm", "run", "--name", name, *arguments, "--",
-            run.tool("qemu-system-x86_64"), "-cpu", CPU, "-nodefaults", "-display", "none",
+            qemu or run.tool("qemu-system-x86_64"), "-cpu", CPU, "-nodefaults", "-display", "none",
             "-no-reboot", "-kernel", of, "-initrd", initramfs(run, of),
             "-append", guest.APPEND,
             "-serial", f"unix:{serial},server=on,wait=on", *words,

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Says that it is QEMU, and has a monitor that does not say what a monitor says. The
-machine that it is asked for names how: `-machine WAY`. A liar of `-machine old` is of a
-version that is too old."""
+machine that it is asked for names how: `-machine WAY`. One that is called old is of a version
+that is too old, and one in a directory newer waits for a guest, and is of a later one."""
 
 import json
 import os
@@ -30,6 +30,12 @@ def speak(way, link):
         link.sendall(GREETING)
         while request := link.recv(1 << 16):
             link.sendall(NONSENSE % json.dumps(json.loads(request).get("id")).encode())
+    elif way == "newer":
+        link.sendall(GREETING)
+        for line in link.makefile():
+            told = json.loads(line)
+            said = {"status": "inmigrate", "qemu": {"major": 99, "minor": 1}}
+            link.sendall(json.dumps({"return": said, "id": told.get("id")}).encode() + b"\r\n")
 
 
 def serve(way, link):
@@ -40,17 +46,26 @@ def serve(way, link):
     link.close()
 
 
-def main():
-    words = " ".join(sys.argv[1:])
-    if "--version" in words:
-        old = "old" in os.path.basename(sys.argv[0])
-        print(f"QEMU emulator version {'4.2.1' if old else '7.2.9'}")
-        return
-    way = re.search(r"-machine (\w+)", words)[1]
-    path = re.search(r"path=([^, ]+/monitor)", words)[1]
+def listener_at(path):
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(8)
+    return listener
+
+
+def main():
+    words = " ".join(sys.argv[1:])
+    newer = "/newer/" in sys.argv[0]
+    if "--version" in words:
+        old = "old" in os.path.basename(sys.argv[0])
+        print(f"QEMU emulator version {'4.2.1' if old else '99.1.0' if newer else '7.2.9'}")
+        return
+    way = "newer" if newer else re.search(r"-machine (\w+)", words)[1]
+    path = re.search(r"path=([^, ]+/monitor)", words)[1]
+    # Whoever brings a guest back opens its serial lines.
+    lines = set(re.findall(r"unix:([^, ]+)", words)) - {path} if newer else ()
+    _listening = [listener_at(line) for line in lines]
+    listener = listener_at(path)
     while True:
         link, _ = listener.accept()
         threading.Thread(target=serve, args=(way, link), daemon=True).start()

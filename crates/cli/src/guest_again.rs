@@ -21,7 +21,7 @@ use crate::client::{ask_watching, misunderstood, refused};
 use crate::failure::{Failure, Result, printable};
 use crate::guest_domain::{self, Paused};
 use crate::guest_identity::{self, GuestNet, Own};
-use crate::program::{self, Caller};
+use crate::program::{self, Caller, Program};
 use crate::progress::Meter;
 use crate::snapshots::long;
 use crate::{place, run, vm};
@@ -71,6 +71,8 @@ pub(crate) struct Waiting {
     consoles: Vec<PathBuf>,
     /// Of a clone, what is its own.
     own: Option<Own>,
+    /// What was started, and the version that it has to be; libvirt's are looked at before.
+    qemu: Option<(Program, String)>,
 }
 
 impl Drop for Waiting {
@@ -97,6 +99,16 @@ impl Waiting {
     fn with_ports(&self, tenant: RevivedTenant) -> RevivedTenant {
         let forwards = self.own.as_ref().map(Own::forwards).unwrap_or_default();
         RevivedTenant { forwards, ..tenant }
+    }
+
+    /// Whether it is another QEMU than the guest ran in. The daemon asks its monitor, too,
+    /// before it gets the guest; one that does not know these words has ended by then.
+    fn another_version(&self, what: &str) -> Option<Failure> {
+        let (program, version) = self.qemu.as_ref()?;
+        let own = vm::version(program, what).ok()?.to_string();
+        let why = || format!("this is QEMU {own}, and the guest ran in {version}");
+        let failure = || Failure::new(what, why()).todo("start it with the QEMU that it ran in");
+        (own != *version).then(failure)
     }
 
     /// It goes on without us.
@@ -159,6 +171,9 @@ pub(crate) fn wait_for(
 ) -> Result<(Waiting, Vec<UnixStream>)> {
     let one = (Some(name.to_owned()), false, 1);
     let mut waiting = start(socket, snapshot, one, &GuestNet::Kind, what)?;
+    if let Some(failure) = waiting.another_version(what) {
+        return Err(failure);
+    }
     let attended = waiting.attended();
     Ok((waiting, attended))
 }
@@ -195,9 +210,10 @@ pub(crate) fn revive(
             }
             Ok(_) => return Err(misunderstood(what)),
             Err(failure) => {
-                return Err(match one.said() {
-                    Some(line) => failure.todo(format!("its QEMU said: {line}")),
-                    None => failure,
+                return Err(match (one.another_version(what), one.said()) {
+                    (Some(other), _) => other,
+                    (None, Some(line)) => failure.todo(format!("its QEMU said: {line}")),
+                    (None, None) => failure,
                 });
             }
         }
@@ -261,17 +277,15 @@ fn start(
         let taps = std::mem::take(&mut domain.taps);
         own = own.map(|own| own.with_taps(taps));
         let (domain, log) = (Some(domain), PathBuf::new());
-        return Ok(Waiting { child: None, domain, name, log, consoles, own });
+        return Ok(Waiting { child: None, domain, name, log, consoles, own, qemu: None });
     }
     let launch = guest.launch.as_ref().ok_or_else(|| misunderstood(what))?;
     let path = std::env::var_os("PATH").unwrap_or_default();
     let first: OsString = launch.command.first().ok_or_else(|| misunderstood(what))?.into();
     let program = program::examine(&first, &path, Caller::this())?;
-    let version = vm::version(&program, what)?;
-    if version.to_string() != launch.version {
-        let why = format!("this is QEMU {version}, and the guest ran in {}", launch.version);
-        return Err(Failure::new(what, why).todo("start it with the QEMU that it ran in"));
-    }
+    // Asking the program takes as long as half of its start does.
+    let version = strata_vm::Version::written(&launch.version);
+    let version = version.ok_or_else(|| misunderstood(what))?;
     let (words, second) = line(&name, &guest, launch, version, (&directory, networks), what)?;
     own = own.map(|own| own.with_taps(second.taps));
     let library = place::installed(run::LIBRARY);
@@ -297,7 +311,8 @@ fn start(
         .spawn()
         .map_err(failed)?;
     let (child, consoles) = (Some(child), second.consoles);
-    Ok(Waiting { child, domain: None, name, log, consoles, own })
+    let qemu = Some((program, launch.version.clone()));
+    Ok(Waiting { child, domain: None, name, log, consoles, own, qemu })
 }
 
 /// QEMU's words for a guest that waits, and what of it is not as it was.

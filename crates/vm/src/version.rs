@@ -19,8 +19,13 @@ impl Version {
     /// None: that is not what QEMU prints.
     #[must_use]
     pub fn parse(printed: &str) -> Option<Self> {
-        let rest = printed.lines().next()?.strip_prefix("QEMU emulator version ")?;
-        let mut numbers = rest.split(|c: char| !c.is_ascii_digit());
+        Self::written(printed.lines().next()?.strip_prefix("QEMU emulator version ")?)
+    }
+
+    /// What a text begins with, as in 7.2.
+    #[must_use]
+    pub fn written(text: &str) -> Option<Self> {
+        let mut numbers = text.split(|c: char| !c.is_ascii_digit());
         let mut number = || numbers.next()?.parse().ok();
         Some(Self { major: number()?, minor: number()? })
     }
@@ -43,6 +48,7 @@ mod tests {
         assert_eq!(parsed(debian).as_deref(), Some("7.2"));
         assert_eq!(parsed("QEMU emulator version 10.0.13").as_deref(), Some("10.0"));
         assert_eq!(parsed("QEMU emulator version 9.1.50 (v9.1.0-1)").as_deref(), Some("9.1"));
+        assert_eq!(Version::written("7.2"), parsed(debian).as_deref().and_then(Version::written));
         for other in ["", "bash 5.2", "QEMU emulator version x.y", "QEMU emulator version 7"] {
             assert_eq!(parsed(other), None, "{other}");
         }

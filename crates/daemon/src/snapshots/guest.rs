@@ -273,6 +273,12 @@ impl Snapshots {
         let mut talk = self.waiting(tenant, pid, rollback)?;
         let said = |error: state::StateError| error.to_string();
         talk.monitor.allow(SAID_WITHIN);
+        if let Some(launch) = &part.spec.launch {
+            let version = state::version(&mut talk.monitor).map_err(said)?.to_string();
+            if version != launch.version {
+                return Err(format!("its QEMU is {version}, and it ran in {}", launch.version));
+            }
+        }
         let (start, length) = state::memory(&mut talk.monitor).map_err(said)?;
         let from = Range { start: part.memory.0, end: part.memory.1 };
         if length != from.len() {

@@ -6,9 +6,11 @@
  *   check               read all that was filled last
  *   halve               give the second half of that up
  *   off                 give all of it up, switch the swap disk off, and discard it
+ *   read, write         a disk before it, as guest_disk.c
  *   end                 switch the guest off
  */
 #define _GNU_SOURCE
+#include "guest_disk.h"
 #include "guest_program.h"
 
 #include <linux/fs.h>
@@ -21,8 +23,6 @@
 #include <sys/stat.h>
 #include <sys/swap.h>
 #include <sys/sysinfo.h>
-
-#define DISK "/dev/vda"
 
 enum { PAGE = 4096, WORDS = PAGE / 8, KINDS = 8, DISCARD = 0x10000 };
 
@@ -37,6 +37,17 @@ static void content(uint64_t page, uint32_t version, uint64_t out[WORDS]) {
     }
 }
 
+/* The last disk. */
+static const char *swap_name(void) {
+    return access("/sys/block/vdb", F_OK) == 0 ? "vdb" : "vda";
+}
+
+static const char *in_place(const char *before_name, const char *after_name) {
+    static char path[64];
+    snprintf(path, sizeof path, "%s%s%s", before_name, swap_name(), after_name);
+    return path;
+}
+
 static uint64_t *memory, *before;
 static uint64_t pages, pages_before;
 static uint32_t version;
@@ -48,12 +59,12 @@ static unsigned long swapped_pages(void) {
 
 static void switch_on(void) {
     /* The kernel sends no discard for single slots of a disk that it believes to turn. */
-    int turns = open("/sys/block/vda/queue/rotational", O_WRONLY | O_CLOEXEC);
+    int turns = open(in_place("/sys/block/", "/queue/rotational"), O_WRONLY | O_CLOEXEC);
     if (turns < 0 || write(turns, "0", 1) != 1)
         puts("WRONG cannot say that the disk does not turn");
     close(turns);
-    if (swapon(DISK, DISCARD) != 0)
-        puts("WRONG cannot switch " DISK " on");
+    if (swapon(in_place("/dev/", ""), DISCARD) != 0)
+        puts("WRONG cannot switch the swap disk on");
     struct sysinfo info;
     sysinfo(&info);
     printf("on %lu\n", info.totalswap * info.mem_unit / PAGE);
@@ -91,14 +102,14 @@ static void switch_off(void) {
     munmap(memory, pages * PAGE);
     munmap(before, pages_before * PAGE);
     pages = 0;
-    if (swapoff(DISK) != 0)
-        puts("WRONG cannot switch " DISK " off");
-    int disk = open(DISK, O_WRONLY | O_CLOEXEC);
+    if (swapoff(in_place("/dev/", "")) != 0)
+        puts("WRONG cannot switch the swap disk off");
+    int disk = open(in_place("/dev/", ""), O_WRONLY | O_CLOEXEC);
     uint64_t size = 0;
     ioctl(disk, BLKGETSIZE64, &size);
     uint64_t range[2] = {0, size};
     if (disk < 0 || size == 0 || ioctl(disk, BLKDISCARD, range) != 0)
-        puts("WRONG cannot discard " DISK);
+        puts("WRONG cannot discard the swap disk");
     close(disk);
     puts("off");
 }
@@ -110,7 +121,7 @@ int main(void) {
     mount("devtmpfs", "/dev", "devtmpfs", 0, "");
     mount("sysfs", "/sys", "sysfs", 0, "");
     puts("\nup");
-    char said[64];
+    char said[64], name[16];
     unsigned mib, of;
     while (fgets(said, sizeof said, stdin)) {
         if (strncmp(said, "on", 2) == 0)
@@ -125,6 +136,10 @@ int main(void) {
             puts("halved");
         } else if (strncmp(said, "off", 3) == 0)
             switch_off();
+        else if (sscanf(said, "read %15s", name) == 1)
+            read_all(name);
+        else if (sscanf(said, "write %15s %u", name, &of) == 2)
+            write_some(name, of);
         else if (strncmp(said, "end", 3) == 0)
             break;
     }

@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use strata_units::is_swap_size;
+
 use crate::{BalloonStats, SelfBalloon, name_problem};
 
 /// Longest name of a machine, an accelerator or a device.
@@ -76,6 +78,10 @@ pub struct GuestDisk {
     pub temporary: bool,
     /// Files that it stands on.
     pub needs: Vec<String>,
+    /// Of a disk that is read through a pool: the images that it is over, the nearest first.
+    /// The last one is read through the pool; none: the image itself is.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub layers: Vec<String>,
 }
 
 /// How a guest was started: the user's own words, which a clone's are made of.
@@ -88,6 +94,13 @@ pub struct Launch {
     pub directory: String,
     /// QEMU's version.
     pub version: String,
+    /// Disks beside those of the command line that are read through pools, as `--disk` says
+    /// them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<String>,
+    /// The size of its swap disk; none: it has none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub swap_bytes: Option<u64>,
 }
 
 /// Most bytes of a command line that is kept.
@@ -107,6 +120,8 @@ impl GuestSpec {
             Some("a device's id consists of letters, digits, '.', '_' and '-'")
         } else if self.launch.as_ref().is_some_and(|launch| launch.bytes() > MAX_LAUNCH_BYTES) {
             Some("its command line is longer than 64 KiB")
+        } else if self.launch.as_ref().is_some_and(Launch::has_odd_swap) {
+            Some("a swap disk has 1 MiB to 256 GiB, in whole pages")
         } else if let Some(settings) = &self.self_balloon {
             match self.balloon {
                 None => Some("without a balloon there is none to follow it"),
@@ -119,8 +134,19 @@ impl GuestSpec {
 }
 
 impl Launch {
+    /// Programs that serve disks to it.
+    #[must_use]
+    pub fn servers(&self) -> u32 {
+        self.disks.len() as u32 + u32::from(self.swap_bytes.is_some())
+    }
+
+    fn has_odd_swap(&self) -> bool {
+        self.swap_bytes.is_some_and(|bytes| !is_swap_size(bytes))
+    }
+
     fn bytes(&self) -> usize {
-        let words: usize = self.command.iter().map(|word| word.len() + 1).sum();
+        let said = self.command.iter().chain(&self.disks);
+        let words: usize = said.map(|word| word.len() + 1).sum();
         words + self.directory.len() + self.version.len()
     }
 }
@@ -192,10 +218,14 @@ mod tests {
             command: vec!["qemu".into(), word.into()],
             directory: "/".into(),
             version: "7.2".into(),
+            disks: Vec::new(),
+            swap_bytes: Some(1 << 20),
         };
         let started = |word: &str| GuestSpec { launch: Some(launch(word)), ..spec.clone() };
         assert_eq!(started("-S").problem(), None);
         assert!(started(&"x".repeat(MAX_LAUNCH_BYTES)).problem().is_some());
+        let swaps = Launch { swap_bytes: Some(1), ..launch("-S") };
+        assert!(GuestSpec { launch: Some(swaps), ..spec.clone() }.problem().is_some());
         let follows = |memory, balloon| GuestSpec {
             balloon,
             self_balloon: Some(SelfBalloon::for_memory(memory)),

@@ -30,7 +30,7 @@ pub enum Request {
         /// The tenant: just made, by the same user.
         name: String,
         /// What it is going to be.
-        guest: GuestSpec,
+        guest: Box<GuestSpec>,
     },
     /// A guest is to come from a snapshot. Answered by
     /// [`Reply::GuestAgain`](crate::Reply::GuestAgain): the caller starts its QEMU, which

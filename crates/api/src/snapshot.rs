@@ -182,6 +182,11 @@ fn is_not(flag: &bool) -> bool {
     !flag
 }
 
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "as serde calls it")]
+fn is_none_of_them(number: &u32) -> bool {
+    *number == 0
+}
+
 /// Everything there is to know about one snapshot. Sizes in bytes. All
 /// that are listed must fit in one line: with a short command a thousand do.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
@@ -229,6 +234,9 @@ pub struct SnapshotInfo {
     /// Files that are copies of the guest's disks.
     #[serde(default)]
     pub disks: Vec<String>,
+    /// Programs that serve disks to a guest that comes from it.
+    #[serde(default, skip_serializing_if = "is_none_of_them")]
+    pub servers: u32,
     /// Owner's user id.
     pub uid: u32,
     /// What the tenant was started with.

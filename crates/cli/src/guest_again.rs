@@ -4,6 +4,7 @@
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::Read;
+use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -15,12 +16,13 @@ use strata_api::{
 };
 use strata_units::ByteSize;
 use strata_units::wire::ENV_GUEST;
-use strata_vm::{Again, Networks, OtherDisk, again};
+use strata_vm::{Again, Networks, OtherDisk, PoolDisk, again, disks_again};
 
 use crate::client::{ask_watching, misunderstood, refused};
 use crate::failure::{Failure, Result, printable};
 use crate::guest_domain::{self, Paused};
 use crate::guest_identity::{self, GuestNet, Own};
+use crate::pool_disks::{Exports, Servers};
 use crate::program::{self, Caller, Program};
 use crate::progress::Meter;
 use crate::snapshots::long;
@@ -51,12 +53,15 @@ pub(crate) struct Wish<'a> {
     pub(crate) rehearse: bool,
     /// Of a clone, its network.
     pub(crate) net: GuestNet,
+    /// Programs that serve disks to each.
+    pub(crate) servers: u32,
 }
 
 impl<'a> Wish<'a> {
     /// One of that name.
-    pub(crate) fn one(name: &'a str) -> Self {
-        Self { name: Some(name), count: 1, rollback: false, rehearse: false, net: GuestNet::Kind }
+    pub(crate) fn one(name: &'a str, servers: u32) -> Self {
+        let (name, net) = (Some(name), GuestNet::Kind);
+        Self { name, count: 1, rollback: false, rehearse: false, net, servers }
     }
 }
 
@@ -170,7 +175,8 @@ pub(crate) fn wait_for(
     what: &str,
 ) -> Result<(Waiting, Vec<UnixStream>)> {
     let one = (Some(name.to_owned()), false, 1);
-    let mut waiting = start(socket, snapshot, one, &GuestNet::Kind, what)?;
+    let servers = Servers::start(0, what)?;
+    let mut waiting = start(socket, snapshot, one, (&GuestNet::Kind, servers), what)?;
     if let Some(failure) = waiting.another_version(what) {
         return Err(failure);
     }
@@ -185,11 +191,14 @@ pub(crate) fn revive(
     wish: &Wish<'_>,
     what: &str,
 ) -> Result<Vec<RevivedTenant>> {
-    let &Wish { name, count, rollback, rehearse, ref net } = wish;
+    let &Wish { name, count, rollback, rehearse, ref net, servers } = wish;
     let mut waiting = Vec::new();
-    for index in 1..=count {
+    let each = (1..=count).map(|_| Servers::start(servers, what));
+    let mut servers = each.collect::<Result<Vec<_>>>()?.into_iter();
+    for (index, servers) in (1..=count).zip(&mut servers) {
         let name = name.map(|name| clone_name(name, index, count));
-        waiting.push(start(socket, snapshot, (name, rollback, index), net, what)?);
+        let one = (name, rollback, index);
+        waiting.push(start(socket, snapshot, one, (net, servers), what)?);
     }
     let mut alive = Vec::new();
     for one in &mut waiting {
@@ -254,7 +263,7 @@ fn start(
     socket: &Path,
     snapshot: &SnapshotRef,
     (name, rollback, number): (Option<String>, bool, u32),
-    net: &GuestNet,
+    (net, servers): (&GuestNet, Servers),
     what: &str,
 ) -> Result<Waiting> {
     let request = Request::GuestAgain { snapshot: snapshot.clone(), name, rollback };
@@ -286,7 +295,20 @@ fn start(
     // Asking the program takes as long as half of its start does.
     let version = strata_vm::Version::written(&launch.version);
     let version = version.ok_or_else(|| misunderstood(what))?;
-    let (words, second) = line(&name, &guest, launch, version, (&directory, networks), what)?;
+    let here = Path::new(&launch.directory);
+    let (disks, images) = disks_again(&launch.disks, here, &others(&guest))
+        .map_err(|why| vm::refusal_of(what, why))?;
+    let mut exports = Exports::start_again(&disks, servers, socket, what)?;
+    if let Some(bytes) = launch.swap_bytes {
+        exports.add_swap(ByteSize(bytes), &name, socket, what)?;
+    }
+    exports.serve_in(&directory, what)?;
+    let own_directory = File::open(&directory).map_err(|error| Failure::new(what, error))?;
+    // The next one of its name gets this path, and this QEMU connects anew when it likes.
+    let sockets = PathBuf::from(format!("/proc/self/fd/{}", own_directory.as_raw_fd()));
+    let served = Disks { disks, images, sockets };
+    let place = (&*directory, networks);
+    let (words, second) = line(&name, &guest, launch, version, place, served, what)?;
     own = own.map(|own| own.with_taps(second.taps));
     let library = place::installed(run::LIBRARY);
     let preload = std::env::var_os(run::LD_PRELOAD);
@@ -298,7 +320,8 @@ fn start(
             .todo("see to the file, or to its directory")
     };
     let out = File::create(&log).map_err(failed)?;
-    let child = Command::new(&program.path)
+    let mut command = Command::new(&program.path);
+    command
         .arg0(&first)
         .args(words)
         .envs(environment)
@@ -307,12 +330,21 @@ fn start(
         .stdout(out.try_clone().map_err(failed)?)
         .stderr(out)
         // Not the terminal's: it stays when whoever asked has gone.
-        .process_group(0)
-        .spawn()
-        .map_err(failed)?;
+        .process_group(0);
+    let child = exports.end_with(own_directory, what, || command.spawn())?;
     let (child, consoles) = (Some(child), second.consoles);
     let qemu = Some((program, launch.version.clone()));
     Ok(Waiting { child, domain: None, name, log, consoles, own, qemu })
+}
+
+/// What a guest has in the place of its disks.
+struct Disks {
+    /// Those that are read through pools.
+    disks: Vec<PoolDisk>,
+    /// Images of its command line.
+    images: Vec<OtherDisk>,
+    /// Where its QEMU sees the sockets of what is served to it.
+    sockets: PathBuf,
 }
 
 /// QEMU's words for a guest that waits, and what of it is not as it was.
@@ -322,12 +354,12 @@ fn line(
     launch: &Launch,
     version: strata_vm::Version,
     (directory, networks): (&Path, Networks<'_>),
+    Disks { disks, images, sockets }: Disks,
     what: &str,
 ) -> Result<(Vec<OsString>, Again)> {
     let words: Vec<OsString> = launch.command.iter().skip(1).map(Into::into).collect();
     let here = Path::new(&launch.directory);
-    let disks = others(guest);
-    let second = again(&words, name, directory, (here, &disks), networks);
+    let second = again(&words, name, directory, (here, &images), networks);
     let second = second.map_err(|why| vm::refusal_of(what, why))?;
     let written = directory.to_string_lossy();
     // Of one that takes another's place: it gets that one's directory.
@@ -339,6 +371,8 @@ fn line(
     let wish = (Some(name), Some(ByteSize(guest.memory_bytes)));
     let mut plan = vm::planned(&first, &second.words, wish, version, here, what)?;
     // Those of earlier versions have it with a balloon alone that follows its guest.
+    (plan.disks, plan.sockets) = (disks, Some(sockets));
+    plan.swap = launch.swap_bytes.is_some();
     plan.agent = guest.agent || guest.self_balloon.is_some();
     if guest.self_balloon.is_some() {
         plan.balloon_by_itself().map_err(|why| vm::refusal_of(what, why))?;
@@ -354,6 +388,7 @@ pub(crate) fn others(guest: &GuestSpec) -> Vec<OtherDisk> {
         said: PathBuf::from(&disk.said),
         path: disk.opened.clone(),
         format: disk.format.clone(),
+        layers: disk.layers.clone(),
     };
     guest.disks.iter().map(other).collect()
 }

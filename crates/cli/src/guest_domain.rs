@@ -111,7 +111,7 @@ pub(crate) fn rollback(
     }
     let target = SnapshotRef::from(found.id.clone());
     let rehearsal = format!("{name}-rehearsal");
-    let wish = Wish { rehearse: true, ..Wish::one(&rehearsal) };
+    let wish = Wish { rehearse: true, ..Wish::one(&rehearsal, 0) };
     guest_again::revive(socket, &target, &wish, what)?;
     let request = Request::Snapshot { name: name.to_owned(), label: None, persist: false };
     let Reply::Snapshot { snapshot: now, .. } = long(socket, &request, what)? else {
@@ -119,7 +119,7 @@ pub(crate) fn rollback(
     };
     let undo = SnapshotRef::from(now.id.clone());
     let back =
-        |snapshot: &SnapshotRef| guest_again::revive(socket, snapshot, &Wish::one(name), what);
+        |snapshot: &SnapshotRef| guest_again::revive(socket, snapshot, &Wish::one(name, 0), what);
     let forget = || {
         let request = Request::SnapshotRemove { snapshot: undo.clone() };
         if let Err(failure) = long(socket, &request, what) {

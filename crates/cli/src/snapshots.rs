@@ -170,7 +170,8 @@ pub(crate) fn rollback(name: &str, target: RollbackTarget) -> Result<()> {
         return print(&guests.iter().map(revived).collect::<String>());
     }
     if found.guest {
-        let wish = guest_again::Wish { rollback: true, ..guest_again::Wish::one(name) };
+        let wish =
+            guest_again::Wish { rollback: true, ..guest_again::Wish::one(name, found.servers) };
         return print_guests(&socket, &found.id.into(), &wish, &what);
     }
     let request = Request::Rollback { name: name.to_owned(), snapshot: found.id.into() };
@@ -183,7 +184,7 @@ pub(crate) fn restore(snapshot: SnapshotRef, name: Option<String>) -> Result<()>
     let (socket, found) = find(&snapshot)?;
     if found.guest {
         let name = name.unwrap_or(found.tenant);
-        let wish = guest_again::Wish::one(&name);
+        let wish = guest_again::Wish::one(&name, found.servers);
         return print_guests(&socket, &found.id.into(), &wish, &what);
     }
     print_revived(&socket, &Request::Restore { snapshot: found.id.into(), name }, &what)
@@ -221,8 +222,10 @@ pub(crate) fn clone(arguments: &CloneArguments) -> Result<()> {
             (name, _) => name.clone(),
         };
         let (name, count) = (name.as_deref(), arguments.count);
+        let servers = found.servers;
         let net = GuestNet::wished(&arguments.network, &what)?;
-        let wish = guest_again::Wish { name, count, rollback: false, rehearse: false, net };
+        let wish =
+            guest_again::Wish { name, count, rollback: false, rehearse: false, net, servers };
         return print_guests(&socket, &found.id.into(), &wish, &what);
     }
     if let Some(NetArgument::Bridge(_)) = arguments.network.net {

@@ -125,6 +125,7 @@ pub(crate) fn snapshot(id: &str, parent: Option<&str>) -> strata_api::SnapshotIn
         guest: false,
         libvirt: false,
         disks: Vec::new(),
+        servers: 0,
         processes: 1,
         uid: 1000,
         command: vec!["server".into()],

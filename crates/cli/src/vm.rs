@@ -42,7 +42,7 @@ pub(crate) fn run(arguments: &VmRunArguments) -> Result<ExitCode> {
     let here = std::env::current_dir().unwrap_or_default();
     let wish = (arguments.name.as_deref(), arguments.memory);
     let mut plan = planned(&command[0], &command[1..], wish, version, &here, &what)?;
-    plan.disks = pool_disks::read(&arguments.disk, &what)?;
+    plan.disks = pool_disks::read(&arguments.disk, &here, &what)?;
     plan.swap =
         arguments.swap.map(|size| pool_disks::check_swap(size, &what)).transpose()?.is_some();
     if arguments.balloon.settings(plan.memory, &what)?.is_some() {
@@ -89,14 +89,13 @@ fn start(
         memory_bytes: plan.memory.0,
         machine: plan.machine.clone(),
         balloon: plan.balloon.clone(),
-        // A clone could have none of those disks.
-        launch: launch(&arguments.command, version).filter(|_| plan.disks.is_empty() && !plan.swap),
+        launch: launch(arguments, version),
         disks: Vec::new(),
         self_balloon: arguments.balloon.settings(plan.memory, what)?,
         libvirt: None,
         agent: plan.agent,
     };
-    let request = Request::Guest { name: tenant.name.clone(), guest };
+    let request = Request::Guest { name: tenant.name.clone(), guest: Box::new(guest) };
     let reply = ask(&tenant.socket, &request).map_err(|none| none.failure(what, &tenant.socket))?;
     let directory = match reply {
         Reply::Guest { directory } => PathBuf::from(directory),
@@ -128,11 +127,13 @@ fn start(
 }
 
 /// How it is started once more.
-fn launch(command: &[OsString], version: Version) -> Option<Launch> {
+fn launch(arguments: &VmRunArguments, version: Version) -> Option<Launch> {
     let text = |word: &OsString| word.to_str().map(str::to_owned);
     let directory = std::env::current_dir().ok()?.into_os_string().into_string().ok()?;
-    let command = command.iter().map(text).collect::<Option<_>>()?;
-    Some(Launch { command, directory, version: version.to_string() })
+    let command = arguments.command.iter().map(text).collect::<Option<_>>()?;
+    let disks = arguments.disk.clone();
+    let swap_bytes = arguments.swap.map(|size| size.0);
+    Some(Launch { command, directory, version: version.to_string(), disks, swap_bytes })
 }
 
 /// Says what the guest is, and what was added for it.

@@ -165,7 +165,7 @@ impl Commands {
                 self.run(peer, known, name, dram_bytes, command)
             }
             Request::Guest { name, guest } => {
-                self.with(peer, &name, |tenant| self.guests.make(peer, tenant, guest))
+                self.with(peer, &name, |tenant| self.guests.make(peer, tenant, *guest))
             }
             Request::GuestAgain { snapshot, name, rollback } => {
                 self.guest_again(peer, &snapshot, (name, rollback), tell)

@@ -96,6 +96,7 @@ mod tests {
             guest: false,
             libvirt: false,
             disks: Vec::new(),
+            servers: 0,
             processes: 1,
             uid: 0,
             command: vec![],

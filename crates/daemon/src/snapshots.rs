@@ -14,6 +14,7 @@ mod freezing;
 mod guest;
 mod guest_disks;
 mod guest_files;
+mod guest_swap;
 mod in_file;
 mod lineage;
 mod machine;

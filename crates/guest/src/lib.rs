@@ -6,7 +6,7 @@
 //!
 //! A [`Persistent`] pool is an image in memory, of which nothing is ever dropped: a guest's
 //! swap disk. It is in the process that serves it, which tells the daemon its figures
-//! ([`report`]).
+//! ([`report`]), and has the pages of a moment ([`moment`]).
 //!
 //! They are two processes: the pool is in the daemon ([`serve`]), the disk in a program of
 //! its own, `strata-export`, with the rights of the guest's user; [`Link`] is what goes
@@ -18,6 +18,7 @@
 mod disk;
 mod export;
 mod link;
+pub mod moment;
 pub mod nbd;
 mod persistent;
 mod pool;

@@ -16,6 +16,7 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::{Arc, PoisonError, RwLock};
 
 use strata_store::{Descriptors, Put, PutError, Store, StoreConfig, StoreError};
 use strata_sys::{Allocation, FileStamp, SharedMemory};
@@ -108,6 +109,43 @@ pub struct Persistent {
     /// Whether the machine has memory for more.
     has_room: Box<dyn Fn() -> bool + Send + Sync>,
     counters: Counters,
+    /// Held while a page takes another's place, by one alone while a moment is taken.
+    changing: RwLock<()>,
+}
+
+/// The pages of one moment. Dropped, it lets go of them.
+pub(crate) struct Moment {
+    disk: Arc<Persistent>,
+    /// Which pages there are, and what the map said of them.
+    indexes: Vec<u32>,
+    entries: Vec<u64>,
+}
+
+impl Moment {
+    /// Positions of them, in the order of the disk.
+    pub(crate) fn pages(&self) -> Range<usize> {
+        0..self.indexes.len()
+    }
+
+    /// Which page of the disk that one is.
+    pub(crate) fn number(&self, position: usize) -> u64 {
+        self.indexes[position].into()
+    }
+
+    pub(crate) fn get(&self, position: usize, out: &mut Page) -> io::Result<()> {
+        let entry = self.entries[position];
+        let read = entry != LOST && self.disk.store.get(handle_of(entry), out).is_ok();
+        if read { Ok(()) } else { Err(corrupt(self.number(position))) }
+    }
+}
+
+impl Drop for Moment {
+    fn drop(&mut self) {
+        for &entry in self.entries.iter().filter(|&&entry| entry != LOST) {
+            self.disk.store.release(handle_of(entry));
+        }
+        self.disk.store.reap();
+    }
 }
 
 impl std::fmt::Debug for Persistent {
@@ -188,7 +226,8 @@ impl Persistent {
                 }
             }
         }
-        Ok(Self { store: recovery.finish(), map, touched, size_bytes, has_room, counters })
+        let (store, changing) = (recovery.finish(), RwLock::default());
+        Ok(Self { store, map, touched, size_bytes, has_room, counters, changing })
     }
 
     /// What the map says of a page.
@@ -249,6 +288,7 @@ impl Persistent {
 
     /// Names another page, and gives up the one that was there; whether there was one.
     fn replace(&self, index: u64, entry: u64) -> bool {
+        let _changing = self.changing.read().unwrap_or_else(PoisonError::into_inner);
         self.touched[(index / ENTRIES) as usize].store(true, Release);
         let before = self.map.atomic_u64(index * ENTRY_BYTES).swap(entry, AcqRel);
         match (before == NOTHING, entry == NOTHING) {
@@ -260,6 +300,30 @@ impl Persistent {
             self.store.release(handle_of(before));
         }
         before != NOTHING
+    }
+
+    /// The pages of now: a reference to each.
+    pub(crate) fn freeze(self: &Arc<Self>) -> Moment {
+        let (mut indexes, mut entries) = (Vec::new(), Vec::new());
+        let alone = self.changing.write().unwrap_or_else(PoisonError::into_inner);
+        for (page, touched) in self.touched.iter().enumerate() {
+            if !touched.load(Acquire) {
+                continue;
+            }
+            let first = page as u64 * ENTRIES;
+            for index in first..(first + ENTRIES).min(self.size_bytes / PAGE) {
+                let entry = self.map.atomic_u64(index * ENTRY_BYTES).load(Acquire);
+                if entry != NOTHING {
+                    indexes.push(index as u32);
+                    entries.push(entry);
+                }
+            }
+        }
+        let handles: Vec<_> =
+            entries.iter().filter(|&&entry| entry != LOST).map(|&entry| handle_of(entry)).collect();
+        self.store.retain_all(&handles);
+        drop(alone);
+        Moment { disk: Arc::clone(self), indexes, entries }
     }
 
     /// Has pages be zero, which costs nothing.
@@ -368,7 +432,7 @@ impl Image for Persistent {
 }
 
 /// So that a disk can have it, and others see its figures.
-impl Image for std::sync::Arc<Persistent> {
+impl Image for Arc<Persistent> {
     fn waits(&self) -> bool {
         (**self).waits()
     }

@@ -90,6 +90,8 @@ pub struct OtherDisk {
     pub path: String,
     /// `raw` or `qcow2`.
     pub format: String,
+    /// Of one that is read through a pool: the images that it is over, the nearest first.
+    pub layers: Vec<String>,
 }
 
 /// A command line for a second guest.

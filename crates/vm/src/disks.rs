@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
+use crate::pool_disks::Served;
 use crate::qmp::{Monitor, QmpError};
 use crate::state::{StateError, plain, unfit};
 
@@ -58,17 +59,22 @@ pub struct CopyProgress {
 /// One cannot be copied, and why; or its monitor does not answer.
 pub fn written(monitor: &mut Monitor) -> Result<Vec<WrittenDisk>, StateError> {
     let nodes = monitor.execute("query-named-block-nodes", Some(json!({ "flat": true })))?;
-    of_nodes(&nodes).map(|(disks, _)| disks)
+    of_nodes(&nodes, &[]).map(|(disks, _)| disks)
 }
 
-/// The disks that are written, and the files that are only read.
-pub(crate) fn of_nodes(nodes: &Value) -> Result<(Vec<WrittenDisk>, Vec<String>), StateError> {
+/// The disks that are written, and the files that are only read. `served`: what somebody of
+/// Strata's serves, or an overlay above that: each is one image in a file, or in no file.
+pub(crate) fn of_nodes(
+    nodes: &Value,
+    served: &[Served],
+) -> Result<(Vec<WrittenDisk>, Vec<String>), StateError> {
     let nodes = nodes.as_array().ok_or(QmpError::Nonsense("no list of its drives"))?;
     let (mut written, mut read, mut layers) = (BTreeMap::new(), Vec::new(), BTreeSet::new());
     let mut over = BTreeMap::new();
+    let mut disks = Vec::new();
     for node in nodes {
         let text = |key: &str| node.get(key).and_then(Value::as_str).unwrap_or_default();
-        let (file, driver) = (text("file").to_owned(), text("drv"));
+        let (mut file, driver) = (text("file").to_owned(), text("drv"));
         if [NODE, FILTER].iter().any(|ours| text("node-name").starts_with(ours)) {
             continue;
         }
@@ -83,6 +89,16 @@ pub(crate) fn of_nodes(nodes: &Value) -> Result<(Vec<WrittenDisk>, Vec<String>),
             }
             continue;
         }
+        match served.iter().find(|one| one.node == text("node-name")) {
+            None => {}
+            Some(Served { image: None, .. }) => continue,
+            Some(Served { image: Some(image), .. }) if driver == "nbd" => {
+                disks.push(disk(node, image, "raw")?);
+                continue;
+            }
+            // Of an overlay that was told what it is over QEMU has no such name.
+            Some(Served { image: Some(image), .. }) => file.clone_from(image),
+        }
         let (format, protocols) = written.entry(file.clone()).or_insert((None, 0_u32));
         match driver {
             "file" => *protocols += 1,
@@ -96,7 +112,6 @@ pub(crate) fn of_nodes(nodes: &Value) -> Result<(Vec<WrittenDisk>, Vec<String>),
             }
         }
     }
-    let mut disks = Vec::new();
     for (file, found) in written {
         match found {
             (Some(disk), 1) => disks.push(WrittenDisk { layers: layers_of(&file, &over), ..disk }),
@@ -320,7 +335,12 @@ mod tests {
     use crate::qmp::tests::answering;
 
     fn nodes(text: &str) -> Result<(Vec<WrittenDisk>, Vec<String>), StateError> {
-        of_nodes(&serde_json::from_str(text).expect("JSON"))
+        let one = |node: &str, image: Option<&str>| Served {
+            node: node.into(),
+            image: image.map(Into::into),
+        };
+        let served = [one("image", Some("/raw")), one("swap", None), one("over", Some("/o"))];
+        of_nodes(&serde_json::from_str(text).expect("JSON"), &served)
     }
 
     #[test]
@@ -352,6 +372,25 @@ mod tests {
         let first = WrittenDisk { backing, layers, ..disk("#2", "/a", "qcow2", 9) };
         assert_eq!(disks, [first, disk("d", "/b", "raw", 5)]);
         assert_eq!(read, ["/base", "/under"]);
+    }
+
+    #[test]
+    fn what_is_served_is_the_image_that_it_is_served_from() {
+        let (disks, read) = nodes(
+            r#"[{"ro": false, "drv": "nbd", "file": "nbd+unix:///?s=a", "node-name": "image",
+                 "image": {"virtual-size": 9}},
+                {"ro": false, "drv": "nbd", "file": "nbd+unix:///?s=b", "node-name": "swap"},
+                {"ro": true, "drv": "nbd", "file": "nbd+unix:///?s=c", "node-name": "base"},
+                {"ro": false, "drv": "file", "file": "/o"},
+                {"ro": false, "drv": "qcow2", "file": "json:{}", "node-name": "over",
+                 "image": {"virtual-size": 7}}]"#,
+        )
+        .expect("two disks");
+        assert_eq!((disks.len(), read.len()), (2, 0));
+        assert_eq!((&*disks[1].file, &*disks[1].format, disks[1].bytes), ("/o", "qcow2", 7));
+        assert_eq!((&*disks[0].file, &*disks[0].format, disks[0].bytes), ("/raw", "raw", 9));
+        let other = r#"[{"ro": false, "drv": "nbd", "file": "nbd://x", "node-name": "x"}]"#;
+        assert!(nodes(other).expect_err("somebody's").to_string().contains("of the kind nbd"));
     }
 
     #[test]

@@ -130,6 +130,7 @@ mod tests {
             said: said.into(),
             path: path.into(),
             format: format.into(),
+            layers: Vec::new(),
         };
         let disks = [disk("/d/a.img", "/d/a.b", "qcow2"), disk("/d/v,1.qcow2", "/n", "qcow2")];
         let here = Path::new("/d");

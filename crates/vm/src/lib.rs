@@ -37,7 +37,9 @@ pub use domain::{
 };
 pub use line::{MONITOR_SOCKET_NAME, Plan, Wish, plan};
 pub use networks::{CloneNetworks, NetworkWish, Networks};
-pub use pool_disks::{Format, PoolDisk, SWAP_SOCKET_NAME, socket_name};
+pub use pool_disks::{
+    Format, PoolDisk, SWAP_MOMENTS_NAME, SWAP_SOCKET_NAME, Served, disks_again, served, socket_name,
+};
 pub use qmp::{Monitor, QmpError};
 pub use refusals::Refusal;
 pub use version::{OLDEST, Version};

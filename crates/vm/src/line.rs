@@ -71,6 +71,8 @@ pub struct Plan {
     pub disks: Vec<PoolDisk>,
     /// It has a swap disk of Strata's.
     pub swap: bool,
+    /// Where QEMU sees the sockets of those; none: in the guest's directory.
+    pub sockets: Option<PathBuf>,
     /// It has a port for an agent in it.
     pub agent: bool,
     items: Vec<Item>,
@@ -109,6 +111,7 @@ pub fn plan(words: &[OsString], wish: &Wish<'_>) -> Result<Plan, Refusal> {
         notes: Vec::new(),
         disks: Vec::new(),
         swap: false,
+        sockets: None,
         agent: false,
         items: line.items,
         ram,
@@ -181,9 +184,10 @@ impl Plan {
         if self.agent {
             added.extend(agent_port::words(&self.machine, directory)?);
         }
-        added.extend(pool_disks::words(&self.disks, &self.machine, directory)?);
+        let sockets = self.sockets.as_deref().unwrap_or(directory);
+        added.extend(pool_disks::words(&self.disks, &self.machine, sockets)?);
         if self.swap {
-            added.extend(pool_disks::swap_words(&self.machine, directory)?);
+            added.extend(pool_disks::swap_words(&self.machine, sockets)?);
         }
         Ok(added)
     }

@@ -4,6 +4,7 @@
 
 use std::path::Path;
 
+use crate::again::OtherDisk;
 use crate::line::{path_in, socket_at};
 use crate::options::escaped;
 use crate::refusals::Refusal;
@@ -45,6 +46,9 @@ pub struct PoolDisk {
     pub format: Format,
     /// Where what the guest writes goes: a qcow2 above the image, which stays as it is.
     pub overlay: Option<String>,
+    /// Of a guest that came from a snapshot: copies of overlays that this one is over, the
+    /// nearest first, and that are over the image.
+    pub between: Vec<String>,
     /// The guest writes nothing.
     pub read_only: bool,
 }
@@ -106,13 +110,52 @@ impl PoolDisk {
         if format == Format::Qcow2 && !read_only && overlay.is_none() {
             return refuse("a qcow2 cannot grow in an export: give it an overlay");
         }
-        Ok(Self { image, pool, format, overlay, read_only })
+        Ok(Self { image, pool, format, overlay, between: Vec::new(), read_only })
     }
 
     /// Whether the image itself is only read.
     #[must_use]
     pub fn image_is_read_only(&self) -> bool {
         self.read_only || self.overlay.is_some()
+    }
+
+    /// The file that the guest writes to, if it writes.
+    #[must_use]
+    pub fn written(&self) -> Option<&str> {
+        let own = (!self.read_only).then_some(&self.image);
+        self.overlay.as_ref().or(own).map(String::as_str)
+    }
+
+    /// The same disk of a guest that has `others` in the place of the images that the first
+    /// one writes to. Its paths are absolute.
+    fn again(&self, here: &Path, others: &[OtherDisk]) -> Result<Self, Refusal> {
+        let whole = |path: &str| path_in(here, path);
+        let (image, read_only) = (whole(&self.image)?, self.read_only);
+        let mut disk = Self { image, between: Vec::new(), ..self.clone() };
+        let written = self.written().map(|path| here.join(path));
+        match written.and_then(|path| others.iter().find(|other| here.join(&other.said) == path)) {
+            Some(OtherDisk { path, layers, .. }) => match layers.split_last() {
+                None => disk.image = whole(path)?,
+                Some((image, between)) => {
+                    disk.image = whole(image)?;
+                    disk.between =
+                        between.iter().map(|one| whole(one)).collect::<Result<_, _>>()?;
+                    disk.overlay = Some(whole(path)?);
+                }
+            },
+            None => disk.overlay = self.overlay.as_deref().map(whole).transpose()?,
+        }
+        Ok(Self { read_only, ..disk })
+    }
+
+    /// The image that its overlay is right above, and that one's format.
+    #[must_use]
+    pub fn below(&self) -> Option<(&str, &'static str)> {
+        self.overlay.as_ref()?;
+        Some(match self.between.first() {
+            Some(copy) => (copy, Format::Qcow2.name()),
+            None => (&self.image, self.format.name()),
+        })
     }
 
     /// QEMU's words for the disk of that number.
@@ -122,15 +165,23 @@ impl PoolDisk {
         machine: &str,
         directory: &Path,
     ) -> Result<Vec<[String; 2]>, Refusal> {
-        let node = format!("strata-disk{index}");
+        let node = node_name(index);
         let rights = if self.image_is_read_only() { "read-only=on" } else { "discard=unmap" };
-        let image = format!("{node}-image");
+        let image = image_name(index);
         let mut words = vec![client(&image, &socket_name(index), directory, rights)?];
         let mut top = image;
         if self.format == Format::Qcow2 {
             let base = format!("driver=qcow2,node-name={node}-base,file={top},read-only=on");
             words.push(["-blockdev".to_owned(), base]);
             top = format!("{node}-base");
+        }
+        for (number, copy) in self.between.iter().enumerate().rev() {
+            let (name, copy) = (format!("{node}-under{number}"), escaped(copy));
+            let under = format!(
+                "driver=qcow2,node-name={name},file.driver=file,file.filename={copy},backing={top},read-only=on"
+            );
+            words.push(["-blockdev".to_owned(), under]);
+            top = name;
         }
         if let Some(overlay) = &self.overlay {
             let overlay = escaped(overlay);
@@ -143,6 +194,58 @@ impl PoolDisk {
         words.push(device(machine, &node, &top, ""));
         Ok(words)
     }
+}
+
+fn node_name(index: usize) -> String {
+    format!("strata-disk{index}")
+}
+
+fn image_name(index: usize) -> String {
+    format!("{}-image", node_name(index))
+}
+
+/// What a guest writes to, as its QEMU has it, that is served to that, or is above what is.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Served {
+    /// QEMU's name of it.
+    pub node: String,
+    /// The image that it is; none: it is in no file.
+    pub image: Option<String>,
+}
+
+/// What a guest of these disks can write to.
+#[must_use]
+pub fn served(disks: &[PoolDisk], swap: bool) -> Vec<Served> {
+    let one = |(index, disk): (usize, &PoolDisk)| {
+        let name = if disk.overlay.is_some() { node_name } else { image_name };
+        Some(Served { node: name(index), image: Some(disk.written()?.to_owned()) })
+    };
+    let mut served: Vec<_> = disks.iter().enumerate().filter_map(one).collect();
+    served.extend(swap.then(|| Served { node: SWAP_NAME.to_owned(), image: None }));
+    served
+}
+
+/// The disks, as `--disk` says them, of a guest that has `others` in the place of the images
+/// that the first one writes to; and those of `others` that are none of them. Relative paths
+/// are relative to `here`.
+///
+/// # Errors
+/// They make no disks: why.
+pub fn disks_again(
+    disks: &[String],
+    here: &Path,
+    others: &[OtherDisk],
+) -> Result<(Vec<PoolDisk>, Vec<OtherDisk>), Refusal> {
+    // What a guest has written to a raw image says nothing.
+    let said = disks.iter().map(|text| PoolDisk::parse(text, |_| false));
+    let said: Vec<PoolDisk> = said.collect::<Result<_, _>>()?;
+    let is_one = |other: &&OtherDisk| {
+        let path = here.join(&other.said);
+        said.iter().any(|disk| disk.written().is_some_and(|written| here.join(written) == path))
+    };
+    let rest = others.iter().filter(|other| !is_one(other)).cloned().collect();
+    let again = said.iter().map(|disk| disk.again(here, others));
+    Ok((again.collect::<Result<_, _>>()?, rest))
 }
 
 /// QEMU as the client of whoever serves a disk.
@@ -166,6 +269,8 @@ fn device(machine: &str, node: &str, top: &str, more: &str) -> [String; 2] {
 
 /// What the socket of a guest's swap disk is called, in the guest's directory.
 pub const SWAP_SOCKET_NAME: &str = "swap.sock";
+/// What the socket for its pages of a moment is called there.
+pub const SWAP_MOMENTS_NAME: &str = "swap.pages";
 /// What the guest knows its swap disk by: /dev/disk/by-id/virtio-strata-swap.
 const SWAP_NAME: &str = "strata-swap";
 
@@ -255,6 +360,50 @@ mod tests {
     }
 
     #[test]
+    fn a_second_guest_has_other_images_over_the_same_one() {
+        let here = Path::new("/d");
+        let said = ["b.img,cache=p,overlay=o", "raw,cache=p", "c.img,cache=p,readonly=on"];
+        let said = said.map(str::to_owned);
+        let other = |said: &str, path: &str, layers: &[&str]| OtherDisk {
+            said: said.into(),
+            path: path.into(),
+            format: "qcow2".into(),
+            layers: layers.iter().map(|&layer| layer.to_owned()).collect(),
+        };
+        let (same, rest) = disks_again(&said, here, &[]).expect("disks");
+        assert_eq!((same[0].below(), rest.len()), (Some(("/d/b.img", "raw")), 0));
+        assert_eq!(same[1].below(), None);
+        let over = Served { node: "strata-disk0".into(), image: Some("/d/o".into()) };
+        let raw = Served { node: "strata-disk1-image".into(), image: Some("/d/raw".into()) };
+        let swap = Served { node: "strata-swap".into(), image: None };
+        assert_eq!(served(&same, true), [over, raw, swap]);
+        // A clone of a clone.
+        let others = [
+            other("/d/o", "/d/o.y", &["/d/o.x@1", "/d/o.a@1", "/d/b.img"]),
+            other("/d/raw", "/d/raw.y", &["/d/raw.a@1"]),
+            other("/d/e", "/d/e.y", &[]),
+        ];
+        let (disks, rest) = disks_again(&said, here, &others).expect("disks");
+        assert_eq!(rest, [others[2].clone()]);
+        assert_eq!(disks[0].below(), Some(("/d/o.x@1", "qcow2")));
+        let text = words(&disks, "q35", Path::new("/g")).expect("words").concat().join(" ");
+        for part in [
+            "node-name=strata-disk0-under1,file.driver=file,file.filename=/d/o.a@1,backing=strata-disk0-image,read-only=on",
+            "node-name=strata-disk0-under0,file.driver=file,file.filename=/d/o.x@1,backing=strata-disk0-under1,read-only=on",
+            "node-name=strata-disk0,file.driver=file,file.filename=/d/o.y,backing=strata-disk0-under0,",
+            "node-name=strata-disk1,file.driver=file,file.filename=/d/raw.y,backing=strata-disk1-image,",
+        ] {
+            assert!(text.contains(part), "{part} is not in {text}");
+        }
+        assert_eq!((&*disks[1].image, &*disks[2].image), ("/d/raw.a@1", "/d/c.img"));
+        // The one that goes back.
+        let back = [other("/d/raw", "/d/raw.strata", &[])];
+        let (disks, _) = disks_again(&said, here, &back).expect("disks");
+        assert_eq!((&*disks[1].image, disks[1].overlay.is_none()), ("/d/raw.strata", true));
+        assert_eq!(disks[0].overlay.as_deref(), Some("/d/o"));
+    }
+
+    #[test]
     fn what_makes_no_disk_is_refused() {
         for (text, why) in [
             ("", "names no image"),
@@ -270,6 +419,7 @@ mod tests {
             assert!(refused.contains(why), "{text}: {refused}");
         }
         let disk = parse("a.img,cache=p").expect("a disk");
+        assert!(disks_again(&["a.img".to_owned()], Path::new("/d"), &[]).is_err());
         assert!(words(&vec![disk.clone(); 9], "q35", Path::new("/d")).is_err());
         assert!(words(std::slice::from_ref(&disk), "isapc", Path::new("/d")).is_err());
         assert!(words(&[disk], "q35", Path::new(&"/d".repeat(60))).is_err());

@@ -13,6 +13,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use crate::disks::{self, WrittenDisk};
+use crate::pool_disks::Served;
 use crate::qmp::{Monitor, QmpError};
 use crate::version::Version;
 
@@ -63,11 +64,15 @@ pub struct Footing {
 }
 
 /// Asks a guest what a snapshot must know. `is_copied`: its disks are being copied, and that
-/// goes on.
+/// goes on; `served`: disks of it that Strata serves.
 ///
 /// # Errors
 /// It cannot have one, and why; or its monitor does not answer.
-pub fn footing(monitor: &mut Monitor, is_copied: bool) -> Result<Footing, StateError> {
+pub fn footing(
+    monitor: &mut Monitor,
+    is_copied: bool,
+    served: &[Served],
+) -> Result<Footing, StateError> {
     let status = status(monitor)?;
     if status != "running" && status != "paused" {
         return Err(unfit(format!("it is neither running nor paused ({})", plain(&status))));
@@ -77,7 +82,7 @@ pub fn footing(monitor: &mut Monitor, is_copied: bool) -> Result<Footing, StateE
         disks::clean(monitor)?;
     }
     let nodes = monitor.execute("query-named-block-nodes", Some(json!({"flat": true})))?;
-    let (disks, files) = disks::of_nodes(&nodes)?;
+    let (disks, files) = disks::of_nodes(&nodes, served)?;
     let (id, memory_bytes) = one_memory(&monitor.execute("query-memdev", None)?)?;
     for name in capabilities(monitor)? {
         if !HARMLESS.contains(&name.as_str()) {
@@ -306,7 +311,7 @@ mod tests {
         ("query-migrate-capabilities", r#"[{"capability": "events", "state": true}]"#);
 
     fn why(answers: &'static [(&str, &str)]) -> String {
-        footing(&mut monitor(answers).0, false).expect_err("unfit").to_string()
+        footing(&mut monitor(answers).0, false, &[]).expect_err("unfit").to_string()
     }
 
     #[test]
@@ -315,8 +320,8 @@ mod tests {
             "query-named-block-nodes",
             r#"[{"ro": true, "drv": "raw", "file": "/a"}, {"ro": true, "drv": "file", "file": "/a"}]"#,
         );
-        let found =
-            footing(&mut monitor(&[RUNS, FILES, ONE_MEMORY, OFF, PLACE]).0, false).expect("fit");
+        let found = footing(&mut monitor(&[RUNS, FILES, ONE_MEMORY, OFF, PLACE]).0, false, &[])
+            .expect("fit");
         let expected = Footing {
             is_running: true,
             memory_start: 0x7f3a_0000_0000,

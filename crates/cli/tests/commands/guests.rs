@@ -66,13 +66,15 @@ fn a_guest_is_a_tenant_with_a_directory() {
             command: command.clone(),
             directory: here.to_str().expect("text").into(),
             version: "7.2".into(),
+            disks: Vec::new(),
+            swap_bytes: None,
         }),
         disks: Vec::new(),
         self_balloon: None,
         libvirt: None,
         agent: true,
     };
-    assert_eq!(*guest, Request::Guest { name: "web1".into(), guest: spec });
+    assert_eq!(*guest, Request::Guest { name: "web1".into(), guest: Box::new(spec) });
 }
 
 #[test]
@@ -155,7 +157,13 @@ fn cloning(
         memory_bytes: 1 << 30,
         machine: "q35".into(),
         balloon: None,
-        launch: Some(Launch { command, directory: "/".into(), version: "7.2".into() }),
+        launch: Some(Launch {
+            command,
+            directory: "/".into(),
+            version: "7.2".into(),
+            disks: Vec::new(),
+            swap_bytes: None,
+        }),
         disks: Vec::new(),
         self_balloon: None,
         libvirt: None,

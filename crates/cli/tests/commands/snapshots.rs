@@ -30,6 +30,7 @@ pub(crate) fn snapshot(id: &str, parent: Option<&str>, label: Option<&str>) -> S
         guest: false,
         libvirt: false,
         disks: Vec::new(),
+        servers: 0,
         processes: 1,
         uid: 0,
         command: vec!["server".into()],

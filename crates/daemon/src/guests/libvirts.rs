@@ -52,6 +52,8 @@ impl Guests {
             command: vec![domain.emulator],
             directory: "/".to_owned(),
             version: version.to_string(),
+            disks: Vec::new(),
+            swap_bytes: None,
         };
         let disks = self.known_spec(tenant).map(|spec| spec.disks).unwrap_or_default();
         // As the command line of a clone has it: what the first one's images are called.

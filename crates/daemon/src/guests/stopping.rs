@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use strata_pager::Tenant;
 use strata_sys::{Priority, log, send_with_fds};
-use strata_vm::Monitor;
 use strata_vm::state::{self, Footing};
+use strata_vm::{Monitor, Served};
 
 use super::disks::{self, DiskCopy};
 use super::monitor::{COPYING, STILL_WITHIN, TRY_EVERY, Talk, name_of};
@@ -37,15 +37,17 @@ pub(crate) struct Stoppable {
 }
 
 impl Stoppable {
-    /// Asks the guest what is to be known before, for which it may take `time`.
+    /// Asks the guest, which has disks that are `served`, what is to be known before, for
+    /// which it may take `time`.
     pub(crate) fn new(
         guests: &Arc<Guests>,
         tenant: &Arc<Tenant>,
+        served: &[Served],
         time: Duration,
     ) -> Result<(Self, Footing, u32), String> {
         let mut talk = guests.talk(tenant, &guests.directory(tenant), time)?;
         let is_mirrored = lock(&guests.mirrored).contains(&name_of(tenant));
-        let footing = state::footing(&mut talk.monitor, is_mirrored);
+        let footing = state::footing(&mut talk.monitor, is_mirrored, served);
         let footing = footing.map_err(|error| error.to_string())?;
         let pid = talk.pid;
         let (guests, tenant) = (Arc::clone(guests), Arc::clone(tenant));

@@ -204,6 +204,7 @@ mod tests {
             format: "raw".into(),
             temporary,
             needs: Vec::new(),
+            layers: Vec::new(),
         }
     }
 

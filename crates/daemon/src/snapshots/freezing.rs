@@ -1,21 +1,25 @@
 //! How a guest is frozen, for a snapshot of it and for a move: what is to be known before, and
 //! one attempt. What is kept of it is its callers' business.
 
-use std::path::Path;
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use strata_api::{GuestDisk, GuestSpec};
+use strata_api::{GuestDisk, GuestSpec, Launch};
+use strata_guest::moment::Taken;
 use strata_pager::{Freeze, Only, SnapshotError, SnapshotRequest, Standing, Tenant};
 use strata_sys::Range;
+use strata_units::SpaceId;
 use strata_vm::disks::WrittenDisk;
-use strata_vm::{Networks, OtherDomain};
+use strata_vm::{Networks, OtherDisk, OtherDomain, PoolDisk, served};
 
 use super::guest::GuestPart;
-use super::guest_disks::{FrozenDisk, Image, others, sum};
+use super::guest_disks::{FrozenDisk, Image, OwnDisk, others, own_disk, sum};
 use super::moving::Once;
 use super::take::captured;
-use super::{Snapshots, Tell, guest_files, lock};
+use super::{Snapshots, Tell, guest_files, guest_swap, lock};
 use crate::guests::{Alone, Stoppable, memory_at};
 
 /// A guest that can be frozen.
@@ -25,8 +29,10 @@ pub(super) struct Freezable<'a> {
     range: Range,
     files: Vec<Image>,
     /// Disks that it writes to, and what QEMU says of them.
-    pub(super) own: Vec<GuestDisk>,
+    pub(super) own: Vec<OwnDisk>,
     pub(super) written: Vec<WrittenDisk>,
+    /// Where its swap disk is served, and its size.
+    swap: Option<(PathBuf, u64)>,
     /// Nobody else asks it.
     pub(super) alone: Alone<'a>,
 }
@@ -45,6 +51,38 @@ pub(super) struct Frozen {
     pub(super) since: Instant,
     /// The state of its devices.
     pub(super) state: Vec<u8>,
+    /// The pages of its swap disk, stored.
+    pub(super) swap: Option<SpaceId>,
+}
+
+/// The pages of a guest's swap disk, on their way into the store.
+enum Swap {
+    Taken(Taken),
+    Going(JoinHandle<Result<SpaceId, String>>),
+    Failed(String),
+}
+
+impl Swap {
+    /// The guest runs: they are read meanwhile.
+    fn goes(self, tenant: &Arc<Tenant>) -> Self {
+        let Self::Taken(taken) = self else { return self };
+        let tenant = Arc::clone(tenant);
+        let going = thread::Builder::new().name("swap".into());
+        match going.spawn(move || guest_swap::stored(&tenant, taken)) {
+            Ok(going) => Self::Going(going),
+            Err(error) => Self::Failed(format!("its swap disk is not read: {error}")),
+        }
+    }
+
+    fn stored(self, tenant: &Arc<Tenant>) -> Result<SpaceId, String> {
+        match self.goes(tenant) {
+            Self::Going(going) => {
+                going.join().unwrap_or_else(|_| Err("its swap disk is not read".to_owned()))
+            }
+            Self::Failed(why) => Err(why),
+            Self::Taken(_) => unreachable!("they go"),
+        }
+    }
 }
 
 impl Snapshots {
@@ -55,11 +93,14 @@ impl Snapshots {
         spec: &GuestSpec,
         time: Duration,
     ) -> Result<Freezable<'a>, String> {
-        let launch = spec.launch.as_ref().ok_or(
-            "how it was started is not known as text, a disk of it is read through a pool, or it has a swap disk (--swap)",
-        )?;
+        let launch = spec
+            .launch
+            .as_ref()
+            .ok_or("how it was started is not known: its command line is no text")?;
         let alone = self.guests.alone(tenant)?;
-        let (stoppable, footing, pid) = Stoppable::new(&self.guests, tenant, time)?;
+        let pooled = pooled(launch, &others(&spec.disks))?;
+        let served = served(&pooled, launch.swap_bytes.is_some());
+        let (stoppable, footing, pid) = Stoppable::new(&self.guests, tenant, &served, time)?;
         if footing.memory_bytes != spec.memory_bytes {
             return Err(format!(
                 "it was promised {} bytes, and has {} bytes of memory that is captured",
@@ -73,12 +114,20 @@ impl Snapshots {
         }
         let range = memory_at(tenant, pid, footing.memory_start, footing.memory_bytes)?;
         let image = |path: &String| Image::of(&launch.directory, path);
-        let files = footing.files.iter().map(image).collect::<Result<_, _>>()?;
-        let own = Self::disks_of(spec, &launch.directory, &footing.disks)?;
+        let mut files: Vec<_> = footing.files.iter().map(image).collect::<Result<_, _>>()?;
+        for disk in pooled.iter().filter(|disk| disk.image_is_read_only()) {
+            files.push(image(&disk.image)?);
+        }
+        let (mut own, mut written) = (Vec::new(), footing.disks);
+        for disk in &mut written {
+            own.push(own_disk(spec, &launch.directory, disk, &pooled)?);
+        }
         // What no guest could come of is of no use.
-        can_come(spec, &tenant.record().name, &self.guests.directory(tenant), &own)?;
+        let disks: Vec<GuestDisk> = own.iter().map(|own| own.disk.clone()).collect();
+        can_come(spec, &tenant.record().name, &self.guests.directory(tenant), &disks)?;
         let stoppable = Arc::new(Mutex::new(stoppable));
-        Ok(Freezable { stoppable, pid, range, files, own, written: footing.disks, alone })
+        let swap = launch.swap_bytes.map(|bytes| (self.guests.directory(tenant), bytes));
+        Ok(Freezable { stoppable, pid, range, files, own, written, swap, alone })
     }
 }
 
@@ -86,7 +135,7 @@ impl Freezable<'_> {
     /// One attempt; none: it is torn. Without it the guest runs on.
     pub(super) fn freeze(
         &self,
-        tenant: &Tenant,
+        tenant: &Arc<Tenant>,
         manner: &Manner<'_>,
         tell: Tell<'_>,
     ) -> Result<Option<Frozen>, String> {
@@ -94,13 +143,35 @@ impl Freezable<'_> {
         let (stops, goes_on) = (Arc::clone(&self.stoppable), Arc::clone(&self.stoppable));
         let stopped = Arc::new(Mutex::new(None));
         let kept = Arc::clone(&stopped);
+        let swap = Arc::new(Mutex::new(None));
+        let (swap_kept, swap_goes) = (Arc::clone(&swap), Arc::clone(&swap));
+        let (disk, uid) = (self.swap.clone(), tenant.record().uid);
+        let storing = Arc::clone(tenant);
         let request = SnapshotRequest {
             freeze: Box::new(move || {
                 let (since, state) = lock(&stops).stop(stay).map_err(SnapshotError::Failed)?;
+                if let Some((directory, bytes)) = disk {
+                    // QEMU has been answered whatever it wrote there.
+                    let taken = guest_swap::taken(&directory, uid, bytes).map_err(|why| {
+                        let too = lock(&stops).go_on().err();
+                        SnapshotError::Failed(
+                            too.map_or(why.clone(), |too| format!("{why}; {too}")),
+                        )
+                    })?;
+                    *lock(&swap_kept) = Some(Swap::Taken(taken));
+                }
                 *lock(&kept) = Some((since, state));
                 Ok(Standing { pids: vec![pid], since })
             }),
-            thaw: Box::new(move || if stay { Ok(()) } else { lock(&goes_on).go_on() }),
+            thaw: Box::new(move || {
+                if stay {
+                    return Ok(());
+                }
+                lock(&goes_on).go_on()?;
+                let mut swap = lock(&swap_goes);
+                *swap = swap.take().map(|swap| swap.goes(&storing));
+                Ok(())
+            }),
             most_frozen_pages: manner.most_frozen_pages,
             stay,
             urgent: manner.urgent,
@@ -109,10 +180,25 @@ impl Freezable<'_> {
         };
         let taken = tenant.snapshot(request, |done, total| tell(captured(done, total)));
         let stopped = lock(&stopped).take();
+        let swap = lock(&swap).take().map(|swap| swap.stored(tenant)).transpose();
         match (taken, stopped) {
-            (Ok(freeze), Some((since, state))) => Ok(Some(Frozen { freeze, since, state })),
+            (Ok(freeze), Some((since, state))) => match swap {
+                Ok(swap) => Ok(Some(Frozen { freeze, since, state, swap })),
+                Err(why) => {
+                    for process in &freeze.processes {
+                        tenant.remove_snapshot_memory(process.memory);
+                    }
+                    if stay {
+                        lock(&self.stoppable).go_on()?;
+                    }
+                    Err(why)
+                }
+            },
             (Ok(_), None) => Err("it does not stand still".to_owned()),
             (Err(error), stopped) => {
+                if let Ok(Some(memory)) = swap {
+                    tenant.remove_snapshot_memory(memory);
+                }
                 if stay && stopped.is_some() {
                     lock(&self.stoppable).go_on()?;
                 }
@@ -127,7 +213,7 @@ impl Freezable<'_> {
     /// What its snapshot has beside its memory.
     pub(super) fn part(&self, spec: GuestSpec, state: &[u8], disks: Vec<FrozenDisk>) -> GuestPart {
         GuestPart {
-            version: guest_files::VERSION,
+            version: guest_files::version_of(&spec),
             spec,
             memory: (self.range.start, self.range.end),
             state_bytes: state.len() as u64,
@@ -137,6 +223,23 @@ impl Freezable<'_> {
             in_place: None,
         }
     }
+}
+
+/// The disks of a guest that are read through pools, as it has them now.
+fn pooled(launch: &Launch, others: &[OtherDisk]) -> Result<Vec<PoolDisk>, String> {
+    let here = Path::new(&launch.directory);
+    let (disks, _) = strata_vm::disks_again(&launch.disks, here, others)
+        .map_err(|refusal| refusal.to_string())?;
+    for disk in &disks {
+        let is_file = fs::metadata(&disk.image).is_ok_and(|found| found.is_file());
+        if !is_file {
+            return Err(format!(
+                "its disk {} is in no file: it would not be seen whether it has changed",
+                disk.image
+            ));
+        }
+    }
+    Ok(disks)
 }
 
 /// Refuses a guest of which no second one could be started.
@@ -162,6 +265,9 @@ fn can_come(
     let launch = spec.launch.as_ref().ok_or("how it was started is not known")?;
     let words: Vec<_> = launch.command.iter().skip(1).map(Into::into).collect();
     let here = Path::new(&launch.directory);
-    let found = strata_vm::again(&words, name, directory, (here, &disks), networks).map(drop);
+    let again = strata_vm::disks_again(&launch.disks, here, &disks);
+    let found = again.and_then(|(_, disks)| {
+        strata_vm::again(&words, name, directory, (here, &disks), networks).map(drop)
+    });
     found.map_err(|refusal| refusal.to_string())
 }

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use strata_api::{GuestDisk, GuestSpec, Progress, SnapshotRef, Unit};
+use strata_api::{GuestDisk, GuestSpec, Launch, Progress, SnapshotRef, Unit};
 use strata_pager::{Filling, Freeze, Tenant};
 use strata_snapshot::is_ending;
 use strata_sys::peer::Peer;
@@ -29,10 +29,10 @@ use strata_vm::state;
 use super::disk::Known;
 use super::freezing::Manner;
 use super::guest_disks::{FrozenDisk, Held, Image};
-use super::guest_files;
 use super::revive::{Hold, LOOK_EVERY, Revived, ends};
 use super::take::{FEW_PAGES, Numbers};
 use super::{Snapshots, Tell, lock, wish_of};
+use super::{guest_files, guest_swap};
 use crate::cgroup::Cgroups;
 use crate::guests::{BEFORE_SUFFIX, Talk, Undone, give_state, memory_at};
 
@@ -117,15 +117,18 @@ impl Snapshots {
             let disks = match kept {
                 Ok(disks) => disks,
                 Err(why) => {
-                    for process in &frozen.freeze.processes {
-                        tenant.remove_snapshot_memory(process.memory);
+                    let memories = frozen.freeze.processes.iter().map(|process| process.memory);
+                    for memory in memories.chain(frozen.swap) {
+                        tenant.remove_snapshot_memory(memory);
                     }
                     return Err(why);
                 }
             };
+            known.processes = frozen.swap.map(guest_swap::process).into_iter().collect();
             known.info.guest = true;
             known.info.libvirt = spec.libvirt.is_some();
             known.info.disks = disks.iter().map(FrozenDisk::path).collect();
+            known.info.servers = spec.launch.as_ref().map_or(0, Launch::servers);
             known.guest = Some(guest.part(spec, &frozen.state, disks));
             // From here on its disks are a snapshot's.
             lock(&self.known).insert(id, known.clone());
@@ -288,6 +291,12 @@ impl Snapshots {
             ));
         }
         let to = memory_at(tenant, pid, start, length)?;
+        let directory = match rollback {
+            true => self.guests.next_directory(tenant),
+            false => self.guests.directory(tenant),
+        };
+        guest_swap::given(&known, &part.spec, &origin, (&directory, tenant.record().uid))?;
+        self.guests.step("swap");
         tenant.fill(&origin, Filling { pid, memory, from, to, wanted: process.wanted() })?;
         self.guests.step("filled");
         give_state(&mut talk, bytes)?;

@@ -26,8 +26,8 @@ use strata_pager::Tenant;
 use strata_snapshot::archive::sum_of;
 use strata_sys::{copy_sparse, is_locked};
 use strata_units::fnv1a;
-use strata_vm::OtherDisk;
 use strata_vm::disks::WrittenDisk;
+use strata_vm::{OtherDisk, PoolDisk};
 
 use super::disk::Disk;
 use super::guest::GuestPart;
@@ -150,6 +150,9 @@ pub(super) struct FrozenDisk {
     /// Of the copy.
     format: String,
     copy: Image,
+    /// Of one that is read through a pool: the images that it was over, the nearest first.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    layers: Option<Vec<String>>,
 }
 
 /// Files that were made here. Held ones stay, whether anything stands on them or not.
@@ -263,47 +266,65 @@ pub(super) fn others(disks: &[GuestDisk]) -> Vec<OtherDisk> {
         said: PathBuf::from(&disk.said),
         path: disk.opened.clone(),
         format: disk.format.clone(),
+        layers: disk.layers.clone(),
     };
     disks.iter().map(other).collect()
 }
 
-/// The disk of a guest that its QEMU calls `file`, as the guest's own.
-fn own(spec: &GuestSpec, directory: &str, disk: &WrittenDisk) -> Result<GuestDisk, String> {
-    if let Some(known) = spec.disks.iter().find(|known| known.opened == disk.file) {
-        return Ok(known.clone());
-    }
-    let path = Path::new(directory).join(&disk.file);
+/// A disk that a guest writes to.
+pub(super) struct OwnDisk {
+    pub(super) disk: GuestDisk,
+    /// It is read through a pool.
+    is_pooled: bool,
+}
+
+/// The disk of a guest that its QEMU has as `written`; those that are read through pools are
+/// `pooled`. Of an overlay above one of these QEMU was told what it is over; its header says
+/// what it likes.
+pub(super) fn own_disk(
+    spec: &GuestSpec,
+    directory: &str,
+    written: &mut WrittenDisk,
+    pooled: &[PoolDisk],
+) -> Result<OwnDisk, String> {
+    let path = Path::new(directory).join(&written.file);
     let path = path.to_str().ok_or("the path of its drive is no text")?.to_owned();
-    Ok(GuestDisk {
+    let pooled = pooled.iter().find(|disk| disk.written() == Some(&*path));
+    let mut layers = Vec::new();
+    if let Some(disk) = pooled
+        && let Some((below, format)) = disk.below()
+    {
+        written.backing = Some((below.to_owned(), format.to_owned()));
+        layers.clone_from(&disk.between);
+        layers.push(disk.image.clone());
+    }
+    let is_pooled = pooled.is_some();
+    if let Some(known) = spec.disks.iter().find(|known| known.opened == written.file) {
+        return Ok(OwnDisk { disk: GuestDisk { layers, ..known.clone() }, is_pooled });
+    }
+    let disk = GuestDisk {
         said: path.clone(),
         path: path.clone(),
         opened: path,
-        format: disk.format.clone(),
+        format: written.format.clone(),
         temporary: false,
         needs: Vec::new(),
-    })
+        layers,
+    };
+    Ok(OwnDisk { disk, is_pooled })
 }
 
 impl Snapshots {
-    /// What a guest's disks are, in which a second guest has overlays.
-    pub(super) fn disks_of(
-        spec: &GuestSpec,
-        directory: &str,
-        written: &[WrittenDisk],
-    ) -> Result<Vec<GuestDisk>, String> {
-        written.iter().map(|disk| own(spec, directory, disk)).collect()
-    }
-
     /// Empty copies of a guest's disks for the snapshot `of`.
     pub(super) fn begin_copies(
         &self,
-        own: &[GuestDisk],
+        own: &[OwnDisk],
         written: Vec<WrittenDisk>,
         of: &str,
     ) -> Result<(Held, Vec<DiskCopy>), String> {
         let mut held = self.made.hold();
         let mut copies = Vec::new();
-        for (disk, written) in own.iter().zip(written) {
+        for (OwnDisk { disk, .. }, written) in own.iter().zip(written) {
             let path = held.name(&disk.said, of)?;
             copies.push(DiskCopy::new(written, PathBuf::from(&disk.path), path.into())?);
         }
@@ -311,18 +332,16 @@ impl Snapshots {
     }
 
     /// What the snapshot has of a guest's disks, whose copies are whole.
-    pub(super) fn frozen(
-        own: &[GuestDisk],
-        copies: &[DiskCopy],
-    ) -> Result<Vec<FrozenDisk>, String> {
+    pub(super) fn frozen(own: &[OwnDisk], copies: &[DiskCopy]) -> Result<Vec<FrozenDisk>, String> {
         keep(copies)?;
-        let frozen = |(disk, copy): (&GuestDisk, &DiskCopy)| {
+        let frozen = |(OwnDisk { disk, is_pooled }, copy): (&OwnDisk, &DiskCopy)| {
             Ok(FrozenDisk {
                 said: disk.said.clone(),
                 path: disk.path.clone(),
                 temporary: disk.temporary,
                 format: copy.disk.format.clone(),
                 copy: Image::of("/", copy.path.to_str().ok_or("its path is no text")?)?,
+                layers: is_pooled.then(|| disk.layers.clone()),
             })
         };
         own.iter().zip(copies).map(frozen).collect()
@@ -354,7 +373,9 @@ impl Snapshots {
                 let mut needs = needs.clone();
                 needs.push(disk.copy.path.clone());
                 let (opened, format) = (path.clone(), "qcow2".to_owned());
-                disks.push(GuestDisk { said, path, opened, format, temporary: true, needs });
+                let layers = disk.layers_with_copy();
+                let temporary = true;
+                disks.push(GuestDisk { said, path, opened, format, temporary, needs, layers });
                 continue;
             }
             let (path, temporary) = match now {
@@ -367,7 +388,8 @@ impl Snapshots {
             let opened = held.name(&path, OPENED)?;
             copy(&disk.copy.path, &opened, &path)?;
             let (needs, format) = (needs.clone(), disk.format.clone());
-            disks.push(GuestDisk { said, path, opened, format, temporary, needs });
+            let layers = disk.layers.clone().unwrap_or_default();
+            disks.push(GuestDisk { said, path, opened, format, temporary, needs, layers });
         }
         Ok((held, disks))
     }
@@ -405,6 +427,12 @@ impl Snapshots {
 }
 
 impl FrozenDisk {
+    /// What an overlay above the copy is over.
+    fn layers_with_copy(&self) -> Vec<String> {
+        let Some(layers) = &self.layers else { return Vec::new() };
+        std::iter::once(&self.copy.path).chain(layers).cloned().collect()
+    }
+
     /// The file of the copy.
     pub(super) fn path(&self) -> String {
         self.copy.path.clone()

@@ -13,24 +13,32 @@ use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 
 use serde::Deserialize;
-use strata_api::{Claim, Progress, SnapshotId, Unit};
+use strata_api::{Claim, GuestSpec, Progress, SnapshotId, Unit};
 use strata_snapshot::archive::Reader;
 
 use super::disk::Known;
 use super::guest::GuestPart;
 use super::guest_disks::{Held, Image, sum};
+use super::guest_swap::{self, SWAP_PID};
 use super::vouch::Author;
 use super::{Snapshots, Tell};
 use crate::guests::MOST_STATE_BYTES;
 
-/// The version of what is said of a guest.
-pub(super) const VERSION: u32 = 1;
+/// The versions of what is said of a guest: the second one has disks that are served to it.
+const VERSION: u32 = 1;
+const SERVED_VERSION: u32 = 2;
 /// The file of its devices' state.
 const DEVICES: &str = "devices";
 /// What begins the names of its disks' copies.
 const DISK: &str = "disk-";
 /// Nobody writes to a copy that is whole.
 const READ_ONLY: u32 = 0o400;
+
+/// The first one that can say all of it.
+pub(super) fn version_of(spec: &GuestSpec) -> u32 {
+    let is_served = spec.launch.as_ref().is_some_and(|launch| launch.servers() > 0);
+    if is_served { SERVED_VERSION } else { VERSION }
+}
 
 pub(super) fn first_version() -> u32 {
     1
@@ -58,9 +66,11 @@ fn read_description(text: &[u8]) -> Result<Known, String> {
     let nothing = |_| "it does not say what it is a snapshot of".to_owned();
     let outline: Outline = serde_json::from_slice(text).map_err(nothing)?;
     match outline.guest {
-        Some(Versioned { version }) if version != VERSION => Err(format!(
-            "version {version} of what is said of a guest; this program reads version {VERSION}"
-        )),
+        Some(Versioned { version }) if !(VERSION..=SERVED_VERSION).contains(&version) => {
+            Err(format!(
+                "version {version} of what is said of a guest; this program reads versions {VERSION} and {SERVED_VERSION}"
+            ))
+        }
         _ => serde_json::from_slice(text).map_err(nothing),
     }
 }
@@ -257,6 +267,7 @@ impl GuestPart {
 
     fn problem(&self, reader: &Reader) -> Option<&'static str> {
         let (start, end) = self.memory;
+        let swap = guest_swap::size_bytes(&self.spec).is_some();
         let is_absolute = |path: &str| Path::new(path).is_absolute();
         if let Some(problem) = self.spec.problem() {
             Some(problem)
@@ -265,7 +276,8 @@ impl GuestPart {
         } else if self.state_bytes > MOST_STATE_BYTES {
             Some("the size of the state of the guest's devices")
         } else if end.checked_sub(start) != Some(self.spec.memory_bytes)
-            || reader.processes().len() != 1
+            || reader.processes().len() != 1 + usize::from(swap)
+            || reader.processes().iter().any(|process| process.pid == SWAP_PID) != swap
         {
             Some("the guest's memory")
         } else if !is_absolute(self.directory())
@@ -324,7 +336,7 @@ mod tests {
     #[test]
     fn another_version_is_refused_before_anything_else_is_read() {
         for (text, named) in [
-            (&br#"{"guest":{"version":2,"shape":"unknown"}}"#[..], "version 2"),
+            (&br#"{"guest":{"version":3,"shape":"unknown"}}"#[..], "version 3"),
             (br#"{"guest":{"version":0}}"#, "version 0"),
             (br#"{"guest":{}}"#, "does not say"),
             (br#"{"guest":null}"#, "does not say"),

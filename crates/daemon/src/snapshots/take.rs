@@ -195,6 +195,7 @@ impl Snapshots {
                 guest: false,
                 libvirt: false,
                 disks: Vec::new(),
+                servers: 0,
                 uid: record.uid,
                 command: record.command.clone(),
                 budget_bytes: tenant.budget_bytes(),
@@ -336,7 +337,9 @@ impl Known {
             touched: Vec::new(),
             touched_then: Vec::new(),
         };
-        self.processes = freeze.processes.iter().map(process).collect();
+        // What a guest has beside its memory is there.
+        let beside = std::mem::take(&mut self.processes);
+        self.processes = freeze.processes.iter().map(process).chain(beside).collect();
     }
 }
 

@@ -3,8 +3,12 @@
 //!
 //!     strata-export --image PATH [--read-only] [--pool NAME --pool-socket PATH]
 //!     strata-export --swap BYTES --guest NAME --pool-socket PATH
+//!     strata-export --told
 //!
-//! The second is a guest's swap disk, which is in its own memory ([`swap`]).
+//! The second is a guest's swap disk, which is in its own memory ([`swap`]). The third reads
+//! such words from standard input, a zero byte behind each, and one more behind the last: it
+//! is started before it is known for what. With `--pool-may-come` it serves an image of
+//! which the pool is not there, and finds it when it is.
 //!
 //! It opens and locks the image, says `ready BYTES` on standard output, perhaps after a
 //! `note` or two, or else why it cannot, and reads from standard input, on one line, the path of the socket that it is to make; then it says
@@ -15,10 +19,12 @@
 #[path = "export/swap.rs"]
 mod swap;
 
+use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
 use std::io::{BufRead, Read, Write};
+use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -32,27 +38,57 @@ use strata_units::is_swap_size;
 
 /// Lines that it says at most about what went wrong.
 const MAX_LINES: u32 = 200;
+/// Bytes of all words that come by standard input.
+const MOST_TOLD_BYTES: u64 = 64 << 10;
 /// Longest path of a socket.
 const MAX_PATH_BYTES: u64 = 4096;
+/// Beside the socket of a swap disk, one for the pages of moments.
+const MOMENTS: &str = "pages";
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 enum Wish {
-    Image { path: PathBuf, read_only: bool, pool: Option<(String, PathBuf)> },
+    Image { path: PathBuf, read_only: bool, pool: Option<Pool> },
     Swap(swap::Wish),
 }
 
+struct Pool {
+    name: String,
+    socket: PathBuf,
+    may_come: bool,
+}
+
+/// Words that come by standard input.
+fn told() -> Result<Vec<OsString>, String> {
+    let (mut words, mut left) = (Vec::new(), MOST_TOLD_BYTES);
+    loop {
+        let mut word = Vec::new();
+        let mut input = std::io::stdin().lock().take(left);
+        let read = input.read_until(0, &mut word).map_err(|error| error.to_string())?;
+        left -= read as u64;
+        match word.pop() {
+            Some(0) if word.is_empty() => return Ok(words),
+            Some(0) => words.push(OsString::from_vec(word)),
+            _ => return Err("it was not told what to do".to_owned()),
+        }
+    }
+}
+
 fn wish() -> Result<Wish, String> {
-    let mut words = std::env::args_os().skip(1);
+    let given: Vec<OsString> = std::env::args_os().skip(1).collect();
+    let words = if given == ["--told"] { told()? } else { given };
+    let mut words = words.into_iter();
     let (mut image, mut read_only, mut pool, mut socket) = (None, false, None, None);
+    let mut may_come = false;
     let (mut size, mut guest) = (None, None);
     while let Some(word) = words.next() {
         let mut value = || words.next().ok_or_else(|| format!("{} has no value", word.display()));
-        let text = |value: std::ffi::OsString| {
+        let text = |value: OsString| {
             value.into_string().map_err(|value| format!("{} is no text", value.display()))
         };
         match word.to_str() {
             Some("--image") => image = Some(value()?.into()),
             Some("--read-only") => read_only = true,
+            Some("--pool-may-come") => may_come = true,
             Some("--pool") => pool = Some(text(value()?)?),
             Some("--pool-socket") => socket = Some(value()?.into()),
             Some("--swap") => size = Some(text(value()?)?),
@@ -63,7 +99,7 @@ fn wish() -> Result<Wish, String> {
     match (image, size) {
         (Some(path), None) => {
             let pool = match (pool, socket) {
-                (Some(pool), Some(socket)) => Some((pool, socket)),
+                (Some(name), Some(socket)) => Some(Pool { name, socket, may_come }),
                 (None, None) => None,
                 _ => return Err("--pool and --pool-socket belong together".to_owned()),
             };
@@ -100,7 +136,7 @@ fn run() -> Result<(), String> {
         Wish::Image { path, read_only, pool } => {
             let (export, size) = opened(&path, read_only, pool, &log)?;
             say(&format!("ready {size}"))?;
-            let Some(listener) = listener(&log)? else { return Ok(()) };
+            let Some((_, listener)) = listener(&log)? else { return Ok(()) };
             serve(&export, listener, &log);
             say("serving")?;
             // Whoever holds the other end says nothing more.
@@ -110,9 +146,10 @@ fn run() -> Result<(), String> {
         Wish::Swap(wish) => {
             let files = swap::create(&wish)?;
             say(&format!("ready {}", wish.size_bytes))?;
-            let Some(listener) = listener(&log)? else { return Ok(()) };
+            let Some((socket, listener)) = listener(&log)? else { return Ok(()) };
+            let moments = bind(&socket.with_extension(MOMENTS))?;
             say("serving")?;
-            swap::keep(&wish, &files, &listener, &log)
+            swap::keep(&wish, &files, &swap::Sockets { listener, moments }, &log)
         }
     }
 }
@@ -121,7 +158,7 @@ fn run() -> Result<(), String> {
 fn opened(
     path: &Path,
     read_only: bool,
-    pool: Option<(String, PathBuf)>,
+    pool: Option<Pool>,
     log: &Arc<Log>,
 ) -> Result<(Arc<Export>, u64), String> {
     let image = ImageFile::open(path, !read_only)
@@ -134,13 +171,20 @@ fn opened(
     }
     let links = match pool {
         None => None,
-        Some((name, socket)) => {
+        Some(Pool { name, socket, may_come }) => {
             let mut session = [0; 16];
             File::open("/dev/urandom")
                 .and_then(|mut random| random.read_exact(&mut session))
                 .map_err(|error| format!("/dev/urandom cannot be read: {error}"))?;
             let links = Links::new(socket, &name, session).map_err(|error| error.to_string())?;
-            links.check().map_err(|why| format!("the pool {name} cannot be used: {why}"))?;
+            match links.check() {
+                Err(why) if may_come => log.say(&format!(
+                    "{} is read without the pool {name}, until there is one: {why}",
+                    path.display()
+                )),
+                Err(why) => return Err(format!("the pool {name} cannot be used: {why}")),
+                Ok(()) => {}
+            }
             Some(links)
         }
     };
@@ -152,7 +196,7 @@ fn opened(
 }
 
 /// The socket that standard input names; none: it has ended.
-fn listener(log: &Log) -> Result<Option<UnixListener>, String> {
+fn listener(log: &Log) -> Result<Option<(PathBuf, UnixListener)>, String> {
     let mut line = String::new();
     let read = std::io::stdin().lock().take(MAX_PATH_BYTES).read_line(&mut line);
     let socket = match read {
@@ -160,11 +204,15 @@ fn listener(log: &Log) -> Result<Option<UnixListener>, String> {
         Ok(_) if line.ends_with('\n') => PathBuf::from(line.trim_end_matches('\n')),
         _ => return Err("no path of a socket".to_owned()),
     };
-    // Only its user may connect: `own_session_now` has set the mode of new files.
-    let listener = UnixListener::bind(&socket)
-        .map_err(|error| format!("{} cannot be made: {error}", socket.display()))?;
+    let listener = bind(&socket)?;
     log.to(&socket.with_extension("log"));
-    Ok(Some(listener))
+    Ok(Some((socket, listener)))
+}
+
+/// Only its user may connect: `own_session_now` has set the mode of new files.
+fn bind(socket: &Path) -> Result<UnixListener, String> {
+    UnixListener::bind(socket)
+        .map_err(|error| format!("{} cannot be made: {error}", socket.display()))
 }
 
 fn say(text: &str) -> Result<(), String> {
@@ -173,8 +221,18 @@ fn say(text: &str) -> Result<(), String> {
 }
 
 fn serve(export: &Arc<Export>, listener: UnixListener, log: &Arc<Log>) {
+    let export = Arc::clone(export);
+    accept(listener, log, move |stream| export.serve(stream));
+}
+
+/// Has whoever may connect be attended, each by a thread of its own.
+fn accept(
+    listener: UnixListener,
+    log: &Arc<Log>,
+    attend: impl Fn(UnixStream) -> std::io::Result<()> + Send + Sync + 'static,
+) {
     let own = fs::metadata("/proc/self").map(|own| own.uid()).ok();
-    let (export, log) = (Arc::clone(export), Arc::clone(log));
+    let (attend, log) = (Arc::new(attend), Arc::clone(log));
     std::thread::spawn(move || {
         loop {
             let Ok((stream, _)) = listener.accept() else {
@@ -186,9 +244,9 @@ fn serve(export: &Arc<Export>, listener: UnixListener, log: &Arc<Log>) {
                 log.say(&format!("user {peer:?} may not use this disk"));
                 continue;
             }
-            let (export, log) = (Arc::clone(&export), Arc::clone(&log));
+            let (attend, log) = (Arc::clone(&attend), Arc::clone(&log));
             std::thread::spawn(move || {
-                match export.serve(stream) {
+                match attend(stream) {
                     // One that goes without a word is none of people's business.
                     Err(error) if !is_gone(&error) => {
                         log.say(&format!("a client was let go: {error}"));

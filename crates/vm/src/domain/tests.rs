@@ -256,6 +256,7 @@ fn other_on(text: &str, clone: Option<CloneNetworks<'_>>) -> Result<WaitingDomai
         said: "/images/a.img".into(),
         path: "/images/a.img.test".into(),
         format: "qcow2".into(),
+        layers: Vec::new(),
     };
     let wish = OtherDomain {
         clone: clone.map(|_| "test"),

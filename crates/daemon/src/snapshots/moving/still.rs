@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use strata_api::GuestSpec;
 use strata_pager::Tenant;
 use strata_sys::{SIGCONT, SIGSTOP};
 use strata_units::SpaceId;
@@ -201,9 +202,10 @@ impl Snapshots {
                 disk.path
             ));
         }
+        refuse_served(&spec)?;
         let guest = self.freezable(tenant, &spec, ASKED_WITHIN)?;
-        let in_place: Vec<String> = guest.own.iter().map(|disk| disk.path.clone()).collect();
-        spec.disks.clone_from(&guest.own);
+        spec.disks = guest.own.iter().map(|own| own.disk.clone()).collect();
+        let in_place: Vec<String> = spec.disks.iter().map(|disk| disk.path.clone()).collect();
         for most_frozen_pages in ATTEMPTS {
             let manner = Manner { most_frozen_pages, urgent: true, once };
             let Some(frozen) = guest.freeze(tenant, &manner, tell)? else { continue };
@@ -257,6 +259,14 @@ impl Snapshots {
         }
         self.disk.make(&id)?;
         self.disk.write_state(&id, state)
+    }
+}
+
+/// Refuses a guest whose disks nobody would serve there.
+pub(super) fn refuse_served(spec: &GuestSpec) -> Result<(), String> {
+    match spec.launch.as_ref().is_some_and(|launch| launch.servers() > 0) {
+        true => Err("a disk of it is read through a pool, or it has a swap disk (--swap)".into()),
+        false => Ok(()),
     }
 }
 

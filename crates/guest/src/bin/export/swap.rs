@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::{Duration, Instant};
 
-use strata_guest::{Disk, Export, Persistent, SwapFigures, SwapFiles, report};
+use strata_guest::{Disk, Export, Persistent, SwapFigures, SwapFiles, moment, report};
 use strata_sys::{available_bytes, spawn_with_own_files, total_bytes, wait_any_child};
 
 use super::Log;
@@ -19,6 +19,8 @@ use super::Log;
 /// With less than this part of the machine's memory left it takes no page more. Caches of
 /// disks give theirs back long before (docs/pools.md).
 const LITTLE_LEFT: u64 = 64;
+/// How long whoever takes or gives pages may let the next one wait: a store may be busy.
+const PATIENCE: Duration = Duration::from_secs(60);
 /// How often it is looked how much that is.
 const LOOK_EVERY_MS: u64 = 20;
 /// Before the next process is started: at first, and at most if none lives long.
@@ -27,6 +29,14 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 const LIVED: Duration = Duration::from_secs(10);
 /// The status of a process that found a bug of ours.
 const PANICKED: i32 = 101;
+
+/// Where it is served.
+pub(super) struct Sockets {
+    /// To QEMU.
+    pub(super) listener: UnixListener,
+    /// To whoever takes a snapshot.
+    pub(super) moments: UnixListener,
+}
 
 /// What is asked for.
 pub(super) struct Wish {
@@ -76,13 +86,13 @@ pub(super) fn create(wish: &Wish) -> Result<SwapFiles, String> {
 pub(super) fn keep(
     wish: &Wish,
     files: &SwapFiles,
-    listener: &UnixListener,
+    sockets: &Sockets,
     log: &Arc<Log>,
 ) -> Result<(), String> {
     let mut pause = PAUSE;
     loop {
         let began = Instant::now();
-        spawn_with_own_files(|| match serve(wish, files, listener, log) {
+        spawn_with_own_files(|| match serve(wish, files, sockets, log) {
             Ok(()) => 0,
             Err(why) => {
                 log.say(&why);
@@ -107,12 +117,7 @@ pub(super) fn keep(
 }
 
 /// Serves it until standard input ends.
-fn serve(
-    wish: &Wish,
-    files: &SwapFiles,
-    listener: &UnixListener,
-    log: &Arc<Log>,
-) -> Result<(), String> {
+fn serve(wish: &Wish, files: &SwapFiles, sockets: &Sockets, log: &Arc<Log>) -> Result<(), String> {
     let told = Arc::clone(log);
     // What a thread has left half done the next process does not see.
     std::panic::set_hook(Box::new(move |what| {
@@ -126,8 +131,14 @@ fn serve(
         None,
         Box::new(move |text| complain.say(text)),
     ));
-    let listener = listener.try_clone().map_err(|error| error.to_string())?;
-    super::serve(&export, listener, log);
+    let own = |listener: &UnixListener| listener.try_clone().map_err(|error| error.to_string());
+    super::serve(&export, own(&sockets.listener)?, log);
+    let taken = Arc::clone(&disk);
+    super::accept(own(&sockets.moments)?, log, move |stream| {
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_write_timeout(Some(PATIENCE))?;
+        moment::attend(&stream, &taken)
+    });
     let (socket, guest) = (wish.pool_socket.clone(), wish.guest.clone());
     std::thread::spawn(move || {
         let mut tended: Option<SwapFigures> = None;

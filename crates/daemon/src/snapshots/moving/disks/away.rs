@@ -16,7 +16,7 @@ use strata_vm::disks::{CopyProgress, WrittenDisk};
 
 use super::super::super::Snapshots;
 use super::super::super::guest::GuestPart;
-use super::super::super::guest_disks::Image;
+use super::super::super::guest_disks::{Image, OwnDisk};
 use super::super::{ANSWERED_WITHIN, Wire, still};
 use super::aside::Aside;
 use super::ways::Open;
@@ -59,6 +59,7 @@ impl Snapshots {
     pub(in super::super) fn disks_away(&self, tenant: &Arc<Tenant>) -> Result<Away, String> {
         let spec = self.guests.spec(tenant).ok_or("it is no guest, and has no disks to copy")?;
         let directory = spec.launch.as_ref().map_or("/", |launch| &*launch.directory).to_owned();
+        still::refuse_served(&spec)?;
         let found = self.freezable(tenant, &spec, still::ASKED_WITHIN)?;
         if found.own.len() > MOST_MOVE_DISKS {
             return Err(format!(
@@ -67,7 +68,7 @@ impl Snapshots {
             ));
         }
         let leaves =
-            |(own, written): (&GuestDisk, &WrittenDisk)| Leaves::new(own, written, &directory);
+            |(own, written): (&OwnDisk, &WrittenDisk)| Leaves::new(&own.disk, written, &directory);
         let disks = found.own.iter().zip(&found.written).map(leaves).collect::<Result<_, _>>()?;
         Ok(Away { disks })
     }

@@ -9,6 +9,7 @@ import machine
 from guest_disks import killed_in
 from guest_snapshots import refused, worker_gone
 from guests_under import directory_of
+from moves_hosts import another, at, dying, move, only_at
 from pool_clients import pool_stats
 from pool_guests import content, make_image
 from strata import Failure
@@ -184,9 +185,7 @@ def checked(one, mib):
     asked(one, "check", rf"^checked {mib * MIB // 4096}, \d+ out\n")
 
 
-@case("pool-swap-snapshots", native=False, own_daemon=True, computes=True, seconds=200, takes=15)
-def pool_swap_snapshots(run):
-    """The same of a guest that has swapped pages out."""
+def begun_with_swap(run):
     run.tool("qemu-img")
     base = os.path.join(run.directory, "base.img")
     make_image(base, BASE_MIB)
@@ -196,6 +195,24 @@ def pool_swap_snapshots(run):
     one = Guest(run, SWAPS, ["--memory", f"{SWAP_MEMORY_MIB}MiB", "--dram", "400MiB",
                              "--disk", f"{base},cache=shared,overlay={over}",
                              "--swap", f"{SWAP_MIB}MiB"], ["-machine", "q35"])
+    try:
+        one.hear(r"^up\n")
+        asked(one, "on", r"^on \d+\n")
+        out = filled(one, FILL_MIB, 1)
+        if out * 4096 < 8 * MIB:
+            raise Failure(f"only {out} pages were swapped out")
+        run.note(f"{out} pages out")
+        wrote(one, 5, "vda")
+    except Failure:
+        one.kill()
+        raise
+    return one
+
+
+@case("pool-swap-snapshots", native=False, own_daemon=True, computes=True, seconds=200, takes=25)
+def pool_swap_snapshots(run):
+    """The same of a guest that has swapped pages out."""
+    one = begun_with_swap(run)
     try:
         check_swap(run, one)
     finally:
@@ -208,19 +225,12 @@ def is_told_of(run, name):
 
 
 def check_swap(run, one):
-    one.hear(r"^up\n")
-    asked(one, "on", r"^on \d+\n")
-    out = filled(one, FILL_MIB, 1)
-    if out * 4096 < 8 * MIB:
-        raise Failure(f"only {out} pages were swapped out")
-    wrote(one, 5, "vda")
     # A worker that dies over it leaves the guest as it was, and no snapshot.
     for step in ("stopped", "runs", "captured"):
         killed_in(run, step, "snapshot", SWAPS)
     if json.loads(run.daemon.strata("snapshots", SWAPS, "--json").stdout):
         raise Failure("half a snapshot is there")
     run.daemon.strata("snapshot", SWAPS, "--label", "out")
-    run.note(f"{out} pages out")
     # It goes on, and its swap disk has other pages in the same places.
     filled(one, FILL_MIB // 2, 2)
     wrote(one, 6, "vda")
@@ -276,3 +286,32 @@ def check_swap(run, one):
     back.end()
     run.note("pool-swap-snapshots-restored")
     run.tests = 3
+
+
+@case("move-pool-guest", native=False, own_daemon=True, computes=True, seconds=200, takes=25)
+def move_pool_guest(run):
+    """A guest that has swapped pages out, and an overlay over an image that is read through a
+    pool, moves there and back; there is no such pool there."""
+    with another(run) as there:
+        one = begun_with_swap(run)
+        line = one
+        try:
+            # A worker dies before it can run there.
+            for side, step in (("here", "still"), ("there", "swap"), ("there", "stands")):
+                dying(run, SWAPS, run.daemon, there, side, step, "worker")
+                only_at(run, SWAPS, run.daemon, there, f"worker killed, {step} {side}")
+                wrote(one, 6, "vda")
+            for here, other, at_run in ((run.daemon, there, at(run, there)),
+                                        (there, run.daemon, run)):
+                done = move(here, SWAPS, other)
+                run.note(done.stdout.strip())
+                line.line.close()
+                line = reborn(at_run, SWAPS, SWAPS)
+                checked(line, FILL_MIB)
+                right(line, "vda")
+                wrote(line, 7, "vda")
+            right(line, "vda")
+            line.end()
+        finally:
+            one.kill()
+            there.strata("stop", SWAPS, check=False)

@@ -22,6 +22,8 @@ pub const MOVE_UNSETTLED: &str = "settle it: strata move --settle NAME HOST";
 pub const MOVE_VERSION: u32 = 2;
 /// What is said in its place where disks go along: who does not know how refuses that.
 pub const MOVE_DISKS_VERSION: u32 = 3;
+/// And of a guest that disks are served to, whether disks go along or not.
+pub const MOVE_SERVED_VERSION: u32 = 4;
 /// Disks that go along with one guest; each has a connection of its own.
 pub const MOST_MOVE_DISKS: usize = 6;
 /// Images that one disk is an overlay of, over each other.
@@ -263,6 +265,8 @@ pub enum MoveNear {
         snapshot: SnapshotId,
         /// The tenant.
         name: String,
+        /// Programs that serve disks to it.
+        servers: u32,
     },
     /// It waits, in this QEMU.
     Started {

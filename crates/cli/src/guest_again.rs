@@ -171,11 +171,11 @@ impl Waiting {
 pub(crate) fn wait_for(
     socket: &Path,
     snapshot: &SnapshotRef,
-    name: &str,
+    (name, servers): (&str, u32),
     what: &str,
 ) -> Result<(Waiting, Vec<UnixStream>)> {
     let one = (Some(name.to_owned()), false, 1);
-    let servers = Servers::start(0, what)?;
+    let servers = Servers::start(servers, what)?;
     let mut waiting = start(socket, snapshot, one, (&GuestNet::Kind, servers), what)?;
     if let Some(failure) = waiting.another_version(what) {
         return Err(failure);

@@ -218,8 +218,9 @@ pub(crate) fn receive() -> Result<ExitCode> {
         match read_frame(&daemon) {
             Ok(Some((FrameKind::Near, text))) => match serde_json::from_slice(&text) {
                 Ok(MoveNear::Reply { reply: Reply::Done { .. } }) => return Ok(ExitCode::SUCCESS),
-                Ok(MoveNear::StartGuest { snapshot, name }) => {
-                    let answer = begin(&socket, snapshot, &name, &mut guest, what);
+                Ok(MoveNear::StartGuest { snapshot, name, servers }) => {
+                    let which = (snapshot, &*name, servers);
+                    let answer = begin(&socket, which, &mut guest, what);
                     let text = serde_json::to_vec(&answer).unwrap_or_default();
                     let locked = into.lock().unwrap_or_else(PoisonError::into_inner);
                     let _ = write_frame(&*locked, FrameKind::Near, &text);
@@ -243,12 +244,11 @@ pub(crate) fn receive() -> Result<ExitCode> {
 /// Begins a guest's QEMU, which waits.
 fn begin(
     socket: &Path,
-    snapshot: strata_api::SnapshotId,
-    name: &str,
+    (snapshot, name, servers): (strata_api::SnapshotId, &str, u32),
     guest: &mut Option<(Waiting, Vec<UnixStream>)>,
     what: &str,
 ) -> MoveNear {
-    match guest_again::wait_for(socket, &snapshot.into(), name, what) {
+    match guest_again::wait_for(socket, &snapshot.into(), (name, servers), what) {
         Ok(waiting) => MoveNear::Started { pid: guest.insert(waiting).0.pid() },
         Err(failure) => MoveNear::Failed { why: failure.to_string() },
     }

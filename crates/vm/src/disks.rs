@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use crate::pool_disks::Served;
+use crate::pool_disks::{self, Served};
 use crate::qmp::{Monitor, QmpError};
 use crate::state::{StateError, plain, unfit};
 
@@ -59,7 +59,7 @@ pub struct CopyProgress {
 /// One cannot be copied, and why; or its monitor does not answer.
 pub fn written(monitor: &mut Monitor) -> Result<Vec<WrittenDisk>, StateError> {
     let nodes = monitor.execute("query-named-block-nodes", Some(json!({ "flat": true })))?;
-    of_nodes(&nodes, &[]).map(|(disks, _)| disks)
+    of_nodes(&nodes, &pool_disks::served(&[], true)).map(|(disks, _)| disks)
 }
 
 /// The disks that are written, and the files that are only read. `served`: what somebody of

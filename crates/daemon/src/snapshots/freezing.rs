@@ -146,7 +146,7 @@ impl Freezable<'_> {
         let swap = Arc::new(Mutex::new(None));
         let (swap_kept, swap_goes) = (Arc::clone(&swap), Arc::clone(&swap));
         let (disk, uid) = (self.swap.clone(), tenant.record().uid);
-        let storing = Arc::clone(tenant);
+        let (storing, stands) = (Arc::clone(tenant), Arc::clone(tenant));
         let request = SnapshotRequest {
             freeze: Box::new(move || {
                 let (since, state) = lock(&stops).stop(stay).map_err(SnapshotError::Failed)?;
@@ -158,7 +158,9 @@ impl Freezable<'_> {
                             too.map_or(why.clone(), |too| format!("{why}; {too}")),
                         )
                     })?;
-                    *lock(&swap_kept) = Some(Swap::Taken(taken));
+                    let taken = Swap::Taken(taken);
+                    // Of one that is to stand still until all is read.
+                    *lock(&swap_kept) = Some(if stay { taken.goes(&stands) } else { taken });
                 }
                 *lock(&kept) = Some((since, state));
                 Ok(Standing { pids: vec![pid], since })

@@ -275,7 +275,7 @@ pub(super) fn others(disks: &[GuestDisk]) -> Vec<OtherDisk> {
 pub(super) struct OwnDisk {
     pub(super) disk: GuestDisk,
     /// It is read through a pool.
-    is_pooled: bool,
+    pub(super) is_pooled: bool,
 }
 
 /// The disk of a guest that its QEMU has as `written`; those that are read through pools are

@@ -7,7 +7,9 @@ use std::path::Path;
 use std::sync::mpsc::sync_channel;
 use std::thread;
 
-use strata_api::{MOVE_DISKS_VERSION, MOVE_VERSION, MoveNear, MoveWord, SnapshotId, name_problem};
+use strata_api::{
+    Launch, MOVE_SERVED_VERSION, MOVE_VERSION, MoveNear, MoveWord, SnapshotId, name_problem,
+};
 use strata_pager::Tenant;
 use strata_snapshot::Terminals;
 use strata_snapshot::archive::Reader;
@@ -62,7 +64,7 @@ impl Snapshots {
             MoveWord::Hello { version, .. }
             | MoveWord::Ask { version, .. }
             | MoveWord::Way { version, .. }
-                if ![MOVE_VERSION, MOVE_DISKS_VERSION].contains(&version) =>
+                if !(MOVE_VERSION..=MOVE_SERVED_VERSION).contains(&version) =>
             {
                 Err(format!("moves have version {MOVE_VERSION} here, and {version} there"))
             }
@@ -173,7 +175,9 @@ impl Snapshots {
     ) -> Result<(), String> {
         let known = coming.known.as_ref().ok_or("nothing of it has come")?;
         let snapshot = known.info.id.clone();
-        wire.near(&MoveNear::StartGuest { snapshot, name: coming.name.clone() })?;
+        let launch = known.guest.as_ref().and_then(|part| part.spec.launch.as_ref());
+        let (name, servers) = (coming.name.clone(), launch.map_or(0, Launch::servers));
+        wire.near(&MoveNear::StartGuest { snapshot, name, servers })?;
         match wire.hear_near(ANSWERED_WITHIN)? {
             MoveNear::Started { pid } => coming.qemu = Some(pid),
             MoveNear::Failed { why } => return Err(why),

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use strata_api::{MOVE_DISKS_VERSION, MOVE_VERSION, MoveWord, Progress, Stats, Unit};
+use strata_api::{
+    MOVE_DISKS_VERSION, MOVE_SERVED_VERSION, MOVE_VERSION, MoveWord, Progress, Stats, Unit,
+};
 use strata_pager::Tenant;
 use strata_snapshot::archive::Writer;
 use strata_sys::{Priority, log};
@@ -148,9 +150,15 @@ impl Snapshots {
         let away = copy_disks.then(|| self.disks_away(tenant)).transpose()?;
         // Without disks there is nothing that another version does not know.
         let mut away = away.filter(|away| !away.is_empty());
+        let launch = self.guests.spec(tenant).and_then(|spec| spec.launch);
+        let is_served = launch.is_some_and(|launch| launch.servers() > 0);
         let id = format!("{:016x}", random()?);
         let hello = MoveWord::Hello {
-            version: if away.is_some() { MOVE_DISKS_VERSION } else { MOVE_VERSION },
+            version: match (is_served, away.is_some()) {
+                (true, _) => MOVE_SERVED_VERSION,
+                (false, true) => MOVE_DISKS_VERSION,
+                (false, false) => MOVE_VERSION,
+            },
             id: id.clone(),
             name: name.clone(),
             home: home(&self.work),

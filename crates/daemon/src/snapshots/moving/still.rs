@@ -4,17 +4,16 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use strata_api::GuestSpec;
 use strata_pager::Tenant;
 use strata_sys::{SIGCONT, SIGSTOP};
 use strata_units::SpaceId;
 
 use super::super::disk::Known;
 use super::super::freezing::Manner;
-use super::super::guest_disks::Image;
+use super::super::guest_disks::{Image, OwnDisk};
 use super::super::revive::ends;
 use super::super::take::{FEW_PAGES, Numbers, Standing};
-use super::super::{Snapshots, Tell, lock};
+use super::super::{Snapshots, Tell, guest_swap, lock};
 use super::disks::Away;
 use super::pieces::Once;
 use crate::guests::{Alone, Guests, Stoppable};
@@ -202,13 +201,22 @@ impl Snapshots {
                 disk.path
             ));
         }
-        refuse_served(&spec)?;
         let guest = self.freezable(tenant, &spec, ASKED_WITHIN)?;
+        if let Some(OwnDisk { disk, .. }) =
+            guest.own.iter().find(|own| own.is_pooled && own.disk.layers.is_empty())
+        {
+            // Its lock is another process's than the one that waits there.
+            return Err(format!(
+                "its disk {} is written to through a pool, and nobody else can have it open meanwhile: give it an overlay",
+                disk.path
+            ));
+        }
         spec.disks = guest.own.iter().map(|own| own.disk.clone()).collect();
         let in_place: Vec<String> = spec.disks.iter().map(|disk| disk.path.clone()).collect();
         for most_frozen_pages in ATTEMPTS {
             let manner = Manner { most_frozen_pages, urgent: true, once };
             let Some(frozen) = guest.freeze(tenant, &manner, tell)? else { continue };
+            known.processes = frozen.swap.map(guest_swap::process).into_iter().collect();
             known.is_captured(&frozen.freeze, &Numbers::new());
             known.info.guest = true;
             known.guest = Some(guest.part(spec, &frozen.state, Vec::new()));
@@ -259,14 +267,6 @@ impl Snapshots {
         }
         self.disk.make(&id)?;
         self.disk.write_state(&id, state)
-    }
-}
-
-/// Refuses a guest whose disks nobody would serve there.
-pub(super) fn refuse_served(spec: &GuestSpec) -> Result<(), String> {
-    match spec.launch.as_ref().is_some_and(|launch| launch.servers() > 0) {
-        true => Err("a disk of it is read through a pool, or it has a swap disk (--swap)".into()),
-        false => Ok(()),
     }
 }
 

@@ -59,8 +59,13 @@ impl Snapshots {
     pub(in super::super) fn disks_away(&self, tenant: &Arc<Tenant>) -> Result<Away, String> {
         let spec = self.guests.spec(tenant).ok_or("it is no guest, and has no disks to copy")?;
         let directory = spec.launch.as_ref().map_or("/", |launch| &*launch.directory).to_owned();
-        still::refuse_served(&spec)?;
         let found = self.freezable(tenant, &spec, still::ASKED_WITHIN)?;
+        if let Some(own) = found.own.iter().find(|own| own.is_pooled) {
+            return Err(format!(
+                "its disk {} is read through a pool: put it where both hosts see it, and leave out --copy-disks",
+                own.disk.path
+            ));
+        }
         if found.own.len() > MOST_MOVE_DISKS {
             return Err(format!(
                 "it has {} disks, and {MOST_MOVE_DISKS} can be copied: put the others where both hosts see them, and leave out --copy-disks",

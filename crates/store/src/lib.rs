@@ -61,7 +61,7 @@ pub use config::{
     Put, PutError, RecoverError, Source, StoreConfig, StoreError, StoreStats, Training,
 };
 pub use get::prepare_thread;
-pub use page_files::{PageFile, ReadBytes};
+pub use page_files::{PageFile, ReadBytes, Wait};
 pub use read::{FileRead, Unread};
 pub use recover::Recovery;
 pub use references::Retained;

@@ -36,10 +36,20 @@ pub trait PageFile: Send + Sync + fmt::Debug {
     /// # Errors
     /// [`GetError::Corrupt`] when they are not what was written, and what `read` says.
     fn get(&self, page: u32, read: ReadBytes<'_>, out: &mut Page) -> Result<(), GetError>;
+
+    /// What waits until `len` bytes from `start` on are in the file, of one whose bytes come
+    /// from elsewhere; none: they are. It holds on to nothing that ends with this.
+    fn until_there(&self, start: u64, len: usize) -> Option<Wait> {
+        let _ = (start, len);
+        None
+    }
 }
 
 /// See [`PageFile::get`].
 pub type ReadBytes<'a> = &'a mut dyn FnMut(u64, &mut [u8]) -> io::Result<()>;
+
+/// See [`PageFile::until_there`]. An error: they never will be.
+pub type Wait = Box<dyn FnOnce() -> io::Result<()> + Send>;
 
 /// A file in use.
 #[derive(Debug)]
@@ -58,7 +68,15 @@ impl Opened {
     }
 
     pub(crate) fn get(&self, page: u32, out: &mut Page) -> Result<(), GetError> {
-        self.pages.get(page, &mut |offset, bytes| self.backing.read_at(offset, bytes), out)
+        let mut read = |offset, bytes: &mut [u8]| {
+            self.until_there(offset, bytes.len()).map_or(Ok(()), |wait| wait())?;
+            self.backing.read_at(offset, bytes)
+        };
+        self.pages.get(page, &mut read, out)
+    }
+
+    pub(crate) fn until_there(&self, start: u64, len: usize) -> Option<Wait> {
+        self.pages.until_there(start, len)
     }
 
     /// The same from `bytes`, which are those of the file from `start` on.

@@ -146,6 +146,16 @@ impl Store {
         }
     }
 
+    /// Whether the page is of a page file and not in it yet. The caller owns a reference.
+    #[must_use]
+    pub fn is_awaited(&self, handle: Handle) -> bool {
+        let Target::InFile { file, page } = Target::of(handle) else { return false };
+        self.page_files.get(file).is_some_and(|file| {
+            let place = file.place(page);
+            place.is_some_and(|(start, len)| file.until_there(start, len).is_some())
+        })
+    }
+
     /// Begins to read the file that `read` is of from `start` to `end`, at most
     /// [`READ_BYTES`] apart: begin and end of reads of that file. None: the queue
     /// has no room.
@@ -158,18 +168,24 @@ impl Store {
         read: &FileRead,
         (start, end): (u64, u64),
     ) -> Option<ReadId> {
-        let file = match read.page_file() {
-            None => self.file.clone(),
-            Some(number) => self.page_files.get(number).map(|file| Arc::clone(&file.backing)),
+        assert!(start < end && end - start <= READ_BYTES as u64, "a read of {start} to {end}");
+        let len = (end - start) as usize;
+        let (file, wait) = match read.page_file() {
+            None => (self.file.clone(), None),
+            Some(number) => self.page_files.get(number).map_or((None, None), |file| {
+                (Some(Arc::clone(&file.backing)), file.until_there(start, len))
+            }),
         };
         let file = &file.expect("what is read lies in a file that exists");
-        assert!(start < end && end - start <= READ_BYTES as u64, "a read of {start} to {end}");
         let descriptor = match file.waiting() {
-            Waiting::OnDescriptor => file.descriptor(),
-            Waiting::InCall | Waiting::Never => None,
+            Waiting::OnDescriptor if wait.is_none() => file.descriptor(),
+            _ => None,
         };
         let own = Arc::clone(file);
-        queue.begin(descriptor, start, (end - start) as usize, move |out| own.read_at(start, out))
+        queue.begin(descriptor, start, len, move |out| {
+            wait.map_or(Ok(()), |wait| wait())?;
+            own.read_at(start, out)
+        })
     }
 
     /// The page of `read`, from `bytes` that were read from `start` on. With it its

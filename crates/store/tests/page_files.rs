@@ -8,13 +8,13 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::BorrowedFd;
 use std::os::unix::fs::FileExt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Condvar, Mutex};
 
 use common::{Page, page};
 use strata_store::{
     Backing, Descriptors, Faults, Faulty, FileBacking, GetError, PageFile, Put, ReadBytes, Source,
-    Store, StoreConfig, Unread,
+    Store, StoreConfig, Unread, Wait,
 };
 use strata_sys::{EventFd, ReadQueue};
 use strata_units::Handle;
@@ -224,4 +224,88 @@ fn there_is_an_end_to_them() {
     assert!(failed(&store).is_err());
     assert_eq!(file.add(&store), numbers[500]);
     assert_eq!(file.open.load(Relaxed), 1024);
+}
+
+/// Pages of `Plain` that come later.
+#[derive(Debug)]
+struct Later {
+    plain: Plain,
+    come: Arc<(Mutex<bool>, Condvar)>,
+}
+
+impl PageFile for Later {
+    fn place(&self, page: u32) -> Option<(u64, usize)> {
+        self.plain.place(page)
+    }
+
+    fn get(&self, number: u32, read: ReadBytes<'_>, out: &mut Page) -> Result<(), GetError> {
+        self.plain.get(number, read, out)
+    }
+
+    fn until_there(&self, start: u64, _: usize) -> Option<Wait> {
+        let come = Arc::clone(&self.come);
+        let is_there = start == 0 || *come.0.lock().expect("nobody panics");
+        (!is_there).then(|| {
+            let wait: Wait = Box::new(move || {
+                let waits = come.1.wait_while(come.0.lock().expect("nobody panics"), |come| !*come);
+                drop(waits.expect("nobody panics"));
+                Ok(())
+            });
+            wait
+        })
+    }
+}
+
+/// Who reads what has not come waits for it, and nobody else does.
+#[test]
+fn a_page_that_has_not_come_is_waited_for() {
+    let (store, file) = (Store::create(StoreConfig::default()).expect("a store"), written("later"));
+    let come = Arc::new((Mutex::new(false), Condvar::new()));
+    let later = Later { plain: Plain, come: Arc::clone(&come) };
+    let number = store.add_page_file(Box::new(later), file.backing(), |_| Ok(file.note()));
+    let number = number.expect("room");
+    let handles = in_file(&store, number, 0..3);
+    assert_eq!(
+        handles.iter().map(|&one| store.is_awaited(one)).collect::<Vec<_>>(),
+        [false, true, true]
+    );
+    let bell = Arc::new(EventFd::new().expect("an eventfd"));
+    let mut queue = ReadQueue::new(4, &bell);
+    let mut begin = |handle| {
+        let read = store.file_read(handle).expect("in a file");
+        let id = store.begin_read(&mut queue, &read, (read.start(), read.end()));
+        (id.expect("room"), read)
+    };
+    let (_, (quick, _)) = (begin(handles[1]), begin(handles[0]));
+    let ends = |queue: &mut ReadQueue| loop {
+        if let Some((id, result)) = queue.completed() {
+            result.expect("readable");
+            return id;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    };
+    assert_eq!(ends(&mut queue), quick);
+    std::thread::sleep(std::time::Duration::from_millis(20));
+    assert_eq!(queue.completed().map(|(id, _)| id), None, "it is read before it has come");
+    let waiter = {
+        let (come, handle) = (Arc::clone(&come), handles[2]);
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| assert_is(&store, handle, 3));
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            assert!(!waiter.is_finished(), "it is read before it has come");
+            *come.0.lock().expect("nobody panics") = true;
+            come.1.notify_all();
+            waiter.join()
+        })
+    };
+    waiter.expect("it is what was written");
+    let slow = ends(&mut queue);
+    let mut out: Page = [0; 4096];
+    let read = store.file_read(handles[1]).expect("in a file");
+    let bytes = queue.bytes(slow).to_vec();
+    store.get_from(handles[1], &read, read.start(), &bytes, &mut out).expect("sound");
+    assert!(out == page(2));
+    assert!(handles.iter().all(|&one| !store.is_awaited(one)));
+    handles.into_iter().for_each(|one| store.release(one));
+    store.release_page_file(number);
 }

@@ -280,7 +280,7 @@ impl Capture {
 
 /// Reads pages from `address` on; which of them are what they were when they were
 /// protected.
-fn read_protected(pages: &Process, address: u64, buffer: &mut [u8]) -> Vec<bool> {
+pub(crate) fn read_protected(pages: &Process, address: u64, buffer: &mut [u8]) -> Vec<bool> {
     let count = buffer.len() / PAGE_SIZE;
     let mut read = vec![true; count];
     let mut next = 0;

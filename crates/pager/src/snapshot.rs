@@ -8,12 +8,15 @@ pub(crate) mod fill;
 mod freeze;
 pub(crate) mod held_memory;
 pub(crate) mod in_file;
+pub(crate) mod lent;
 mod pages;
 pub(crate) mod prepared;
 pub(crate) mod restore;
 
 #[cfg(test)]
 mod fill_tests;
+#[cfg(test)]
+mod lent_tests;
 #[cfg(test)]
 mod pages_tests;
 #[cfg(test)]

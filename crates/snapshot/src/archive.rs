@@ -35,6 +35,7 @@ mod format;
 mod part;
 mod read;
 mod read_error;
+mod sent;
 mod verify;
 mod write;
 
@@ -53,6 +54,7 @@ pub(crate) use format::MAGIC;
 pub use part::{PartFile, Sink};
 pub use read::{Pages, Reader};
 pub use read_error::ReadError;
+pub use sent::{MOST_SENT_PAGES, SentPage, pack_pages, sum_of_page, unpack_pages};
 pub use write::{WriteError, Writer, Written};
 
 /// One page of memory.

@@ -179,6 +179,7 @@ impl Freezable<'_> {
             urgent: manner.urgent,
             only: Some(Only { pid, range: self.range }),
             carry: manner.once.map(Once::carry),
+            frozen: None,
         };
         let taken = tenant.snapshot(request, |done, total| tell(captured(done, total)));
         let stopped = lock(&stopped).take();

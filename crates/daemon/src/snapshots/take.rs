@@ -434,6 +434,7 @@ fn take_once(
         urgent,
         only: None,
         carry,
+        frozen: None,
     };
     tenant.snapshot(request, |done, total| tell(captured(done, total))).map(|freeze| {
         let numbers = std::mem::take(&mut *lock(&numbers));

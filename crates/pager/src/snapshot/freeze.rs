@@ -89,6 +89,9 @@ pub(super) fn take(
         taken.undo();
         return Err(error);
     }
+    if let Some(frozen) = request.frozen {
+        frozen();
+    }
     let Taken { processes, spaces, .. } = taken;
     let freeze =
         Freeze { processes, frozen: whole_freeze, captured: Duration::ZERO, copied_pages: 0 };

@@ -108,4 +108,28 @@ impl Tenant {
             Ok(Some((address, handle)))
         })
     }
+
+    /// Takes pages of `file` into the memory `id` of a snapshot that nobody restores yet: page
+    /// n of it to the n-th of `addresses`. `gone` is as for [`Self::update_memory`].
+    ///
+    /// # Errors
+    /// As for that.
+    ///
+    /// # Panics
+    /// `file` is not this tenant's.
+    pub fn adopt_over(
+        &self,
+        (id, file): (SpaceId, &SnapshotFile),
+        gone: &[(u64, u64)],
+        addresses: &[u64],
+    ) -> io::Result<()> {
+        assert!(Arc::ptr_eq(&file.store, &self.store), "a file of another tenant");
+        let mut pages = (0..).zip(addresses);
+        self.take_in_over(id, gone, &mut || {
+            let Some((page, &address)) = pages.next() else { return Ok(None) };
+            let handle = Store::in_page_file(file.number, page);
+            self.store.retain(handle);
+            Ok(Some((address, handle)))
+        })
+    }
 }

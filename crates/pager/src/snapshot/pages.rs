@@ -116,15 +116,24 @@ impl Tenant {
         gone: &[(u64, u64)],
         mut next: impl FnMut(&mut PageBuffer) -> io::Result<Option<u64>>,
     ) -> io::Result<()> {
+        let mut buffer = PageBuffer::zeroed();
+        self.take_in_over(id, gone, &mut || self.stored(&mut buffer, &mut next))
+    }
+
+    /// The same with pages that `next` names.
+    pub(super) fn take_in_over(
+        &self,
+        id: SpaceId,
+        gone: &[(u64, u64)],
+        next: NextPage<'_>,
+    ) -> io::Result<()> {
         let known = lock(&self.snapshots).get(&id).cloned();
         let known = known.ok_or_else(|| io::Error::other("there is no such snapshot"))?;
         self.forget_ready(id);
         let mut memory = Memory { directory: known.directory.clone() };
         drop(known);
         self.forget_pages(&memory, gone);
-        let mut buffer = PageBuffer::zeroed();
-        let outcome =
-            self.take_pages_in(id, &mut memory, &mut || self.stored(&mut buffer, &mut next));
+        let outcome = self.take_pages_in(id, &mut memory, next);
         self.know_snapshot(id, memory.directory);
         if outcome.is_err() {
             self.remove_snapshot_memory(id);

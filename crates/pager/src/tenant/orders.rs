@@ -70,6 +70,8 @@ pub struct SnapshotRequest {
     /// Of what stays: gets what the snapshot before does not have as it is read, instead of
     /// the store. The snapshot does not have those pages then (they are lost in it).
     pub carry: Option<Carry>,
+    /// Hears that all of it is known: what it was at the freeze is captured, or will be.
+    pub frozen: Option<Box<dyn FnOnce() + Send>>,
 }
 
 /// What stands still, on its way elsewhere.

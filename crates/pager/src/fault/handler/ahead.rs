@@ -231,7 +231,9 @@ impl Ahead {
             // Under the gate nothing is released that the page map names.
             let gate = lock(&space.gate);
             let Some(page) = gate.page(address) else { continue };
-            if let Entry::Stored(handle) = tenant.map.get(page) {
+            if let Entry::Stored(handle) = tenant.map.get(page)
+                && !tenant.store.is_awaited(handle)
+            {
                 reads.take(tenant, SwapIn { page, address, handle }, Why::Spare);
             }
         }

@@ -122,7 +122,8 @@ impl Space {
     pub(super) fn claim_ahead(&self, tenant: &Tenant, gate: &Gate, address: u64) -> Option<SwapIn> {
         let page = gate.page(address)?;
         let Entry::Stored(handle) = tenant.map.get(page) else { return None };
-        if self.is_unadjusted() {
+        // What comes from elsewhere comes by itself, and those first for whom threads wait.
+        if self.is_unadjusted() || tenant.store.is_awaited(handle) {
             return None;
         }
         tenant.map.set(page, Entry::Arriving(handle));

@@ -1,0 +1,179 @@
+//! Memory that stands still here and runs elsewhere: what of it is not there yet, and its
+//! pages, read one by one, while it is captured and after.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+
+use strata_units::{
+    Handle, LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageId, PageNumber, SpaceId,
+};
+
+use crate::capture::read_protected;
+use crate::map::address::{address_of, piece_of};
+use crate::map::entry::Entry;
+use crate::map::lock;
+use crate::map::page_map::Piece;
+use crate::tenant::Tenant;
+use crate::tenant::space::Space;
+
+/// How memory differs from what it was before: ranges, first bytes and ends, in order.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Differences {
+    /// What is there and was not so before.
+    pub changed: Vec<(u64, u64)>,
+    /// What was there, and is not any more.
+    pub gone: Vec<(u64, u64)>,
+    /// Pages in `changed`.
+    pub pages: u64,
+}
+
+/// What came of reading a page that is lent.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Lent {
+    /// It has these bytes.
+    Bytes,
+    /// It is zero.
+    Zero,
+    /// It is about to be captured, or to be found: ask again.
+    NotYet,
+    /// It cannot be read any more.
+    Lost(String),
+}
+
+impl Tenant {
+    /// How the memory of the process `pid`, which stands still and of which a snapshot is
+    /// being taken, differs from the snapshot `before`.
+    ///
+    /// # Errors
+    /// There is no such snapshot.
+    pub fn differences(&self, pid: u32, before: SpaceId) -> io::Result<Differences> {
+        let space = self.space_of(pid).ok_or_else(missing)?;
+        self.differences_in(&space, before)
+    }
+
+    pub(super) fn differences_in(&self, space: &Space, before: SpaceId) -> io::Result<Differences> {
+        let (id, directory) = {
+            let gate = lock(&space.gate);
+            let capture = gate.capture.as_ref().ok_or_else(missing)?;
+            (capture.snapshot, capture.directory.clone())
+        };
+        self.compare(before, &directory, |piece, leaf| {
+            if let Some(capture) = lock(&space.gate).capture.as_mut()
+                && capture.snapshot == id
+            {
+                // What was not written since has one name in both.
+                capture.take_from_base(self, piece, leaf);
+            }
+        })
+    }
+
+    /// The same of the snapshot `after`, which is whole.
+    ///
+    /// # Errors
+    /// There is no such snapshot.
+    pub fn differences_of(&self, after: SpaceId, before: SpaceId) -> io::Result<Differences> {
+        let after = lock(&self.snapshots).get(&after).cloned().ok_or_else(missing)?;
+        self.compare(before, &after.directory, |_, _| ())
+    }
+
+    fn compare(
+        &self,
+        before: SpaceId,
+        directory: &BTreeMap<Piece, LeafIndex>,
+        prepare: impl Fn(Piece, LeafIndex),
+    ) -> io::Result<Differences> {
+        let before = lock(&self.snapshots).get(&before).cloned().ok_or_else(missing)?;
+        let pieces: BTreeSet<Piece> =
+            before.directory.keys().chain(directory.keys()).copied().collect();
+        let mut found = Differences::default();
+        for piece in pieces {
+            let new = directory.get(&piece).copied();
+            if let Some(leaf) = new {
+                prepare(piece, leaf);
+            }
+            let old = before.directory.get(&piece).copied();
+            for index in 0..PAGES_PER_LEAF {
+                let entry = |leaf: Option<_>| {
+                    leaf.map_or(Entry::Untouched, |leaf| self.map.get(PageId::new(leaf, index)))
+                };
+                let (old, new, address) = (entry(old), entry(new), address_of(piece, index));
+                if new == Entry::Untouched && old != new {
+                    join(&mut found.gone, address);
+                } else if new != old {
+                    join(&mut found.changed, address);
+                    found.pages += 1;
+                }
+            }
+        }
+        Ok(found)
+    }
+
+    /// Reads the page at `address` of a whole snapshot.
+    pub fn lent_page(&self, id: SpaceId, address: u64, out: &mut PageBuffer) -> Lent {
+        let Some(known) = lock(&self.snapshots).get(&id).cloned() else {
+            return Lent::Lost("its snapshot is gone".to_owned());
+        };
+        match self.entry_in(&known.directory, address) {
+            Entry::Untouched => Lent::Zero,
+            Entry::Stored(handle) => self.read_lent(handle, out),
+            _ => Lent::Lost("it was lost before".to_owned()),
+        }
+    }
+
+    /// The same of the process `pid`, which stands still and is being captured.
+    pub fn lent_page_of(&self, pid: u32, address: u64, out: &mut PageBuffer) -> Lent {
+        match self.space_of(pid) {
+            Some(space) => self.lent_page_in(&space, address, out),
+            None => Lent::NotYet,
+        }
+    }
+
+    pub(super) fn lent_page_in(&self, space: &Space, address: u64, out: &mut PageBuffer) -> Lent {
+        let gate = lock(&space.gate);
+        let Some(capture) = &gate.capture else { return Lent::NotYet };
+        match self.entry_in(&capture.directory, address) {
+            Entry::Untouched => Lent::Zero,
+            Entry::Stored(handle) => {
+                self.store.retain(handle);
+                drop(gate);
+                let read = self.read_lent(handle, out);
+                self.store.release(handle);
+                read
+            }
+            // It is what it was at the freeze if it is protected after it was read.
+            Entry::Pending => match read_protected(&capture.pages, address, &mut out.0)[..] {
+                [true] => Lent::Bytes,
+                _ => Lent::NotYet,
+            },
+            Entry::Copied => Lent::NotYet,
+            _ => Lent::Lost("it was lost before".to_owned()),
+        }
+    }
+
+    fn entry_in(&self, directory: &BTreeMap<Piece, LeafIndex>, address: u64) -> Entry {
+        let number = PageNumber::containing(address);
+        let index = number.0 as usize % PAGES_PER_LEAF;
+        let leaf = directory.get(&piece_of(number));
+        leaf.map_or(Entry::Untouched, |&leaf| self.map.get(PageId::new(leaf, index)))
+    }
+
+    fn read_lent(&self, handle: Handle, out: &mut PageBuffer) -> Lent {
+        match self.store.get(handle, &mut out.0) {
+            Ok(_) => Lent::Bytes,
+            Err(error) => Lent::Lost(error.to_string()),
+        }
+    }
+}
+
+fn missing() -> io::Error {
+    io::Error::other("there is no such snapshot")
+}
+
+/// Adds a page to ranges in order.
+fn join(ranges: &mut Vec<(u64, u64)>, address: u64) {
+    let end = address + PAGE_SIZE as u64;
+    match ranges.last_mut() {
+        Some(last) if last.1 == address => last.1 = end,
+        _ => ranges.push((address, end)),
+    }
+}

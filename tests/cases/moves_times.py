@@ -110,14 +110,15 @@ def by_qemu(run):
 @case("move-times", native=False, own_daemon=True, alone=True, soak=True, seconds=400)
 def times(run):
     """How long they stand still, and what is sent: a guest of 320 MiB that has filled 64 MiB and
-    rewrites a part of that all the time, and a program that writes all its 64 MiB over and over;
-    and what QEMU's own migration takes for that guest, without Strata."""
+    rewrites a part of that all the time, which moves as always and at once, and a program that
+    writes all its 64 MiB over and over; and what QEMU's own migration takes for that guest, without Strata."""
     need_criu()
     with another(run) as there:
         guest = Guest(run, "first", ["--memory", MEMORY, "--dram", "400MiB"], ["-machine", "q35"])
         try:
             filled(guest)
             there_and_back(run, "first", there)
+            there_and_back(run, "first", there, ["--at-once"])
         finally:
             guest.kill()
             for daemon in (run.daemon, there):
@@ -131,10 +132,10 @@ def times(run):
     by_qemu(run)
 
 
-def there_and_back(run, name, there):
+def there_and_back(run, name, there, options=()):
     for here, other in ((run.daemon, there), (there, run.daemon)) * (MOVES // 2):
-        said = move(here, name, other).stdout.strip().split("; it ")[1]
+        said = move(here, name, other, options=options).stdout.strip().split("; it ", 1)[1]
         if "until it ran" not in said:
             raise Failure(f"it is not said where the time went: {said!r}")
-        run.note(f"{name} {said}")
+        run.note(f"{' '.join((name, *options))} {said}")
         time.sleep(2)

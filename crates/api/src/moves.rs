@@ -18,12 +18,16 @@ use crate::{MAX_PATH_BYTES, Progress, Reply, SnapshotId};
 pub const MAX_FRAME_BYTES: usize = 1 << 20;
 /// The hint of a daemon that has given a tenant up and does not know whether it runs there.
 pub const MOVE_UNSETTLED: &str = "settle it: strata move --settle NAME HOST";
+/// The hint of a daemon that has pages of a tenant that runs elsewhere.
+pub const MOVE_LENT: &str = "give them: strata move --settle NAME HOST";
 /// Raised when the meaning of a word changes; other versions are refused.
 pub const MOVE_VERSION: u32 = 2;
 /// What is said in its place where disks go along: who does not know how refuses that.
 pub const MOVE_DISKS_VERSION: u32 = 3;
 /// And of a guest that disks are served to, whether disks go along or not.
 pub const MOVE_SERVED_VERSION: u32 = 4;
+/// What is said in its place where pages come after the switch (`--at-once`).
+pub const MOVE_AT_ONCE_VERSION: u32 = 5;
 /// Disks that go along with one guest; each has a connection of its own.
 pub const MOST_MOVE_DISKS: usize = 6;
 /// Images that one disk is an overlay of, over each other.
@@ -109,6 +113,24 @@ pub enum MoveWord {
     },
     /// It may come.
     Welcome,
+    /// It is to run there before all of it has come: pages are asked for then. Not answered.
+    Lends {
+        /// What the machine is called that it comes from.
+        from: String,
+    },
+    /// Pages are needed of a process that stands still on the other side. Answered by data, in
+    /// the order in which it was asked, and before any word.
+    Pages {
+        /// Its number there.
+        pid: u32,
+        /// Addresses of first pages, and how many: all together as many as are sent at a time.
+        ranges: Vec<(u64, u32)>,
+    },
+    /// It runs, and so many of its pages are still on the other side.
+    Owing {
+        /// That.
+        pages: u64,
+    },
     /// Disks go along: an image is to be made for each. Answered by `room` or `never`.
     Disks {
         /// In their order from here on.

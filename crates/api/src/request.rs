@@ -311,6 +311,9 @@ pub enum Request {
         /// A guest's disks go along.
         #[serde(default)]
         copy_disks: bool,
+        /// It runs there before all of its memory has come.
+        #[serde(default)]
+        at_once: bool,
     },
     /// Carry what is said about a disk that goes along. As for [`Request::Move`].
     MoveDisk {

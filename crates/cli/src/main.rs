@@ -120,8 +120,8 @@ fn execute(command: Command) -> Result<ExitCode> {
         Command::Rollback { name, snapshot } => snapshots::rollback(&name, snapshot)?,
         Command::Restore { snapshot, name } => snapshots::restore(snapshot, name)?,
         Command::Clone(arguments) => snapshots::clone(&arguments)?,
-        Command::Move { name, host, settle, copy_disks } => {
-            moves::move_to(&name, &host, (settle, copy_disks))?;
+        Command::Move { name, host, settle, copy_disks, at_once } => {
+            moves::move_to(&name, &host, moves::How { settle, copy_disks, at_once })?;
         }
         Command::Receive => return moves::receive(),
         Command::Doctor { json } => {

@@ -13,7 +13,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use strata_api::{
-    ENV_CONTROL_SOCKET, FrameKind, MOVE_UNSETTLED, MoveNear, Reply, Request, read_frame,
+    ENV_CONTROL_SOCKET, FrameKind, MOVE_LENT, MOVE_UNSETTLED, MoveNear, Reply, Request, read_frame,
     write_frame,
 };
 
@@ -34,6 +34,18 @@ const BEGUN_WITHIN: Duration = Duration::from_secs(20);
 const GONE_WITHIN: Duration = Duration::from_secs(5);
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
+/// Memory may be sent for long after the switch: then the time to settle begins anew.
+const LONG: Duration = Duration::from_secs(2);
+
+/// What is wanted.
+#[derive(Clone, Copy)]
+pub(crate) struct How {
+    /// What an earlier move has left is settled.
+    pub(crate) settle: bool,
+    pub(crate) copy_disks: bool,
+    pub(crate) at_once: bool,
+}
+
 /// How a conversation ended.
 enum Ended {
     Replied(Reply),
@@ -42,7 +54,8 @@ enum Ended {
 }
 
 /// `strata move`.
-pub(crate) fn move_to(name: &str, host: &str, (settle, copy_disks): (bool, bool)) -> Result<()> {
+pub(crate) fn move_to(name: &str, host: &str, how: How) -> Result<()> {
+    let How { mut settle, copy_disks, at_once } = how;
     let what = match settle {
         true => format!("cannot settle the move of {name}"),
         false => format!("cannot move {name}"),
@@ -57,18 +70,28 @@ pub(crate) fn move_to(name: &str, host: &str, (settle, copy_disks): (bool, bool)
         }
         false => client::find(name)?.0,
     };
-    let until = Instant::now() + SETTLED_WITHIN;
-    let mut settle = settle;
+    if at_once {
+        eprintln!(
+            "strata: {}: until its last page is at {host} it depends on both hosts; should this one go down before that, it is lost",
+            crate::failure::printable(name)
+        );
+    }
+    let mut until = Instant::now() + SETTLED_WITHIN;
     let mut was_cut = false;
     loop {
         let (name, host_named) = (name.to_owned(), host.to_owned());
-        let request = Request::Move { name, host: host_named, settle, copy_disks };
-        match carry(&socket, &request, host, &what)? {
+        let request = Request::Move { name, host: host_named, settle, copy_disks, at_once };
+        let began = Instant::now();
+        let ended = carry(&socket, &request, host, &what)?;
+        if at_once && began.elapsed() > LONG {
+            until = Instant::now() + SETTLED_WITHIN;
+        }
+        match ended {
             Ended::Replied(Reply::Done { note }) => {
                 return print(&crate::failure::printable(&note));
             }
             Ended::Replied(Reply::Error { message, hint }) => {
-                if hint != MOVE_UNSETTLED || Instant::now() > until {
+                if ![MOVE_UNSETTLED, MOVE_LENT].contains(&&*hint) || Instant::now() > until {
                     let cut = "the stratad here died over it; ";
                     let message = format!("{}{message}", if was_cut { cut } else { "" });
                     return Err(refused(&what, &message, &hint));

@@ -9,8 +9,8 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use strata_api::{
-    MAX_LINE_BYTES, MAX_LISTED, MAX_LISTED_COMMAND_BYTES, MOVE_UNSETTLED, PROTOCOL_VERSION, Reply,
-    Request, RevivedTenant, SnapshotInfo, SnapshotRef, Stats,
+    MAX_LINE_BYTES, MAX_LISTED, MAX_LISTED_COMMAND_BYTES, MOVE_LENT, MOVE_UNSETTLED,
+    PROTOCOL_VERSION, Reply, Request, RevivedTenant, SnapshotInfo, SnapshotRef, Stats,
 };
 use strata_pager::{Registry, ReleaseRefused, SURVEY_PATIENCE, Space, Tenant};
 use strata_snapshot::{Terminals, is_ending};
@@ -31,7 +31,7 @@ use crate::place;
 use crate::pools::Pools;
 use crate::reload::Reread;
 use crate::shares::{self, Shares};
-use crate::snapshots::{CloneWish, ImportWish, Refused, Revived, Snapshots, Tell, Wire};
+use crate::snapshots::{CloneWish, ImportWish, MoveHow, Refused, Revived, Snapshots, Tell, Wire};
 use crate::statistics;
 use crate::supervisor::Inheritance;
 use crate::tenants::{Key, Tenants, Wish};
@@ -115,6 +115,7 @@ impl Commands {
     /// What a conversation comes to.
     fn conversed(&self, peer: Peer, request: &Request, wire: &mut Wire) -> Reply {
         let hint = |name: &str| match self.snapshots.is_given(name) {
+            true if self.snapshots.lends(name) => MOVE_LENT,
             true => MOVE_UNSETTLED,
             false => "",
         };
@@ -127,9 +128,10 @@ impl Commands {
                 let settled = self.snapshots.settle_move(peer.uid, name, wire);
                 done(settled, name, "it was not moved")
             }
-            Request::Move { name, host, settle: false, copy_disks } => {
+            Request::Move { name, host, settle: false, copy_disks, at_once } => {
                 self.with(peer, name, |tenant| {
-                    let moved = self.snapshots.move_out(tenant, (host, *copy_disks), wire);
+                    let how = MoveHow { copy_disks: *copy_disks, at_once: *at_once };
+                    let moved = self.snapshots.move_out(tenant, host, how, wire);
                     done(moved, name, &format!("it was not moved to {host}"))
                 })
             }
@@ -220,8 +222,12 @@ impl Commands {
             Request::PoolEmpty { name } => self.pools.empty(peer.uid, &name),
             Request::PoolRemove { name } => self.pools.remove(peer.uid, &name),
             Request::ShareOut { total_bytes, curves } => advice::shares(total_bytes, &curves),
-            Request::Release { name } => self
-                .with(peer, &name, |tenant| release(tenant, self.current.get().release_patience)),
+            Request::Release { name } => {
+                self.with(peer, &name, |tenant| match self.snapshots.is_lent(tenant) {
+                    Some(why) => error(why, MOVE_LENT),
+                    None => release(tenant, self.current.get().release_patience),
+                })
+            }
             Request::Stop { name } => self.with(peer, &name, |tenant| self.stop(tenant)),
             Request::GuestResume { name } => {
                 self.with(peer, &name, |tenant| match self.guests.go_on(tenant) {
@@ -637,6 +643,9 @@ impl Commands {
     }
 
     fn stop(&self, tenant: &Arc<Tenant>) -> Reply {
+        if let Some(why) = self.snapshots.is_lent(tenant) {
+            return error(why, MOVE_LENT);
+        }
         let signalled = tenant.signal(SIGTERM);
         if signalled == 0 {
             return error(

@@ -53,7 +53,7 @@ use disk::{Disk, Known, Line, Place, Process};
 pub(crate) use files::ImportWish;
 pub(crate) use in_file::open_page_file;
 use lineage::life_of;
-pub(crate) use moving::Wire;
+pub(crate) use moving::{How as MoveHow, Wire};
 pub(crate) use revive::{CloneWish, Revived, helper};
 
 /// What directories of restores under way begin with.
@@ -187,7 +187,9 @@ impl Snapshots {
                         && known.info.uid == tenant.record().uid
                         && known.processes.iter().any(|process| process.memory == Some(memory.0))
                 };
-                if !known.values().any(named) {
+                let is_lent =
+                    tenant.record().uid == uid && moves.lends(&tenant.record().name, memory);
+                if !known.values().any(named) && !is_lent {
                     tenant.remove_snapshot_memory(memory);
                 }
             }
@@ -434,8 +436,8 @@ impl Snapshots {
     /// What was found before may not be true any more.
     fn turn(&self, name: &str) -> Result<Turn<'_>, String> {
         let turn = self.turn_for_move(name)?;
-        match self.given(name) {
-            Some(out) => Err(out.refusal(name)),
+        match self.given(name).map(|out| out.refusal(name)).or_else(|| moving::owes(name)) {
+            Some(refusal) => Err(refusal),
             None => Ok(turn),
         }
     }

@@ -136,7 +136,9 @@ fn start(inheritance: &Inheritance) -> anyhow::Result<()> {
             signal => signal,
         };
         match signal {
-            Signal::Terminate if terminate(&tenants, current.get().release_patience) => {
+            Signal::Terminate
+                if terminate(&tenants, &snapshots, current.get().release_patience) =>
+            {
                 break false;
             }
             Signal::Hangup
@@ -279,11 +281,16 @@ fn tidy(tenants: &Tenants, snapshots: &Snapshots, private: bool, watcher: Option
     }
 }
 
-/// Gives everything back. False: some tenant's pages do not fit into DRAM, so
-/// the daemon goes on.
-fn terminate(tenants: &Tenants, patience: Duration) -> bool {
+/// Gives everything back. False: some tenant's pages do not fit into DRAM, or another host
+/// needs them, so the daemon goes on.
+fn terminate(tenants: &Tenants, snapshots: &Snapshots, patience: Duration) -> bool {
     let mut all = true;
     for tenant in tenants.list() {
+        if let Some(why) = snapshots.is_lent(&tenant) {
+            log(Priority::Warning, format_args!("{why}; stratad goes on"));
+            all = false;
+            continue;
+        }
         let released = tenant.release(patience);
         // One that has ended meanwhile has nothing to be given back.
         if let Err(refused) = released

@@ -411,16 +411,24 @@ impl Disk {
     /// died over it is overwritten.
     pub(super) fn arriving(&self, id: &str) -> Result<(PathBuf, File), String> {
         let name = format!("arriving-{id}");
-        let path = self.directory.join(MOVES).join(&name);
+        let file = self.new_file(&name, Access::New)?;
+        Ok((self.directory.join(MOVES).join(&name), file))
+    }
+
+    /// A new file without a name, to be written and read.
+    pub(super) fn nameless(&self, id: &str) -> Result<File, String> {
+        let file = self.new_file(&format!("arriving-{id}"), Access::ReadWrite)?;
+        self.forget_arrived_of(id);
+        Ok(file)
+    }
+
+    fn new_file(&self, name: &str, access: Access) -> Result<File, String> {
         self.open_or_make()?;
         let made = self.moves_directory().and_then(|all| {
-            let _ = all.remove_file(&name);
-            all.file(&name, Access::New)
+            let _ = all.remove_file(name);
+            all.file(name, access)
         });
-        match made {
-            Ok(file) => Ok((path, file)),
-            Err(error) => Err(self.move_failed("make", &name, &error)),
-        }
+        made.map_err(|error| self.move_failed("make", name, &error))
     }
 
     /// The same name is nobody's any more.

@@ -132,6 +132,11 @@ impl Snapshots {
 }
 
 impl Freezable<'_> {
+    /// Its QEMU, and where that has its memory.
+    pub(super) fn place(&self) -> (u32, Range) {
+        (self.pid, self.range)
+    }
+
     /// One attempt; none: it is torn. Without it the guest runs on.
     pub(super) fn freeze(
         &self,

@@ -73,6 +73,9 @@ impl PageFile for FiledPages {
 
 /// What the next worker reads the pages of such a file by.
 pub(crate) fn open_page_file(file: &File) -> io::Result<Box<dyn PageFile>> {
+    if let Some(owed) = super::moving::open_owed(file) {
+        return owed;
+    }
     let reader = Reader::from_file(file.try_clone()?, Path::new("a snapshot's file"));
     let reader = reader.map_err(|error| io::Error::other(crate::tenants::chain(&error)))?;
     Ok(Box::new(FiledPages(reader.page_blocks().clone())))

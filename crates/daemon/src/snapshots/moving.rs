@@ -16,8 +16,14 @@
 
 mod asked;
 mod disks;
+mod given;
 mod into;
+mod lend;
+mod lending;
+mod memories;
 mod out;
+mod owed;
+mod owing;
 mod pieces;
 mod record;
 mod standstill;
@@ -25,6 +31,8 @@ mod still;
 
 use std::io::{self, Read};
 use std::os::unix::net::UnixStream;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use strata_api::{
@@ -32,7 +40,10 @@ use strata_api::{
 };
 use strata_snapshot::archive::Sink;
 
+use super::lock;
 pub(super) use disks::Ways;
+pub(crate) use out::How;
+pub(super) use owed::{open as open_owed, refusal as owes};
 pub(super) use pieces::Once;
 pub(super) use record::Moves;
 
@@ -63,20 +74,38 @@ fn home(place: &std::path::Path) -> String {
 /// The way to the other daemon, and to the command line that carries it.
 pub(crate) struct Wire {
     stream: UnixStream,
+    /// Where everybody writes: the same.
+    to: Arc<Mutex<UnixStream>>,
     sent_bytes: u64,
+    /// Another thread reads, and passes on what is not its own.
+    heard: Option<Receiver<(FrameKind, Vec<u8>)>>,
 }
 
 impl Wire {
     pub(crate) fn new(stream: UnixStream) -> io::Result<Self> {
         stream.set_write_timeout(Some(SENT_WITHIN))?;
-        let mut wire = Self { stream, sent_bytes: 0 };
+        let to = Arc::new(Mutex::new(stream.try_clone()?));
+        let mut wire = Self { stream, to, sent_bytes: 0, heard: None };
         wire.near(&MoveNear::Begun).map_err(io::Error::other)?;
         Ok(wire)
     }
 
     fn send(&mut self, kind: FrameKind, content: &[u8]) -> io::Result<()> {
         self.sent_bytes += content.len() as u64;
-        write_frame(&self.stream, kind, content)
+        write_frame(&*lock(&self.to), kind, content)
+    }
+
+    /// Where whoever else speaks to the other side writes.
+    fn writer(&self) -> Arc<Mutex<UnixStream>> {
+        Arc::clone(&self.to)
+    }
+
+    /// From now on another thread reads from what this gives it, and passes on what is said.
+    fn hand_over(&mut self, heard: Receiver<(FrameKind, Vec<u8>)>) -> io::Result<UnixStream> {
+        self.stream.set_read_timeout(None)?;
+        let from = self.stream.try_clone()?;
+        self.heard = Some(heard);
+        Ok(from)
     }
 
     fn say(&mut self, word: &MoveWord) -> Result<(), String> {
@@ -86,7 +115,7 @@ impl Wire {
 
     fn near(&mut self, near: &MoveNear) -> Result<(), String> {
         let text = serde_json::to_vec(near).map_err(|error| error.to_string())?;
-        write_frame(&self.stream, FrameKind::Near, &text)
+        write_frame(&*lock(&self.to), FrameKind::Near, &text)
             .map_err(|error| format!("the command line: {error}"))
     }
 
@@ -102,6 +131,14 @@ impl Wire {
     }
 
     fn frame(&mut self, within: Duration) -> Result<(FrameKind, Vec<u8>), String> {
+        if let Some(heard) = &self.heard {
+            return heard.recv_timeout(within).map_err(|error| match error {
+                RecvTimeoutError::Disconnected => CUT.to_owned(),
+                RecvTimeoutError::Timeout => {
+                    format!("the connection: {}", io::Error::from(io::ErrorKind::TimedOut))
+                }
+            });
+        }
         let read = self.stream.set_read_timeout(Some(within)).and_then(|()| {
             read_frame(&self.stream).map_err(|error| match error.kind() {
                 io::ErrorKind::WouldBlock => io::ErrorKind::TimedOut.into(),

@@ -79,7 +79,7 @@ const MAGIC: u64 = u64::from_le_bytes(*b"strataRG");
 /// Raised when anything that a record leads to gets another meaning (records, entries of
 /// page maps, ages, settings) without another length. The store's files have a version of
 /// their own.
-const VERSION: u64 = 3;
+const VERSION: u64 = 4;
 
 // Within a space's slot.
 const S_SETTINGS: u64 = 64;

@@ -10,6 +10,7 @@ use strata_sys::{Priority, log};
 use super::super::Snapshots;
 use super::super::revive::ends;
 use super::into::Coming;
+use super::owed;
 use super::record::Decided;
 use super::{ANSWERED_WITHIN, Wire};
 use crate::guests::Undone;
@@ -35,7 +36,16 @@ impl Snapshots {
         (id, name): (String, String),
         wire: &mut Wire,
     ) -> Result<String, String> {
-        let turn = self.turn(&name)?;
+        let mut coming = Coming::new((id.clone(), name.clone()), uid);
+        let turn = match owed::of(&id) {
+            // What it is owed is what is asked about.
+            Some(owed) => {
+                let turn = self.turn_for_move(&name)?;
+                coming.owes(owed, wire)?;
+                turn
+            }
+            None => self.turn(&name)?,
+        };
         let never = Decided::Never("it has not come whole, and was not let run".to_owned());
         match self.moves.decide(&id, never)? {
             Decided::Never(why) => {
@@ -49,14 +59,14 @@ impl Snapshots {
             Decided::Ran => {}
             Decided::Committed(snapshot) => {
                 drop(turn);
-                match self.finish_committed(uid, (&id, &name), snapshot, wire) {
+                match self.finish_committed(&mut coming, snapshot, wire) {
                     Ok(true) => {}
                     Ok(false) => return Ok(name),
                     Err(why) => return Ok(undecided(&name, &why)),
                 }
             }
         }
-        self.say_running(&id, wire);
+        self.say_whole(&coming, wire)?;
         Ok(name)
     }
 
@@ -64,16 +74,14 @@ impl Snapshots {
     /// or it is the other side's again, which is said. An error: it is not known yet.
     fn finish_committed(
         &self,
-        uid: u32,
-        (id, name): (&str, &str),
+        coming: &mut Coming<'_>,
         snapshot: SnapshotId,
         wire: &mut Wire,
     ) -> Result<bool, String> {
+        let (id, name) = (&*coming.id.clone(), &*coming.name.clone());
         let tenant = self.own_tenant(name);
         let alive = tenant.filter(|tenant| !ends(tenant));
-        let known = self.find(uid, &snapshot.clone().into()).ok();
-        let mut coming = Coming::new((id.to_owned(), name.to_owned()), uid);
-        coming.known = known;
+        coming.known = self.find(self.uid, &snapshot.clone().into()).ok();
         let outcome = match alive {
             Some(tenant) => match self.runs_already(&tenant) {
                 Err(Undone::NotYet(why)) => return Err(why),
@@ -82,10 +90,10 @@ impl Snapshots {
             },
             None => match coming.known.as_ref().is_some_and(|known| known.guest.is_some()) {
                 true => self
-                    .start_guest(&mut coming, wire)
+                    .start_guest(coming, wire)
                     .and_then(|()| wire.near(&MoveNear::Committed))
-                    .and_then(|()| self.bring_up(&coming, false, wire)),
-                false => self.bring_up(&coming, false, wire),
+                    .and_then(|()| self.bring_up(coming, false, wire)),
+                false => self.bring_up(coming, false, wire),
             },
         };
         let end = match &outcome {
@@ -96,7 +104,7 @@ impl Snapshots {
             }
         };
         self.moves.came_to(id, &end)?;
-        self.forget_coming(&coming);
+        self.forget_coming(coming);
         if let Decided::Never(why) = &end {
             self.empty_room(id);
             wire.say(&MoveWord::Never { why: why.clone() })?;

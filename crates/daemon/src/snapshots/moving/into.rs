@@ -2,19 +2,19 @@
 //! here, and it is decided whether it runs here.
 
 use std::collections::BTreeMap;
-use std::io;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::mpsc::sync_channel;
 use std::thread;
 
 use strata_api::{
-    Launch, MOVE_SERVED_VERSION, MOVE_VERSION, MoveNear, MoveWord, SnapshotId, name_problem,
+    Launch, MOVE_AT_ONCE_VERSION, MOVE_VERSION, MoveNear, MoveWord, SnapshotId, name_problem,
 };
 use strata_pager::Tenant;
 use strata_snapshot::Terminals;
 use strata_snapshot::archive::Reader;
 use strata_sys::{Priority, log};
-use strata_units::{PageBuffer, SpaceId};
+use strata_units::SpaceId;
 
 use super::super::disk::{Known, Place};
 use super::super::files::extract;
@@ -25,13 +25,13 @@ use super::super::revive::{How, ends};
 use super::super::{SnapshotState, Snapshots};
 use super::asked::undecided;
 use super::disks::Making;
+use super::memories::{forget_memories, memory_in, piece_in};
 use super::out::gone_name;
+use super::owed::{self, Owed};
+use super::owing::say_owing;
 use super::record::{Decided, is_id};
 use super::{ANSWERED_WITHIN, Wire, home};
 use crate::tenants::chain;
-
-/// Ranges that a process may have given back between two rounds, in bytes of their file.
-const MOST_GONE_BYTES: u64 = 64 << 20;
 
 /// Pieces that have arrived and wait to be taken in: some megabytes each, in files.
 const PIECES_WAITING: usize = 16;
@@ -43,17 +43,38 @@ pub(super) struct Coming<'a> {
     uid: u32,
     /// The snapshot that it will be when all of it is there, and until it runs.
     pub(super) known: Option<Known>,
-    memories: BTreeMap<u32, SpaceId>,
+    pub(super) memories: BTreeMap<u32, SpaceId>,
     /// Of a guest: the QEMU that waits for it.
     qemu: Option<u32>,
     /// Disks of it that come along.
     disks: Option<Making<'a>>,
+    /// It runs here before all of its memory is here: the host that has the rest.
+    pub(super) lender: Option<String>,
+    /// That rest, and the way that it comes by.
+    pub(super) owed: Option<(Arc<Owed>, u64)>,
 }
 
 impl Coming<'_> {
     /// One of which nothing has come.
     pub(super) fn new((id, name): (String, String), uid: u32) -> Self {
-        Self { id, name, uid, known: None, memories: BTreeMap::new(), qemu: None, disks: None }
+        Self {
+            id,
+            name,
+            uid,
+            known: None,
+            memories: BTreeMap::new(),
+            qemu: None,
+            disks: None,
+            lender: None,
+            owed: None,
+        }
+    }
+
+    /// Some of its memory comes later, or has yet to.
+    pub(super) fn owes(&mut self, owed: Arc<Owed>, wire: &mut Wire) -> Result<(), String> {
+        let way = owed.come_by(wire)?;
+        self.owed = Some((owed, way));
+        Ok(())
     }
 }
 
@@ -64,7 +85,7 @@ impl Snapshots {
             MoveWord::Hello { version, .. }
             | MoveWord::Ask { version, .. }
             | MoveWord::Way { version, .. }
-                if !(MOVE_VERSION..=MOVE_SERVED_VERSION).contains(&version) =>
+                if !(MOVE_VERSION..=MOVE_AT_ONCE_VERSION).contains(&version) =>
             {
                 Err(format!("moves have version {MOVE_VERSION} here, and {version} there"))
             }
@@ -107,6 +128,10 @@ impl Snapshots {
         let came = self.receive_rounds(&mut coming, &mut turn, wire);
         if let Err(why) = came {
             if matches!(self.moves.decided(&coming.id), Some(Decided::Committed(_))) {
+                if coming.owed.is_some() {
+                    // It may run, and wait for a page before its monitor answers.
+                    return Ok(undecided(&coming.name, &why));
+                }
                 // Whatever came back of it is ended; it is the other side's again.
                 let never = Decided::Never(why.clone());
                 let ended = self.end_come(&coming.name);
@@ -124,9 +149,9 @@ impl Snapshots {
         let _ = self.moves.came_to(&coming.id, &Decided::Ran);
         self.guests.step("ran");
         log(Priority::Notice, format_args!("{}: came from another host, and runs", coming.name));
-        self.say_running(&coming.id, wire);
         // It was only the way here.
         self.forget_coming(&coming);
+        self.say_whole(&coming, wire)?;
         Ok(coming.name)
     }
 
@@ -146,12 +171,20 @@ impl Snapshots {
                     wire.say(&MoveWord::Room { over })?;
                     continue;
                 }
+                MoveWord::Lends { from } if coming.known.is_none() => {
+                    let is_plain = from.len() <= 64 && !from.chars().any(char::is_control);
+                    coming.lender = is_plain.then_some(from);
+                    continue;
+                }
                 MoveWord::Copying => continue,
                 MoveWord::Never { why } => return Err(why),
                 _ => return Err("the other side says what was not asked for".to_owned()),
             };
             self.arrives(coming, last, wire)?;
             self.guests.step("arrived");
+            if last && let Some(owed) = owed::of(&coming.id) {
+                coming.owes(owed, wire)?;
+            }
             if coming.known.as_ref().is_some_and(|known| known.guest.is_some())
                 && coming.qemu.is_none()
             {
@@ -205,8 +238,12 @@ impl Snapshots {
     ) -> Result<(), String> {
         let known = coming.known.as_ref().ok_or("nothing of it has come")?;
         let id = known.info.id.clone();
+        if let Some((owed, _)) = &coming.owed {
+            owed.runs(false);
+        }
         let mut hold = || {
             if !held {
+                self.lets_run(coming);
                 return Ok(());
             }
             self.guests.step("stands");
@@ -222,6 +259,7 @@ impl Snapshots {
             }
             let _ = wire.near(&MoveNear::Committed);
             self.guests.step("committed");
+            self.lets_run(coming);
             Ok(())
         };
         let holder = self.own_tenant(&coming.name).ok_or("its memory is gone")?;
@@ -231,6 +269,7 @@ impl Snapshots {
         if let Some(pid) = coming.qemu {
             let named = known.info.id.clone().into();
             self.fill_held(coming.uid, &holder, &named, (pid, false), &mut |_| (), &mut hold)?;
+            say_owing(coming, wire);
             return Ok(());
         }
         let taken = |pid: u32| Path::new(&format!("/proc/{pid}")).exists();
@@ -314,6 +353,15 @@ impl Snapshots {
             }
             taken
         })?;
+        if last && coming.lender.is_some() {
+            self.with_holder(&known.info.clone(), |holder| {
+                let lent = self.lent_in(&reader, coming, &known, holder);
+                if lent.is_err() {
+                    forget_memories(coming, holder);
+                }
+                lent
+            })?;
+        }
         for process in &mut known.processes {
             process.memory = coming.memories.get(&process.pid).map(|memory| memory.0);
         }
@@ -418,65 +466,5 @@ impl Snapshots {
                 }
             }
         }
-    }
-}
-
-/// Takes in memory of one process: all of it, or what has changed.
-fn memory_in(
-    reader: &Reader,
-    coming: &mut Coming<'_>,
-    pid: u32,
-    holder: &Tenant,
-) -> Result<(), String> {
-    let mut pages = reader.pages(pid);
-    let next = |buffer: &mut PageBuffer| match pages.next_into(&mut buffer.0) {
-        None => Ok(None),
-        Some((address, Ok(()))) => Ok(Some(address)),
-        Some((_, Err(error))) => Err(io::Error::other(error)),
-    };
-    let failed = |error: io::Error| chain(&error);
-    let gone = gone_in(reader, pid)?;
-    // One that cannot be updated is no more.
-    let memory = match coming.memories.remove(&pid) {
-        None => holder.import_memory(next).map_err(failed)?,
-        Some(memory) => {
-            holder.update_memory(memory, &gone, next).map_err(failed)?;
-            memory
-        }
-    };
-    coming.memories.insert(pid, memory);
-    Ok(())
-}
-
-/// Takes in a piece of what stands still.
-fn piece_in(reader: &Reader, coming: &mut Coming<'_>, holder: &Tenant) -> Result<(), String> {
-    let pids = reader.processes().iter().map(|process| process.pid);
-    pids.collect::<Vec<_>>().into_iter().try_for_each(|pid| memory_in(reader, coming, pid, holder))
-}
-
-fn forget_memories(coming: &mut Coming<'_>, holder: &Tenant) {
-    for (_, memory) in std::mem::take(&mut coming.memories) {
-        holder.remove_snapshot_memory(memory);
-    }
-    if let Some(known) = &mut coming.known {
-        known.processes.iter_mut().for_each(|process| process.memory = None);
-    }
-}
-
-/// The ranges that a process does not have any more, in order.
-fn gone_in(reader: &Reader, pid: u32) -> Result<Vec<(u64, u64)>, String> {
-    let name = gone_name(pid);
-    let Some(index) = reader.files().iter().position(|file| file.name == name) else {
-        return Ok(Vec::new());
-    };
-    let bytes = reader.file_beginning(index, MOST_GONE_BYTES).map_err(|error| chain(&error))?;
-    let numbers = bytes.as_chunks::<8>().0.iter().map(|eight| u64::from_le_bytes(*eight));
-    let numbers: Vec<u64> = numbers.collect();
-    let ranges: Vec<(u64, u64)> =
-        numbers.as_chunks::<2>().0.iter().map(|&[start, end]| (start, end)).collect();
-    let is_ordered = ranges.is_sorted_by(|a, b| a.0 < a.1 && a.1 <= b.0);
-    match is_ordered && !bytes.is_empty() || ranges.is_empty() {
-        true => Ok(ranges),
-        false => Err("what arrived contradicts itself".to_owned()),
     }
 }

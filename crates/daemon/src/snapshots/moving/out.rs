@@ -7,7 +7,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use strata_api::{
-    MOVE_DISKS_VERSION, MOVE_SERVED_VERSION, MOVE_VERSION, MoveWord, Progress, Stats, Unit,
+    MOVE_AT_ONCE_VERSION, MOVE_DISKS_VERSION, MOVE_SERVED_VERSION, MOVE_VERSION, MoveWord,
+    Progress, Unit,
 };
 use strata_pager::Tenant;
 use strata_snapshot::archive::Writer;
@@ -17,15 +18,13 @@ use strata_units::{ByteSize, PAGE_SIZE, SpaceId};
 use super::super::Snapshots;
 use super::super::disk::Known;
 use super::super::lineage::life_of;
-use super::super::revive::ends;
 use super::disks::{Aside, Away, Mirroring};
 use super::pieces::{Gone, Once};
-use super::record::{Moves, Out};
+use super::record::Out;
 use super::standstill::Standstill;
 use super::still::{self, Still};
 use super::{ANSWERED_WITHIN, CUT, Sent, TAKEN_WITHIN, Wire, home, random};
-use crate::guests::Guests;
-use crate::tenants::{Tenants, chain};
+use crate::tenants::chain;
 
 /// What is sent while it stands still may take so long there and back, as the round before
 /// did: then another one would gain little.
@@ -35,6 +34,14 @@ const MOST_ROUNDS: u32 = 12;
 /// How many pages are sent in rounds that bring no less than one before: they are written as
 /// fast as they are sent.
 const MOST_IN_VAIN: u64 = 2048;
+
+/// How it goes.
+#[derive(Clone, Copy)]
+pub(crate) struct How {
+    pub(crate) copy_disks: bool,
+    /// It runs there before all of its memory is there.
+    pub(crate) at_once: bool,
+}
 
 /// Where it goes, and with what.
 struct Goes<'a> {
@@ -49,73 +56,14 @@ struct Goes<'a> {
 /// Memory that the other side has: the snapshot that it was sent from, by process.
 type There = BTreeMap<u32, SpaceId>;
 
-impl Out {
-    /// Whether it is this tenant that was given up, and it has not ended.
-    fn is_of(&self, tenant: &Tenant) -> bool {
-        tenant.attachment().1 && life_of(tenant) == self.life
-    }
-
-    /// To whoever wants something else done with the tenant.
-    pub(in super::super) fn refusal(&self, name: &str) -> String {
-        format!(
-            "{name} stands still here: it was given to {}, which has not said yet whether it runs there (strata move --settle {name} {} asks)",
-            self.host, self.host
-        )
-    }
-}
-
 impl Snapshots {
-    /// Looks after what an earlier worker was about to give up, and did not.
-    pub(in super::super) fn see_to_moves(
-        moves: &Moves,
-        uid: u32,
-        tenants: &Arc<Tenants>,
-        guests: &Arc<Guests>,
-    ) {
-        for (name, out) in moves.all_out() {
-            let tenant = tenants.get(uid, &name).filter(|tenant| out.is_of(tenant));
-            let outcome = match &tenant {
-                Some(_) if out.is_given => {
-                    log(Priority::Warning, format_args!("{}", out.refusal(&name)));
-                    continue;
-                }
-                Some(tenant) => still::take_back(tenant, guests),
-                None if out.is_given && !out.asides.is_empty() => {
-                    log(
-                        Priority::Warning,
-                        format_args!(
-                            "{name} was given to {0} and has ended here, and it is not known whether it runs there (strata move --settle {name} {0} asks){1}",
-                            out.host,
-                            out.note()
-                        ),
-                    );
-                    continue;
-                }
-                None => Ok(()),
-            };
-            if let Err(why) = outcome.and_then(|()| moves.forget_out(&name)) {
-                log(Priority::Error, format_args!("{name}: {why}"));
-            }
-        }
-    }
-
-    /// What is known of the tenant of this name, if it was given up, or is about to be.
-    pub(in super::super) fn given(&self, name: &str) -> Option<Out> {
-        let out = self.moves.out(name)?;
-        self.own_tenant(name).is_some_and(|tenant| out.is_of(&tenant)).then_some(out)
-    }
-
-    /// Whether the tenant was given up, and it is not known what became of it.
-    pub(crate) fn is_given(&self, name: &str) -> bool {
-        self.given(name).is_some_and(|out| out.is_given)
-    }
-
     /// Moves a tenant to the daemon at the other end of `wire`, with its disks or without;
     /// what to say of it. On an error it runs on here, or the error says otherwise.
     pub(crate) fn move_out(
         &self,
         tenant: &Arc<Tenant>,
-        (host, copy_disks): (&str, bool),
+        host: &str,
+        how: How,
         wire: &mut Wire,
     ) -> Result<String, String> {
         self.check_user(tenant.record().uid)?;
@@ -125,19 +73,18 @@ impl Snapshots {
         if has_ended() {
             return Err(format!("{name} has ended here"));
         }
-        self.move_in_turn(tenant, (host, copy_disks), wire).map_err(|why| {
-            match self.is_given(name) {
-                true => why,
-                false if has_ended() => format!("{why}; it has ended here"),
-                false => format!("{why}; it runs on here"),
-            }
+        self.move_in_turn(tenant, host, how, wire).map_err(|why| match self.is_given(name) {
+            true => why,
+            false if has_ended() => format!("{why}; it has ended here"),
+            false => format!("{why}; it runs on here"),
         })
     }
 
     fn move_in_turn(
         &self,
         tenant: &Arc<Tenant>,
-        (host, copy_disks): (&str, bool),
+        host: &str,
+        how: How,
         wire: &mut Wire,
     ) -> Result<String, String> {
         let name = &tenant.record().name;
@@ -147,17 +94,25 @@ impl Snapshots {
                 "it is a clone with a network or directories of its own, which are here".into()
             );
         }
-        let away = copy_disks.then(|| self.disks_away(tenant)).transpose()?;
+        if how.at_once && self.guests.spec(tenant).is_none() {
+            return Err("it is no guest: leave out --at-once".into());
+        }
+        let away = how.copy_disks.then(|| self.disks_away(tenant)).transpose()?;
         // Without disks there is nothing that another version does not know.
         let mut away = away.filter(|away| !away.is_empty());
         let launch = self.guests.spec(tenant).and_then(|spec| spec.launch);
         let is_served = launch.is_some_and(|launch| launch.servers() > 0);
+        if how.at_once && is_served {
+            let why = "it has a swap disk, or one that is read through a pool: leave out --at-once";
+            return Err(why.into());
+        }
         let id = format!("{:016x}", random()?);
         let hello = MoveWord::Hello {
-            version: match (is_served, away.is_some()) {
-                (true, _) => MOVE_SERVED_VERSION,
-                (false, true) => MOVE_DISKS_VERSION,
-                (false, false) => MOVE_VERSION,
+            version: match (is_served, how.at_once, away.is_some()) {
+                (_, true, _) => MOVE_AT_ONCE_VERSION,
+                (true, ..) => MOVE_SERVED_VERSION,
+                (false, false, true) => MOVE_DISKS_VERSION,
+                (false, false, false) => MOVE_VERSION,
             },
             id: id.clone(),
             name: name.clone(),
@@ -169,28 +124,26 @@ impl Snapshots {
             false => why,
         })?;
         self.guests.step("welcome");
+        if how.at_once {
+            wire.say(&MoveWord::Lends { from: machine_name() })?;
+        }
         if let Some(away) = &mut away {
             away.ask(wire)?;
             self.guests.step("asked");
         }
         let mut sent = Vec::new();
-        let moved = self.move_in_rounds(tenant, (host, &id), away.as_ref(), wire, &mut sent);
+        let goes = (host, &*id, how.at_once);
+        let moved = self.move_in_rounds(tenant, goes, away.as_ref(), wire, &mut sent);
         for known in sent {
             self.forget_memory(tenant, &known);
         }
         moved
     }
 
-    /// What whoever looks at a tenant should know of its move.
-    pub(crate) fn add(&self, stats: &mut Stats) {
-        let out = self.given(&stats.name).filter(|out| out.is_given && stats.uid == self.uid);
-        stats.notes.extend(out.map(|out| out.refusal(&stats.name)));
-    }
-
     fn move_in_rounds(
         &self,
         tenant: &Arc<Tenant>,
-        (host, id): (&str, &str),
+        (host, id, at_once): (&str, &str, bool),
         away: Option<&Away>,
         wire: &mut Wire,
         sent: &mut Vec<Known>,
@@ -221,6 +174,9 @@ impl Snapshots {
                 }
             }
             (least, all) = (least.min(pages), all.max(pages));
+        }
+        if let Some(last) = sent.last().filter(|_| at_once) {
+            return self.lend(tenant, (host, id), (last, all), wire);
         }
         mirroring.as_ref().map_or(Ok(()), |mirroring| mirroring.catch_up(wire))?;
         let (still, gone) = self.stand_sent(tenant, away, wire)?;
@@ -287,8 +243,8 @@ impl Snapshots {
         let name = &tenant.record().name;
         let (id, host, life) = (goes.id.to_owned(), goes.host.to_owned(), life_of(tenant));
         let asides = Vec::new();
-        let mut out = Out { id, host: host.clone(), life, is_given: false, asides };
-        if let Err(why) = self.give(tenant, goes, &mut out) {
+        let mut out = Out { id, host: host.clone(), life, is_given: false, asides, lent: None };
+        if let Err(why) = self.give(tenant, goes.away, &mut out) {
             return Err(format!("{why}{}", self.runs_on(tenant, still, &out)?));
         }
         let answer = wire.say(&MoveWord::Go).and_then(|()| wire.hear(ANSWERED_WITHIN));
@@ -329,9 +285,14 @@ impl Snapshots {
     }
 
     /// Gives it up: from here on it runs here only if it never runs there.
-    fn give(&self, tenant: &Arc<Tenant>, goes: &Goes<'_>, out: &mut Out) -> Result<(), String> {
+    pub(super) fn give(
+        &self,
+        tenant: &Arc<Tenant>,
+        away: Option<&Away>,
+        out: &mut Out,
+    ) -> Result<(), String> {
         let name = &tenant.record().name;
-        out.asides = goes.away.map_or(Ok(Vec::new()), Away::asides)?;
+        out.asides = away.map_or(Ok(Vec::new()), Away::asides)?;
         self.moves.write_out(name, out)?;
         still::give_up(tenant, &self.guests)?;
         self.guests.step("giving");
@@ -344,7 +305,12 @@ impl Snapshots {
     }
 
     /// What was given up is not wanted there. What is to be known of its images.
-    fn runs_on(&self, tenant: &Arc<Tenant>, still: Still<'_>, out: &Out) -> Result<String, String> {
+    pub(super) fn runs_on(
+        &self,
+        tenant: &Arc<Tenant>,
+        still: Still<'_>,
+        out: &Out,
+    ) -> Result<String, String> {
         let note = out.put_back();
         still::take_back(tenant, &self.guests)?;
         let known = still.known().clone();
@@ -352,51 +318,6 @@ impl Snapshots {
         self.forget_memory(tenant, &known);
         self.moves.forget_out(&tenant.record().name)?;
         Ok(note)
-    }
-
-    /// Asks what became of a tenant that was given up, and does what follows.
-    pub(crate) fn settle_move(
-        &self,
-        uid: u32,
-        name: &str,
-        wire: &mut Wire,
-    ) -> Result<String, String> {
-        self.check_user(uid)?;
-        let _turn = self.turn_for_move(name)?;
-        let Some(out) = self.moves.out(name).filter(|out| out.is_given) else {
-            return Err("it was not given up here: it runs here, or has ended".to_owned());
-        };
-        let tenant = self.own_tenant(name).filter(|tenant| out.is_of(tenant) && !ends(tenant));
-        let (version, id) = (MOVE_VERSION, out.id.clone());
-        wire.say(&MoveWord::Ask { version, id, name: name.to_owned() })?;
-        match wire.hear(ANSWERED_WITHIN)? {
-            MoveWord::Running => {
-                if let Some(tenant) = &tenant {
-                    self.end_here(tenant)?;
-                }
-                self.moves.forget_out(name)?;
-                let _ = wire.say(&MoveWord::Settled);
-                log(Priority::Notice, format_args!("{name}: moved to {}", out.host));
-                Ok(format!("{name} runs at {}{}", out.host, out.note()))
-            }
-            MoveWord::Never { why } => {
-                let note = out.put_back();
-                if let Some(tenant) = &tenant {
-                    still::take_back(tenant, &self.guests)?;
-                }
-                self.moves.forget_out(name)?;
-                if let Some(tenant) = tenant.as_ref().filter(|one| self.guests.spec(one).is_some())
-                {
-                    self.guests.resume(tenant);
-                }
-                let _ = wire.say(&MoveWord::Settled);
-                Err(match tenant {
-                    Some(_) => format!("{why}{note}; it runs on here"),
-                    None => format!("{why}{note}; and it has ended here"),
-                })
-            }
-            _ => Err("the other side says what was not asked for".to_owned()),
-        }
     }
 
     /// Sends a snapshot: all of it, or what is not `there`; how many pages. `last`: it stands
@@ -468,6 +389,12 @@ impl Snapshots {
         writer.finish()?;
         Ok(pages)
     }
+}
+
+/// What this machine is called, for messages there.
+fn machine_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    name.trim().chars().filter(|c| !c.is_control()).take(64).collect()
 }
 
 /// The file that says which pages a process does not have any more.

@@ -7,15 +7,18 @@
 //! moves/disks-ID.json    images that were made here for a guest's disks
 //! ```
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use serde::{Deserialize, Serialize};
 use strata_api::SnapshotId;
 use strata_sys::{Priority, log};
+use strata_units::SpaceId;
 
 use super::super::disk::Disk;
 use super::super::lock;
 use super::disks::{Aside, Room};
+use super::lending::{Lent, Pages};
 
 /// A tenant that was given up.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -31,6 +34,9 @@ pub(in super::super) struct Out {
     /// Its images, which are put aside once it is given up.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) asides: Vec<Aside>,
+    /// Pages that it does not have there yet.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) lent: Option<Lent>,
 }
 
 impl Out {
@@ -73,6 +79,8 @@ pub(super) enum Decided {
 pub(in super::super) struct Moves {
     disk: Disk,
     deciding: Arc<Mutex<()>>,
+    /// What this worker lends, by the numbers of moves.
+    pub(super) lent: Arc<Mutex<BTreeMap<String, Arc<Mutex<Pages>>>>>,
 }
 
 fn out(name: &str) -> String {
@@ -89,7 +97,7 @@ fn room(id: &str) -> String {
 
 impl Moves {
     pub(in super::super) fn new(disk: &Disk) -> Self {
-        Self { disk: disk.clone(), deciding: Arc::default() }
+        Self { disk: disk.clone(), deciding: Arc::default(), lent: Arc::default() }
     }
 
     /// What is known of a tenant that is on its way from here.
@@ -107,12 +115,32 @@ impl Moves {
     }
 
     pub(super) fn write_out(&self, name: &str, record: &Out) -> Result<(), String> {
+        let _deciding = lock(&self.deciding);
         // What it says of a tenant ends with this machine, not what it says of images.
         self.disk.write_move(&out(name), record, !record.asides.is_empty())
     }
 
     pub(in super::super) fn forget_out(&self, name: &str) -> Result<(), String> {
+        let _deciding = lock(&self.deciding);
         self.disk.remove_move(&out(name))
+    }
+
+    /// What is lent by this move is whole in a snapshot's memory.
+    pub(super) fn is_captured(&self, name: &str, id: &str, memory: SpaceId) {
+        let _deciding = lock(&self.deciding);
+        let record = self.disk.read_move::<Out>(&out(name)).filter(|record| record.id == id);
+        let Some(mut record) = record else { return };
+        let Some(lent) = &mut record.lent else { return };
+        lent.is_captured(memory);
+        if let Err(why) = self.disk.write_move(&out(name), &record, false) {
+            // Then the next worker captures it anew.
+            log(Priority::Error, format_args!("{name}: {why}"));
+        }
+    }
+
+    /// Whether the pager's memory of this number is lent to a tenant that was given up.
+    pub(in super::super) fn lends(&self, tenant: &str, memory: SpaceId) -> bool {
+        self.out(tenant).and_then(|out| out.lent).is_some_and(|lent| lent.is_in(memory))
     }
 
     /// Whether a snapshot that came by a move is needed still.

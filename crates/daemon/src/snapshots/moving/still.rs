@@ -9,7 +9,7 @@ use strata_sys::{SIGCONT, SIGSTOP};
 use strata_units::SpaceId;
 
 use super::super::disk::Known;
-use super::super::freezing::Manner;
+use super::super::freezing::{Freezable, Manner};
 use super::super::guest_disks::{Image, OwnDisk};
 use super::super::revive::ends;
 use super::super::take::{FEW_PAGES, Numbers, Standing};
@@ -33,11 +33,24 @@ pub(super) enum Still<'a> {
 
 pub(super) struct StandingGuest<'a> {
     known: Known,
-    since: Instant,
+    pub(super) since: Instant,
     stoppable: Arc<Mutex<Stoppable>>,
     /// It is not to run on by itself.
     is_kept: bool,
     _alone: Alone<'a>,
+}
+
+impl<'a> StandingGuest<'a> {
+    pub(super) fn new(known: Known, since: Instant, guest: Freezable<'a>) -> Self {
+        let Freezable { stoppable, alone, .. } = guest;
+        Self { known, since, stoppable, is_kept: false, _alone: alone }
+    }
+
+    /// The same, known as this.
+    pub(super) fn with(mut self, known: Known) -> Self {
+        self.known = known;
+        self
+    }
 }
 
 impl Drop for StandingGuest<'_> {
@@ -220,20 +233,11 @@ impl Snapshots {
             known.is_captured(&frozen.freeze, &Numbers::new());
             known.info.guest = true;
             known.guest = Some(guest.part(spec, &frozen.state, Vec::new()));
-            let standing = stay.then(|| StandingGuest {
-                known: known.clone(),
-                since: frozen.since,
-                stoppable: guest.stoppable,
-                is_kept: false,
-                _alone: guest.alone,
-            });
+            let standing = stay.then(|| StandingGuest::new(known.clone(), frozen.since, guest));
             let kept = self.keep_beside(&mut known, &frozen.state, (&in_place, stay), away);
             return match (kept, standing) {
                 (Ok(()), None) => Ok((known, None)),
-                (Ok(()), Some(mut standing)) => {
-                    standing.known = known.clone();
-                    Ok((known, Some(standing)))
-                }
+                (Ok(()), Some(standing)) => Ok((known.clone(), Some(standing.with(known)))),
                 (Err(why), standing) => {
                     // It runs on.
                     drop(standing);
@@ -248,7 +252,7 @@ impl Snapshots {
 
 impl Snapshots {
     /// Keeps what a guest's snapshot for a move has beside memory.
-    fn keep_beside(
+    pub(super) fn keep_beside(
         &self,
         known: &mut Known,
         state: &[u8],

@@ -1,0 +1,173 @@
+"""Guests that run at the other host before all of their memory is there: no page is ever an old
+one or zero, whoever dies and whatever is cut in between."""
+
+import os
+import re
+import signal
+import time
+
+from guest_disks import begun, ended, files
+from guest_snapshots import reborn, worker_gone
+from moves_hosts import another, at, dying, killed_guest_in_steps, move, runs_at
+from strata import Failure
+from suite import case
+
+SAID = (r"runs at .*; it stood still for [0-9.]+ ms \(of it .* until it ran\), .* were sent for .* "
+        r"of memory, .* of that after it ran there; its last page was there [0-9.]+ s after that")
+
+
+def both(run, there):
+    """Moves to either go at once."""
+    run.daemon.options = there.options = ["--at-once"]
+    return run.daemon
+
+
+def over(run, line, here, there):
+    """Moves, and looks whether it goes on from where it was."""
+    before = line.rounds(1)
+    done = move(here, line.name, there)
+    run.note(done.stdout.strip())
+    if not re.search(SAID, done.stdout) or "it depends on both hosts" not in done.stderr:
+        raise Failure(f"it says {done.stdout!r} and {done.stderr!r}")
+    line.line.close()
+    line = reborn(at(run, there), line.name)
+    if before > (came := line.rounds(1)):
+        raise Failure(f"it went back from round {before} to {came}")
+    line.rounds(3)
+    here.wait_until(lambda: not runs_at(here, line.name), "it has ended here")
+    here.wait_until(lambda: line.name not in here.tenants(), "nothing of it is left here")
+    for daemon in (here, there):
+        if (left := daemon.strata("snapshots", "--json").stdout.strip()) != "[]":
+            raise Failure(f"snapshots are left: {left}")
+    return line
+
+
+@case("move-guest-at-once", native=False, own_daemon=True, computes=True, seconds=200, takes=40)
+def guest(run):
+    """A guest that rewrites a part of its memory and of two disks, which both hosts see, moves
+    there, and back with a cut in between; what has moved is snapshotted, and moves as always."""
+    with another(run) as there:
+        here = both(run, there)
+        first = line = begun(run)
+        try:
+            line = over(run, line, here, there)
+            cut(run, line, there, here)
+            line = settled(run, line, there, here)
+            taken = here.strata("snapshot", line.name).stdout.split()[-1]
+            line.rounds(1)
+            here.strata("snapshot", "rm", taken)
+            move(here, line.name, there, options=[])
+            line.line.close()
+            line = reborn(at(run, there), line.name)
+            line.rounds(2)
+            if (left := files(first)) != ["a.raw", "b.qcow2", "base.qcow2"]:
+                raise Failure(f"beside its disks there are {left}")
+            line.end()
+        finally:
+            ended(run, first)
+            there.strata("stop", first.name, check=False)
+
+
+# Each step, on which side it is, and where the guest runs when a worker has died in it.
+STEPS = (
+    ("here", "still", "here"), ("here", "all-sent", "here"), ("here", "ready", "here"),
+    ("here", "giving", "here"), ("here", "given", "here"), ("here", "answered", "there"),
+    ("here", "whole", "there"), ("there", "stands", "here"), ("there", "told", "here"),
+    ("there", "committed", "there"), ("there", "ran", "there"), ("there", "owing", "there"),
+    ("there", "whole", "there"),
+)
+
+
+@case("move-at-once-killed", native=False, own_daemon=True, computes=True, soak=True, seconds=600)
+def killed(run):
+    """A worker here, one there, or the command dies in each step: it runs at one side, and is
+    whole there."""
+    with another(run) as there:
+        both(run, there)
+        first = begun(run)
+
+        def also(runs, other, when):
+            for daemon in (runs, other):
+                if "--settle" in (said := daemon.strata("ps").stdout):
+                    raise Failure(f"{when}: strata ps says {said!r}")
+            if (left := files(first)) != ["a.raw", "b.qcow2", "base.qcow2"]:
+                raise Failure(f"{when}: beside its disks there are {left}")
+        try:
+            killed_guest_in_steps(run, first, there, STEPS, also)
+        finally:
+            ended(run, first)
+            there.strata("stop", first.name, check=False)
+
+
+def cut(run, line, here, there):
+    """The command dies when it is about to run there, and but for what that needed nothing of
+    what was lent has come: both sides say so, and do nothing else with it."""
+    dying(run, line.name, here, there, "there", "committed", "command")
+    here.wait_until(lambda: runs_at(there, line.name), "it runs there")
+    here.wait_until(lambda: "which may not have" in here.strata("ps").stdout, "it is lent")
+    for daemon, words in ((here, "were lent from here"), (there, "of its memory, which")):
+        for command in (("ps",), ("vm", "stats", line.name)):
+            said = daemon.strata(*command).stdout
+            if words not in said:
+                raise Failure(f"{command} does not say {words!r}: {said!r}")
+    refused = ((here, "stop"), (here, "snapshot"), (there, "snapshot"))
+    for daemon, command in refused:
+        done = daemon.strata(command, line.name, check=False)
+        if done.returncode != 1:
+            raise Failure(f"{command}: {done.returncode}, {done.stdout!r}, {done.stderr!r}")
+    done = there.strata("move", line.name, f"unix:{here.socket_path}", check=False)
+    if done.returncode != 1 or "waits for" not in done.stderr:
+        raise Failure(f"it is moved on: {done.returncode}, {done.stderr!r}")
+
+
+def settled(run, line, here, there):
+    """It gets the rest, and has missed nothing."""
+    done = move(here, line.name, there, settle=True)
+    if "runs at" not in done.stdout:
+        raise Failure(f"settled: {done.stdout!r}")
+    line.line.close()
+    line = reborn(at(run, there), line.name)
+    line.rounds(2)
+    here.wait_until(lambda: not runs_at(here, line.name), "it has ended here")
+    return line
+
+
+@case("move-at-once-cut", native=False, own_daemon=True, computes=True, soak=True, seconds=400)
+def was_cut(run):
+    """The way is cut while it runs there: it waits for what it needs, for as long as that takes,
+    also when a worker or a whole daemon dies meanwhile, or its QEMU here once all of it is
+    captured; and gets it when the move is settled."""
+    with another(run) as there:
+        here = both(run, there)
+        first = line = begun(run)
+        try:
+            cut(run, line, here, there)
+            time.sleep(60)
+            for daemon in (here, there):
+                worker = daemon.worker()
+                os.kill(worker, signal.SIGKILL)
+                worker_gone(at(run, daemon), worker)
+            line = settled(run, line, here, there)
+            here, there = there, here
+            cut(run, line, here, there)
+            there.kill_whole()
+            there.begin_again()
+            (pid,) = here.stats(line.name)["pids"]
+            here.wait_until(lambda: captured(here, line.name), "what is lent is captured")
+            os.kill(pid, signal.SIGKILL)
+            here.wait_until(lambda: not (here.stats(line.name) or {"pids": []})["pids"],
+                            "its QEMU has ended here")
+            worker = here.worker()
+            os.kill(worker, signal.SIGKILL)
+            worker_gone(at(run, here), worker)
+            line = settled(run, line, here, there)
+            line.end()
+        finally:
+            ended(run, first)
+            there.strata("stop", first.name, check=False)
+
+
+def captured(daemon, name):
+    with open(os.path.join(daemon.directory, "snapshots", "moves", f"out-{name}.json"),
+              encoding="ascii") as file:
+        return '"whole":null' not in file.read()

@@ -26,13 +26,16 @@ use strata_units::{ByteSize, PAGE_SIZE, SpaceId};
 use super::super::disk::Known;
 use super::super::lineage::life_of;
 use super::super::{Snapshots, lock};
-use super::lending::{Lending, Said};
+use super::lending::{Lending, Said, TORN};
 use super::out::gone_name;
 use super::record::Out;
 use super::standstill::Standstill;
 use super::still::{ASKED_WITHIN, StandingGuest, Still};
 use super::{ANSWERED_WITHIN, Sent, Wire, random};
 use crate::tenants::chain;
+
+/// How often it is tried to have it stand still.
+const ATTEMPTS: u32 = 5;
 
 impl Snapshots {
     /// The rounds are over: it leaves, and the rest of its memory after it.
@@ -44,7 +47,13 @@ impl Snapshots {
         wire: &mut Wire,
     ) -> Result<String, String> {
         let name = &tenant.record().name;
-        let (guest, mut lending, differences) = self.stand_lent(tenant, id, last)?;
+        let mut attempts = 1..ATTEMPTS;
+        let (guest, mut lending, differences) = loop {
+            match self.stand_lent(tenant, id, last) {
+                Err(why) if why == TORN && attempts.next().is_some() => {}
+                outcome => break outcome?,
+            }
+        };
         self.guests.step("still");
         let mut took = Standstill::begin(guest.since);
         took.step("to stop it", Instant::now());

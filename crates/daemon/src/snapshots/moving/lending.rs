@@ -25,6 +25,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(1);
 const LOOKED_FOR: Duration = Duration::from_secs(60);
 /// How often a capture is tried again that came to nothing.
 const CAPTURE_EVERY: Duration = Duration::from_millis(200);
+/// Why nothing is known of what gave back memory when it was frozen: another attempt may do.
+pub(super) const TORN: &str = "it gave back memory at that moment";
 /// How often it is told how far it is.
 const TELL_EVERY: Duration = Duration::from_millis(100);
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -129,7 +131,7 @@ impl Capturing {
                     let memory = freeze.processes.first().map(|process| process.memory);
                     return memory.into_iter().for_each(|memory| self.is_whole(memory));
                 }
-                Err(SnapshotError::Torn) => "it is torn".to_owned(),
+                Err(SnapshotError::Torn) => TORN.to_owned(),
                 Err(SnapshotError::Failed(why) | SnapshotError::Restless(why)) => why,
             };
             if let Some(failed) = &self.failed

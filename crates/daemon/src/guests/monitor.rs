@@ -9,6 +9,7 @@
 use std::fs;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use strata_api::GuestSpec;
@@ -235,7 +236,11 @@ impl Guests {
 
     /// Does what the mark of a guest says that is to be done. What was done; or what is
     /// not, and why.
-    fn see_to(&self, tenant: &Tenant, mark: &Path) -> Result<&'static str, (&'static str, String)> {
+    fn see_to(
+        &self,
+        tenant: &Arc<Tenant>,
+        mark: &Path,
+    ) -> Result<&'static str, (&'static str, String)> {
         match self.finish_marked(tenant) {
             Some(Ok(_)) => return Ok("has a new QEMU, which runs"),
             Some(Err(Undone::Never(_))) => return Ok("was to have a new QEMU, which has ended"),

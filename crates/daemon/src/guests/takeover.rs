@@ -9,6 +9,7 @@ use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -56,7 +57,7 @@ impl Guests {
     /// Has the QEMU `pid`, which has all of the guest `spec` and waits, take its place.
     pub(crate) fn take_over(
         &self,
-        tenant: &Tenant,
+        tenant: &Arc<Tenant>,
         pid: u32,
         spec: GuestSpec,
     ) -> Result<(), Undone> {
@@ -78,14 +79,14 @@ impl Guests {
     }
 
     /// Does what is left to be done, if the mark of a guest says that there is something.
-    pub(crate) fn finish_marked(&self, tenant: &Tenant) -> Option<Result<u32, Undone>> {
+    pub(crate) fn finish_marked(&self, tenant: &Arc<Tenant>) -> Option<Result<u32, Undone>> {
         let takeover = takeover_in(&self.mark(tenant))?;
         let pid = noted(&takeover.qemu).map_or(0, |(pid, _)| pid);
         Some(self.finish(tenant, &takeover).map(|()| pid))
     }
 
     /// Does what is left to be done; the mark goes with the last of it.
-    pub(super) fn finish(&self, tenant: &Tenant, takeover: &Takeover) -> Result<(), Undone> {
+    pub(super) fn finish(&self, tenant: &Arc<Tenant>, takeover: &Takeover) -> Result<(), Undone> {
         let name = &tenant.record().name;
         let Some((pid, _)) = noted(&takeover.qemu) else {
             // What was ended, is; what was not goes on.
@@ -97,12 +98,17 @@ impl Guests {
         };
         let mut before = tenant.processes();
         before.retain(|process| process.pid() != pid);
+        let pids: Vec<u32> = before.iter().map(|process| process.pid()).collect();
+        let held = tenant.hold_memory(&pids);
         for process in &before {
             process.pidfd().signal(SIGKILL);
         }
         if !before.iter().all(|process| process.pidfd().exits_within(KILL_PATIENCE)) {
             return Err(not_yet("the QEMU that ran was killed", &"it has not ended"));
         }
+        // Its memory is taken down beside what follows.
+        drop(held);
+        tenant.look_for_ended();
         self.step("ended");
         for (disk, file) in takeover.spec.disks.iter().zip(&takeover.files) {
             put_in_place(disk, *file).map_err(|error| not_yet(&disk.path, &error))?;

@@ -137,7 +137,7 @@ impl Snapshots {
     /// Ends the tenant, which stands still.
     fn end(&self, tenant: &Arc<Tenant>, standing: Standing) -> Result<Known, String> {
         let pids = tenant.pids();
-        let held = tenant.hold_memory();
+        let held = tenant.hold_memory(&pids);
         tenant.kill();
         let undo = standing.end_killed();
         match wait_gone(tenant, &pids, || drop(held)) {

@@ -45,13 +45,16 @@ impl Drop for HeldMemory {
 }
 
 impl Tenant {
-    /// Keeps the memory of all its processes, which are about to be killed: their
+    /// Keeps the memory of those of its processes which are about to be killed: their
     /// numbers are free at once then. Of a process without an agent, or whose
     /// memory cannot be kept, nothing is: it ends as always.
     #[must_use]
-    pub fn hold_memory(self: &Arc<Self>) -> Vec<HeldMemory> {
+    pub fn hold_memory(self: &Arc<Self>, are_killed: &[u32]) -> Vec<HeldMemory> {
+        let is_killed =
+            |space: &Arc<Space>| space.pid().is_some_and(|pid| are_killed.contains(&pid));
+        let spaces = self.space_list().into_iter().filter(is_killed);
         let mut begun: Vec<(HeldMemory, JoinHandle<()>)> =
-            self.space_list().into_iter().filter_map(|space| self.begin_hold(space)).collect();
+            spaces.filter_map(|space| self.begin_hold(space)).collect();
         let deadline = Instant::now() + PATIENCE;
         let waits = |(hold, reader): &(HeldMemory, JoinHandle<()>)| {
             !hold.0.held.is_made() && !reader.is_finished()
@@ -111,10 +114,10 @@ mod tests {
     fn a_reader_that_comes_too_late_does_not_wait_for_ever() {
         let Some(world) = World::of(testing::tenant()) else { return };
         let hangs = Instant::now() + Duration::from_secs(60);
-        let mut held = world.tenant.hold_memory();
+        let mut held = world.tenant.hold_memory(&world.tenant.pids());
         while held.is_empty() {
             assert!(Instant::now() < hangs, "the memory is never held");
-            held = world.tenant.hold_memory();
+            held = world.tenant.hold_memory(&world.tenant.pids());
         }
         let tenant = Arc::clone(&world.tenant);
         world.end();
@@ -136,7 +139,7 @@ mod tests {
             let hangs = Instant::now() + Duration::from_secs(60);
             let readers = || world.tenant.memory_held.load(Ordering::Relaxed);
             loop {
-                let held = world.tenant.hold_memory();
+                let held = world.tenant.hold_memory(&world.tenant.pids());
                 // On a busy machine a reader may come later than it is waited for.
                 let made = !held.is_empty();
                 assert!(!made || readers() == 1);

@@ -8,7 +8,11 @@ mod budget;
 mod cells;
 mod compile;
 mod density;
+mod figure3;
+mod inside;
+mod instances;
 mod matrix;
+mod memory_mode;
 mod parts;
 mod pool;
 mod price;
@@ -62,12 +66,18 @@ pub(crate) enum Part {
     Compile,
     /// How many guests fit into a given DRAM
     Density,
+    /// Redis in a guest with Strata inside, by its DRAM
+    Figure3,
+    /// DRAM as a cache with a noisy neighbour, against placement (simulated)
+    MemoryMode,
+    /// How many Redis instances fit into a guest, with Strata inside of it
+    Instances,
 }
 
 /// Which parts, how often, how large.
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Only these parts [default: all that are not long, within an hour]
+    /// Only these parts [default: all that are not long and have no guests, within an hour]
     #[arg(long, value_enum, value_delimiter = ',')]
     only: Vec<Part>,
     /// Repetitions of every pair; of `tight`, those of the quoted rows
@@ -126,7 +136,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let said = memory.as_ref().map(|memory| memory.said.clone());
     let mut results = report::Results::new(Provenance::now(), options.quick, said);
     let all: Vec<Part> =
-        Part::value_variants().iter().copied().filter(|part| !part.is_long()).collect();
+        Part::value_variants().iter().copied().filter(|part| part.is_usual()).collect();
     for part in if options.only.is_empty() { &all } else { &options.only } {
         eprintln!("{}", part.title());
         let mut found = report::PartResults::default();
@@ -152,6 +162,9 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             Part::Pool => pool::pool(&bench, &mut found),
             Part::Compile => compile::compile(&bench, &mut found),
             Part::Density => density::density(&bench, &mut found),
+            Part::Figure3 => figure3::figure3(&bench, &mut found),
+            Part::MemoryMode => memory_mode::memory_mode(&bench, &mut found),
+            Part::Instances => instances::instances(&bench, &mut found),
         };
         eprintln!("{}", bench.budget.said());
         results.add(*part, found, outcome);
@@ -191,6 +204,12 @@ impl Part {
         )
     }
 
+    /// Whether a bench of no part in particular has it: guests need a disk, which is built
+    /// for who asks for it.
+    const fn is_usual(self) -> bool {
+        !self.is_long() && !matches!(self, Self::Figure3 | Self::Instances)
+    }
+
     const fn title(self) -> &'static str {
         match self {
             Self::Tight => {
@@ -212,6 +231,9 @@ impl Part {
             }
             Self::Pool => "Guests' disks in memory, beside qemu-nbd on a file in a tmpfs",
             Self::Density => "Guests in a part of their DRAM: Strata, kernel swap, and all of it",
+            Self::Figure3 => "Redis in a guest with Strata inside, in a part of its DRAM",
+            Self::MemoryMode => "DRAM as a cache with a noisy neighbour, and placement (simulated)",
+            Self::Instances => "Redis instances in a guest: with Strata inside, and without",
             Self::Compile => "Guests that build a C project at the same time, in the same DRAM",
             Self::Snapshots => "Snapshots: Strata, plain CRIU and Redis's own reload",
         }

@@ -12,6 +12,7 @@ use strata_policy::replay::{Shape, Tenant, Touch};
 
 mod balloons;
 mod foretell;
+pub(crate) mod memory_mode;
 mod model;
 mod report;
 mod rivals;

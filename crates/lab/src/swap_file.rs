@@ -98,7 +98,17 @@ pub(crate) fn directory(
     name: &str,
     changes: &mut Vec<Registered>,
 ) -> Result<PathBuf> {
-    let directory = Path::new(FILES).join(format!("strata-lab-{}-{name}", std::process::id()));
+    directory_in(janitor, FILES, name, changes)
+}
+
+/// The same anywhere else.
+pub(crate) fn directory_in(
+    janitor: &Janitor,
+    place: &str,
+    name: &str,
+    changes: &mut Vec<Registered>,
+) -> Result<PathBuf> {
+    let directory = Path::new(place).join(format!("strata-lab-{}-{name}", std::process::id()));
     changes.push(janitor.register(Undo::RemoveFiles { path: directory.clone() })?);
     DirBuilder::new()
         .mode(0o700)

@@ -136,7 +136,7 @@ fn asked(
     }
     guests.iter_mut().try_for_each(Guest::up)?;
     progress.set(0.3, "filling".to_owned());
-    let redis = Order::Redis { name: "r".into(), records: RECORDS, dram_mebibytes: None };
+    let redis = Order::Redis { name: "r".into(), records: RECORDS, under: None };
     let _: Vec<serde_json::Value> = together(&mut guests, |_| redis.clone())?;
     let mut in_time = Vec::new();
     // The first one warms up, and is not counted.

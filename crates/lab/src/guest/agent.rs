@@ -4,7 +4,7 @@
 use super::{
     boot,
     servers::{self, Redis},
-    words::{Order, Reply},
+    words::{Drive, Order, Reply, Served},
 };
 use anyhow::{Context, Result, bail};
 use rustix::{
@@ -17,6 +17,7 @@ use std::{
     fs::File,
     io::{BufRead, BufReader, Write},
     process::{Child, Command},
+    thread,
 };
 
 /// Where the host listens; the first line is the console.
@@ -80,16 +81,17 @@ struct Guest {
 impl Guest {
     fn obey(&mut self, order: Order) -> Result<Value> {
         match order {
-            Order::Strata => {
-                self.strata = Some(servers::strata()?);
+            Order::Strata { lines } => {
+                self.strata = Some(servers::strata(&lines)?);
                 Ok(Value::Null)
             }
-            Order::Redis { name, records, dram_mebibytes } => {
-                let redis = Redis::start(&name, records, dram_mebibytes)?;
+            Order::Redis { name, records, under } => {
+                let redis = Redis::start(&name, records, under.as_deref())?;
                 self.redis.insert(name, redis);
                 Ok(Value::Null)
             }
             Order::Drive(load) => Ok(json!(self.of(&load.name)?.drive(&load)?)),
+            Order::DriveAll { loads } => Ok(json!(self.drive_all(&loads)?)),
             Order::Verify { name } => Ok(json!(self.of(&name)?.verify()?)),
             Order::Run { line } => Ok(json!(servers::tool("bash", &["-c", &line])?)),
             Order::Shell { text } => {
@@ -105,6 +107,16 @@ impl Guest {
                 Ok(Value::Null)
             }
         }
+    }
+
+    fn drive_all(&self, loads: &[Drive]) -> Result<Vec<Served>> {
+        thread::scope(|scope| {
+            let all: Vec<_> = loads
+                .iter()
+                .map(|load| scope.spawn(move || self.of(&load.name)?.drive(load)))
+                .collect();
+            all.into_iter().map(|one| one.join().expect("it did not panic")).collect()
+        })
     }
 
     fn of(&self, name: &str) -> Result<&Redis> {

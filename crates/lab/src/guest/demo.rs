@@ -9,7 +9,7 @@ use super::{
     words::{Drive, Order, Served},
 };
 use crate::{janitor::Janitor, progress::Progress};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use rustix::termios::{OptionalActions, isatty, tcgetattr, tcsetattr};
 use std::{
     io::{stdin, stdout},
@@ -65,14 +65,7 @@ pub(crate) struct Options {
 /// Boots the guest and shows it.
 pub(crate) fn run(options: &Options) -> Result<()> {
     let plan = crate::trial::Plan::standard(options.binaries.as_deref())?;
-    let site = Site::find(&plan.binaries)?;
-    if !site.manages() {
-        bail!(
-            "Linux {} cannot have Strata inside (UFFDIO_MOVE came with 6.8): scripts/setup.sh disk \
-             fetches a newer one where the distribution has it",
-            site.kernel_version()
-        );
-    }
+    let site = Site::that_manages(&plan.binaries)?;
     let has_terminal = !options.scripted && isatty(stdin()) && isatty(stdout());
     let janitor = Janitor::start()?;
     // QEMU makes it raw, and may be killed.
@@ -97,11 +90,11 @@ fn show(janitor: &Janitor, site: &Site, has_terminal: bool) -> Result<()> {
     guest.up()?;
     progress.part("Strata on persistent memory");
     progress.set(0.3, String::new());
-    let _: () = guest.ask(&Order::Strata, PATIENCE)?;
+    let _: () = guest.ask(&Order::Strata { lines: String::new() }, PATIENCE)?;
     progress.part("filling Redis");
     progress.set(0.5, format!("{RECORDS} records under {DRAM_MIB} MiB"));
-    let redis =
-        Order::Redis { name: NAME.into(), records: RECORDS, dram_mebibytes: Some(DRAM_MIB) };
+    let under = Some(vec!["--dram".into(), format!("{DRAM_MIB}MiB")]);
+    let redis = Order::Redis { name: NAME.into(), records: RECORDS, under };
     let _: () = guest.ask(&redis, PATIENCE)?;
     progress.finish("the guest is ready");
     if has_terminal {

@@ -16,6 +16,7 @@ use crate::{
 use anyhow::{Context, Result, bail};
 use serde::de::DeserializeOwned;
 use std::{
+    fmt,
     fs::{self, File},
     io::{ErrorKind, Read, Write},
     os::unix::net::UnixStream,
@@ -255,7 +256,8 @@ impl Guest {
             }
             if Instant::now() > until {
                 let said = last_line(&self.console);
-                bail!("{} does not answer within {} s: {said}", self.name, patience.as_secs());
+                let (name, seconds) = (self.name.clone(), patience.as_secs());
+                return Err(Silent { name, seconds, said }.into());
             }
         }
     }
@@ -270,6 +272,23 @@ impl Guest {
         self.subject.stop()
     }
 }
+
+/// A guest that was asked and has not answered in time.
+#[derive(Debug)]
+pub(crate) struct Silent {
+    name: String,
+    seconds: u64,
+    said: String,
+}
+
+impl fmt::Display for Silent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { name, seconds, said } = self;
+        write!(f, "{name} does not answer within {seconds} s: {said}")
+    }
+}
+
+impl std::error::Error for Silent {}
 
 /// Takes the first whole line.
 fn next_line(heard: &mut Vec<u8>) -> Option<String> {

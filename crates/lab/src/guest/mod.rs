@@ -12,7 +12,7 @@ mod archive;
 mod boot;
 pub(crate) mod demo;
 pub(crate) mod machine;
-mod paced;
+pub(crate) mod paced;
 mod servers;
 pub(crate) mod site;
 pub(crate) mod words;

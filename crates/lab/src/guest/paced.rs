@@ -48,7 +48,7 @@ impl Seen {
 }
 
 /// Runs the load; a value that is not what was written is an error.
-pub(super) fn drive(endpoint: &Endpoint, expect: &Expect, load: &Drive) -> Result<Served> {
+pub(crate) fn drive(endpoint: &Endpoint, expect: &Expect, load: &Drive) -> Result<Served> {
     let pattern = Pattern::from_str(&load.pattern, true)
         .map_err(|_| anyhow::anyhow!("no pattern is called {}", load.pattern))?;
     let keys = Keys::new(pattern, expect.count());

@@ -50,15 +50,15 @@ pub(super) fn tool(program: &str, arguments: &[&str]) -> Result<String> {
 
 pub(super) const PATH: &str = "/strata:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// Starts Strata with its file tier on the NVDIMM.
-pub(super) fn strata() -> Result<Child> {
+/// Starts Strata with its file tier on the NVDIMM, and these lines in its configuration.
+pub(super) fn strata(lines: &str) -> Result<Child> {
     let tier = boot::pmem()?.join("tier");
     for directory in [Path::new(SOCKETS), &tier] {
         fs::create_dir_all(directory).with_context(|| format!("make {}", directory.display()))?;
     }
     let text = format!(
         "socket_dir = {SOCKETS:?}\nsnapshot_dir = \"/run/snapshots\"\ntier_path = {tier:?}\n\
-         tier_order = [\"file\", \"compressed\"]\n"
+         tier_order = [\"file\", \"compressed\"]\n{lines}"
     );
     fs::write(CONFIGURATION, text).context("write stratad's configuration")?;
     let log = File::create("/run/stratad.log").context("make stratad's log")?;
@@ -102,15 +102,14 @@ pub(super) struct Redis {
 
 impl Redis {
     /// Starts it and fills it.
-    pub(super) fn start(name: &str, records: u64, dram_mebibytes: Option<u64>) -> Result<Self> {
+    pub(super) fn start(name: &str, records: u64, under: Option<&[String]>) -> Result<Self> {
         let socket = PathBuf::from(format!("/run/{name}.sock"));
         let log = format!("/run/{name}.log");
-        let mut command = match dram_mebibytes {
+        let mut command = match under {
             None => Command::new("redis-server"),
-            Some(mebibytes) => {
+            Some(words) => {
                 let mut command = Command::new(format!("{PROGRAMS}/strata"));
-                let dram = format!("{mebibytes}MiB");
-                command.args(["run", "--name", name, "--dram", &dram, "--", "redis-server"]);
+                command.args(["run", "--name", name]).args(words).args(["--", "redis-server"]);
                 command
             }
         };

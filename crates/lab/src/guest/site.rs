@@ -14,7 +14,7 @@ const DRIVER: &str = "virtio_blk";
 /// From which kernel on programs can be managed.
 const MANAGES: (u32, u32) = (6, 8);
 /// What a guest that manages programs has of Strata, beside this program.
-pub(super) const PROGRAMS: &[&str] = &["strata", "stratad", "libstrata.so"];
+pub(crate) const PROGRAMS: &[&str] = &["strata", "stratad", "libstrata.so"];
 
 /// All of it.
 #[derive(Clone, Debug)]
@@ -31,6 +31,19 @@ impl Site {
     /// that brings it.
     pub(crate) fn find(binaries: &Path) -> Result<Self> {
         Self::with(binaries, "disk")
+    }
+
+    /// The same for guests that have a Strata inside: a kernel with UFFDIO_MOVE.
+    pub(crate) fn that_manages(binaries: &Path) -> Result<Self> {
+        let site = Self::find(binaries)?;
+        let kernel = site.kernel_version();
+        if version(&format!("vmlinuz-{kernel}")) < Some(MANAGES) {
+            bail!(
+                "Linux {kernel} cannot have Strata inside (UFFDIO_MOVE came with 6.8): \
+                 scripts/setup.sh disk fetches a newer one where the distribution has it"
+            );
+        }
+        Ok(site)
     }
 
     /// The same for guests that compile.
@@ -72,11 +85,6 @@ impl Site {
     pub(crate) fn kernel_version(&self) -> String {
         let name = self.kernel.file_name().unwrap_or_default().to_string_lossy();
         name.trim_start_matches("vmlinuz-").to_owned()
-    }
-
-    /// Whether a Strata can be in a guest of it: the kernel has UFFDIO_MOVE.
-    pub(crate) fn manages(&self) -> bool {
-        version(&format!("vmlinuz-{}", self.kernel_version())) >= Some(MANAGES)
     }
 
     /// This program, the kernel's modules, and these programs of Strata.

@@ -6,15 +6,18 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "kebab-case")]
 pub(crate) enum Order {
-    /// Start Redis and give it that many records; under Strata in the guest where
-    /// a budget is given.
-    Redis { name: String, records: u64, dram_mebibytes: Option<u64> },
+    /// Start Redis and give it that many records; with words for `strata run`, under
+    /// the guest's own Strata.
+    Redis { name: String, records: u64, under: Option<Vec<String>> },
     /// Drive it: [`Served`].
     Drive(Drive),
+    /// Drive several at the same time: a [`Served`] each.
+    DriveAll { loads: Vec<Drive> },
     /// Read all records and compare them.
     Verify { name: String },
-    /// Start Strata in the guest, its file tier on the NVDIMM.
-    Strata,
+    /// Start Strata in the guest, its file tier on the NVDIMM, with these lines in its
+    /// configuration.
+    Strata { lines: String },
     /// A command for the shell; what it printed.
     Run { line: String },
     /// A shell on the console, until it ends.
@@ -70,7 +73,7 @@ mod tests {
     #[test]
     fn what_one_half_says_the_other_understands() {
         for order in [
-            Order::Redis { name: "r".into(), records: 10, dram_mebibytes: None },
+            Order::Redis { name: "r".into(), records: 10, under: None },
             Order::Drive(Drive {
                 name: "r".into(),
                 pattern: "gaussian".into(),

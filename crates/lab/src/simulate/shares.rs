@@ -15,8 +15,8 @@ use super::model::{KeyStream, Model, Workload};
 use crate::table::Table;
 
 /// Processor time of a touch, and what a miss makes its thread wait (docs/measurements.md).
-const TOUCH_US: f64 = 0.77;
-const MISS_US: f64 = 18.0;
+pub(super) const TOUCH_US: f64 = 0.77;
+pub(super) const MISS_US: f64 = 18.0;
 /// What a stored page costs beside one in place.
 const STORED_PART: f64 = 0.3;
 /// Seconds whose touches the best fixed set is known for, afterwards.

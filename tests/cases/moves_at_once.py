@@ -8,7 +8,7 @@ import time
 
 from guest_disks import begun, ended, files
 from guest_snapshots import reborn, worker_gone
-from moves_hosts import another, at, dying, killed_guest_in_steps, move, runs_at
+from moves_hosts import another, at, dying, guest_over, killed_guest_in_steps, move, runs_at
 from strata import Failure
 from suite import case
 
@@ -23,18 +23,9 @@ def both(run, there):
 
 
 def over(run, line, here, there):
-    """Moves, and looks whether it goes on from where it was."""
-    before = line.rounds(1)
-    done = move(here, line.name, there)
-    run.note(done.stdout.strip())
-    if not re.search(SAID, done.stdout) or "it depends on both hosts" not in done.stderr:
-        raise Failure(f"it says {done.stdout!r} and {done.stderr!r}")
-    line.line.close()
-    line = reborn(at(run, there), line.name)
-    if before > (came := line.rounds(1)):
-        raise Failure(f"it went back from round {before} to {came}")
-    line.rounds(3)
-    here.wait_until(lambda: not runs_at(here, line.name), "it has ended here")
+    """Moves; nothing of it is left here, and no snapshot on either side."""
+    line = guest_over(run, line, here, there, lambda done: re.search(SAID, done.stdout) and
+                      "it depends on both hosts" in done.stderr)
     here.wait_until(lambda: line.name not in here.tenants(), "nothing of it is left here")
     for daemon in (here, there):
         if (left := daemon.strata("snapshots", "--json").stdout.strip()) != "[]":

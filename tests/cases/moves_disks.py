@@ -11,7 +11,7 @@ import subprocess
 from guest_disks import begun, ended, writes_on
 from guest_snapshots import reborn
 from moment import Moment, need_criu
-from moves_hosts import another, at, dying, killed_guest_in_steps, move, runs_at
+from moves_hosts import another, at, dying, guest_over, killed_guest_in_steps, move, runs_at
 from strata import Daemon, Failure
 from suite import case
 
@@ -92,19 +92,9 @@ def backing(run, path):
 
 
 def moved(run, line, here, there):
-    """Moves, and looks whether it goes on from where it was."""
-    before = line.rounds(1)
-    done = move(here, line.name, there)
-    run.note(done.stdout.strip())
-    if "of disks; what its disks were is here still" not in done.stdout:
-        raise Failure(f"it says {done.stdout!r}")
-    line.line.close()
-    line = reborn(at(run, there), line.name)
-    if before > (came := line.rounds(1)):
-        raise Failure(f"it went back from round {before} to {came}")
-    line.rounds(3)
-    here.wait_until(lambda: not runs_at(here, line.name), "it has ended here")
-    return line
+    """Moves with its disks, which stay here under other names."""
+    return guest_over(run, line, here, there, lambda done:
+                      "of disks; what its disks were is here still" in done.stdout)
 
 
 def away(daemon, *names):

@@ -126,6 +126,22 @@ def guest(run):
             there.strata("stop", guest.name, check=False)
 
 
+def guest_over(run, line, here, there, is_said):
+    """Moves a guest, and looks at what that says, and whether it goes on from where it was."""
+    before = line.rounds(1)
+    done = move(here, line.name, there)
+    run.note(done.stdout.strip())
+    if not is_said(done):
+        raise Failure(f"it says {done.stdout!r} and {done.stderr!r}")
+    line.line.close()
+    line = reborn(at(run, there), line.name)
+    if before > (came := line.rounds(1)):
+        raise Failure(f"it went back from round {before} to {came}")
+    line.rounds(3)
+    here.wait_until(lambda: not runs_at(here, line.name), "it has ended here")
+    return line
+
+
 # Each step, on which side it is, and where the tenant runs when a worker has died in it.
 STEPS = (
     ("here", "welcome", "here"), ("here", "sent", "here"), ("here", "taken", "here"),

@@ -110,10 +110,7 @@ impl Waiting {
     /// before it gets the guest; one that does not know these words has ended by then.
     fn another_version(&self, what: &str) -> Option<Failure> {
         let (program, version) = self.qemu.as_ref()?;
-        let own = vm::version(program, what).ok()?.to_string();
-        let why = || format!("this is QEMU {own}, and the guest ran in {version}");
-        let failure = || Failure::new(what, why()).todo("start it with the QEMU that it ran in");
-        (own != *version).then(failure)
+        vm::other_version(vm::version(program, what).ok()?, version, what)
     }
 
     /// It goes on without us.
@@ -370,9 +367,9 @@ fn line(
     let first = OsString::from(&launch.command[0]);
     let wish = (Some(name), Some(ByteSize(guest.memory_bytes)));
     let mut plan = vm::planned(&first, &second.words, wish, version, here, what)?;
-    // Those of earlier versions have it with a balloon alone that follows its guest.
     (plan.disks, plan.sockets) = (disks, Some(sockets));
     plan.swap = launch.swap_bytes.is_some();
+    // Those of earlier versions have it with a balloon alone that follows its guest.
     plan.agent = guest.agent || guest.self_balloon.is_some();
     if guest.self_balloon.is_some() {
         plan.balloon_by_itself().map_err(|why| vm::refusal_of(what, why))?;

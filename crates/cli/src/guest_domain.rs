@@ -76,9 +76,8 @@ pub(crate) fn start(
     let launch = guest.launch.as_ref().ok_or_else(|| misunderstood(what))?;
     let program = program::examine(domain.emulator.as_ref(), "".as_ref(), Caller::this())?;
     let version = vm::version(&program, what)?;
-    if version.to_string() != launch.version {
-        let why = format!("this is QEMU {version}, and the guest ran in {}", launch.version);
-        return Err(Failure::new(what, why).todo("start it with the QEMU that it ran in"));
+    if let Some(failure) = vm::other_version(version, &launch.version, what) {
+        return Err(failure);
     }
     for note in &domain.notes {
         eprintln!("strata: {tenant}: {}", printable(note));

@@ -253,6 +253,13 @@ pub(crate) fn version(program: &Program, what: &str) -> Result<Version> {
         .ok_or_else(|| failed("it does not say that it is QEMU when asked for its version".into()))
 }
 
+/// What is to be said if it is another QEMU than a guest ran in.
+pub(crate) fn other_version(own: Version, ran_in: &str, what: &str) -> Option<Failure> {
+    let why = || format!("this is QEMU {own}, and the guest ran in {ran_in}");
+    let failure = || Failure::new(what, why()).todo("start it with the QEMU that it ran in");
+    (own.to_string() != ran_in).then(failure)
+}
+
 /// A word as a shell takes it.
 fn quoted(word: &OsStr) -> String {
     let text = word.to_string_lossy();

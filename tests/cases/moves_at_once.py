@@ -64,8 +64,8 @@ STEPS = (
     ("here", "still", "here"), ("here", "all-sent", "here"), ("here", "ready", "here"),
     ("here", "giving", "here"), ("here", "given", "here"), ("here", "answered", "there"),
     ("here", "whole", "there"), ("there", "stands", "here"), ("there", "told", "here"),
-    ("there", "committed", "there"), ("there", "ran", "there"), ("there", "owing", "there"),
-    ("there", "whole", "there"),
+    ("there", "committed", "there"), ("there", "let-run", "there"), ("there", "ran", "there"),
+    ("there", "owing", "there"), ("there", "whole", "there"),
 )
 
 

@@ -192,8 +192,8 @@ STEPS = (
     ("there", "served", "here"), ("here", "ways", "here"), ("here", "mirroring", "here"),
     ("here", "mirrored", "here"), ("here", "alike", "here"), ("there", "unserved", "here"),
     ("here", "giving", "here"), ("here", "given", "here"), ("here", "aside", "here"),
-    ("there", "told", "here"), ("there", "committed", "there"), ("there", "ran", "there"),
-    ("here", "answered", "there"),
+    ("there", "told", "here"), ("there", "committed", "there"),
+    ("there", "let-run", "there"), ("there", "ran", "there"), ("here", "answered", "there"),
 )
 
 

@@ -95,9 +95,43 @@ def at(run, daemon):
     return other
 
 
-@case("move-guest", native=False, own_daemon=True, computes=True, seconds=200, takes=40)
+def held(run, name, here, there, step):
+    """Moves; that side stays in that step. The command, and what lets it go on."""
+    path = os.path.join(there.directory, "test-step")
+    with open(path, "w", encoding="ascii") as file:
+        file.write(f"{step} wait")
+    moving = subprocess.Popen([here.binaries.strata, "move", name, host(there)],
+                              env=here.environment(), text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    reached = path + ".reached"
+    run.daemon.wait_until(lambda: os.path.exists(reached), f"it comes to {step}")
+    return moving, lambda: os.remove(reached)
+
+
+def silent(run, line, here, there):
+    """The QEMU there does not answer when it is told to run. It may have run, so it never runs
+    here again, and this side stands still until it is known there that it runs."""
+    moving, goes_on = held(run, line.name, here, there, "let-run")
+    (pid,) = there.stats(line.name)["pids"]
+    os.kill(pid, signal.SIGSTOP)
+    goes_on()
+    try:
+        said = moving.communicate(timeout=120 * run.patience)
+        if moving.returncode != 1 or "--settle" not in said[1]:
+            raise Failure(f"status {moving.returncode}, {said}")
+        if runs_at(here, line.name) or "--settle" not in here.strata("ps").stdout:
+            raise Failure(f"it is not said here that it stands still: {said}")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    done = move(here, line.name, there, settle=True)
+    if "runs at" not in done.stdout:
+        raise Failure(f"settled: {done.stdout!r}, {done.stderr!r}")
+
+
+@case("move-guest", native=False, own_daemon=True, computes=True, seconds=200, takes=70)
 def guest(run):
-    """A guest that writes to two disks, which both hosts see, moves there and back."""
+    """A guest that writes to two disks, which both hosts see, moves there and back, where its
+    QEMU does not answer at first."""
     with another(run) as there:
         guest = begun(run)
         before = guest.rounds(2)
@@ -113,8 +147,7 @@ def guest(run):
             left = files(guest)
             if left != ["a.raw", "b.qcow2", "base.qcow2"]:
                 raise Failure(f"beside its disks there are {left}")
-            done = move(there, guest.name, run.daemon)
-            run.note(done.stdout.strip())
+            silent(run, line, there, run.daemon)
             line.line.close()
             line = reborn(run, guest.name)
             if came > (back := line.rounds(1)):
@@ -242,6 +275,10 @@ def program_killed(run):
         program.kill()
 
 
+# Programs that a worker was about to let run end with it.
+GUEST_STEPS = (*STEPS, ("there", "let-run", "there"))
+
+
 def killed_guest_in_steps(run, first, there, steps, also, commands=None):
     """The same with a guest; `also` looks at what else is left where it runs and where it does
     not."""
@@ -276,7 +313,7 @@ def guest_killed(run):
             if (left := files(first)) != ["a.raw", "b.qcow2", "base.qcow2"]:
                 raise Failure(f"beside its disks there are {left}")
         try:
-            killed_guest_in_steps(run, first, there, STEPS, also)
+            killed_guest_in_steps(run, first, there, GUEST_STEPS, also)
         finally:
             ended(run, first)
             there.strata("stop", first.name, check=False)

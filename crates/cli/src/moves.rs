@@ -70,19 +70,19 @@ pub(crate) fn move_to(name: &str, host: &str, how: How) -> Result<()> {
         }
         false => client::find(name)?.0,
     };
-    if at_once {
-        eprintln!(
+    let mut caution = at_once.then(|| {
+        format!(
             "strata: {}: until its last page is at {host} it depends on both hosts; should this one go down before that, it is lost",
             crate::failure::printable(name)
-        );
-    }
+        )
+    });
     let mut until = Instant::now() + SETTLED_WITHIN;
     let mut was_cut = false;
     loop {
         let (name, host_named) = (name.to_owned(), host.to_owned());
         let request = Request::Move { name, host: host_named, settle, copy_disks, at_once };
         let began = Instant::now();
-        let ended = carry(&socket, &request, host, &what)?;
+        let ended = carry(&socket, &request, host, &what, &mut caution)?;
         if at_once && began.elapsed() > LONG {
             until = Instant::now() + SETTLED_WITHIN;
         }
@@ -148,8 +148,15 @@ fn is_begun(text: &[u8]) -> bool {
     matches!(serde_json::from_slice(text), Ok(MoveNear::Begun))
 }
 
-/// Carries a conversation of the daemon at `socket` with that of `host`.
-fn carry(socket: &Path, request: &Request, host: &str, what: &str) -> Result<Ended> {
+/// Carries a conversation of the daemon at `socket` with that of `host`. `caution` is said as
+/// soon as something moves.
+fn carry(
+    socket: &Path,
+    request: &Request,
+    host: &str,
+    what: &str,
+    caution: &mut Option<String>,
+) -> Result<Ended> {
     let Ok(daemon) = connect(socket, request) else { return Ok(Ended::Cut) };
     let mut child = other_end(host, what)?;
     let (Some(mut to), Some(from)) = (child.stdin.take(), child.stdout.take()) else {
@@ -163,12 +170,17 @@ fn carry(socket: &Path, request: &Request, host: &str, what: &str) -> Result<End
         let ended = loop {
             match read_frame(&daemon) {
                 Ok(Some((FrameKind::Near, text))) => match serde_json::from_slice(&text) {
-                    Ok(MoveNear::Progress { progress }) => meter.update(&progress),
+                    Ok(MoveNear::Progress { progress }) => {
+                        if let Some(caution) = caution.take() {
+                            eprintln!("{caution}");
+                        }
+                        meter.update(&progress);
+                    }
                     Ok(MoveNear::Reply { reply }) => break Ended::Replied(reply),
                     Ok(MoveNear::Way { id, number }) => {
                         let request = Request::MoveDisk { id, number };
                         // The daemon sees what becomes of it, and says so.
-                        scope.spawn(move || drop(carry(socket, &request, host, what)));
+                        scope.spawn(move || drop(carry(socket, &request, host, what, &mut None)));
                     }
                     _ => break Ended::Cut,
                 },

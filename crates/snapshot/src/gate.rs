@@ -33,14 +33,14 @@ pub(crate) fn grant(mut asking: UnixStream) -> io::Result<()> {
 
 /// Keeps these processes from running when they are let go; those that are to run
 /// once all are: one that was stopped at the dump stays so, by CRIU's own signal.
-pub(crate) fn stop(processes: &[(u32, Pidfd)]) -> Vec<&Pidfd> {
+pub(crate) fn stop(processes: &[(u32, Pidfd)]) -> Vec<u32> {
     let runs = |(pid, pidfd): &&(u32, Pidfd)| !has_pending(*pid, SIGSTOP) && pidfd.signal(SIGSTOP);
-    processes.iter().filter(runs).map(|(_, pidfd)| pidfd).collect()
+    processes.iter().filter(runs).map(|(pid, _)| *pid).collect()
 }
 
 /// Lets them run: children first, whose parents then find none of them stopped.
-pub(crate) fn run(stopped: &[&Pidfd]) {
-    for pidfd in stopped.iter().rev() {
+pub(crate) fn run(processes: &[(u32, Pidfd)], stopped: &[u32]) {
+    for (_, pidfd) in processes.iter().rev().filter(|(pid, _)| stopped.contains(pid)) {
         pidfd.signal(SIGCONT);
     }
 }

@@ -139,6 +139,8 @@ pub struct Restore {
     gate: UnixListener,
     /// When all stands ready: answered, it lets the tree run.
     asking: Option<UnixStream>,
+    /// CRIU has let go of it.
+    standing: Option<Standing>,
     own_pids: bool,
     lacks_terminal: bool,
     is_let_go: bool,
@@ -182,6 +184,19 @@ fn arguments(
         words.extend(["--inherit-fd".into(), format!("fd[{}]:{name}", fd.as_raw_fd()).into()]);
     }
     words
+}
+
+/// A tree that is its own master, and stands still.
+#[derive(Debug)]
+struct Standing {
+    root: u32,
+    /// Those that are to run on.
+    stopped: Vec<u32>,
+    asking: UnixStream,
+}
+
+fn go_on(asking: UnixStream) -> Result<(), RestoreError> {
+    gate::grant(asking).map_err(system("telling CRIU to go on"))
 }
 
 impl Restore {
@@ -270,6 +285,7 @@ impl Restore {
             coordinator: 0,
             gate,
             asking: None,
+            standing: None,
             own_pids: options.own_pids,
             lacks_terminal: seen.lacks_terminal,
             is_let_go: false,
@@ -400,11 +416,12 @@ impl Restore {
         Ok(Arrival { old_pid, pid, userfaultfd })
     }
 
-    /// Waits until the tree runs. Missing pages must be served meanwhile.
+    /// Has CRIU let go of the tree, which stands still all the same. After this nothing but
+    /// [`Restore::finish`] is left to do, and it runs.
     ///
     /// # Errors
-    /// [`RestoreError`]; what was started has been ended.
-    pub fn finish(mut self) -> Result<RestoredTree, RestoreError> {
+    /// [`RestoreError`]. Drop the restore then: nothing of it has run.
+    pub fn let_go(&mut self) -> Result<(), RestoreError> {
         let Some(asking) = self.asking.take() else {
             return Err(RestoreError::Protocol("the end before the end".to_owned()));
         };
@@ -412,10 +429,24 @@ impl Restore {
         let root = self.root();
         let stopped = gate::stop(&self.arrived);
         self.is_let_go = true;
-        let go_on = |asking| gate::grant(asking).map_err(system("telling CRIU to go on"));
         go_on(asking)?;
         let asking = self.hear("let all threads go")?;
-        gate::run(&stopped);
+        self.standing = Some(Standing { root, stopped, asking });
+        Ok(())
+    }
+
+    /// Waits until the tree runs. Missing pages must be served meanwhile.
+    ///
+    /// # Errors
+    /// [`RestoreError`]; what was started has been ended.
+    pub fn finish(mut self) -> Result<RestoredTree, RestoreError> {
+        if self.standing.is_none() {
+            self.let_go()?;
+        }
+        let Some(Standing { root, stopped, asking }) = self.standing.take() else {
+            return Err(self.failed());
+        };
+        gate::run(&self.arrived, &stopped);
         go_on(asking)?;
         let limit = self.limit;
         let is_clone = if let Some(ready) = self.ready.take() {

@@ -201,10 +201,20 @@ impl Guests {
         }
         let told = self.runs(tenant);
         std::thread::sleep(FAILS_AGAIN_WITHIN);
-        if self.status(tenant).is_ok_and(|status| status == IO_ERROR) {
+        if self.has_failed(tenant) {
             return Err(("its disk failed again".to_owned(), NO_ROOM));
         }
         told.map_err(|(Undone::Never(why) | Undone::NotYet(why))| (why, "see strata vm stats"))
+    }
+
+    /// Whether its QEMU has been given the state of its devices, as far as it waited for any.
+    pub(crate) fn has_devices(&self, tenant: &Tenant) -> Result<bool, String> {
+        self.status(tenant).map(|status| status != "inmigrate")
+    }
+
+    /// Whether it ran until a disk of it failed.
+    pub(crate) fn has_failed(&self, tenant: &Tenant) -> bool {
+        self.status(tenant).is_ok_and(|status| status == IO_ERROR)
     }
 
     fn status(&self, tenant: &Tenant) -> Result<String, String> {

@@ -29,7 +29,7 @@ use strata_vm::state;
 use super::disk::Known;
 use super::freezing::Manner;
 use super::guest_disks::{FrozenDisk, Held, Image};
-use super::revive::{Hold, LOOK_EVERY, Revived, ends};
+use super::revive::{At, Hold, LOOK_EVERY, Revived, ends};
 use super::take::{FEW_PAGES, Numbers};
 use super::{Snapshots, Tell, lock, wish_of};
 use super::{guest_files, guest_swap};
@@ -231,7 +231,7 @@ impl Snapshots {
             return Ok(revived);
         }
         let mut is_whole = false;
-        let mut hold = || match rehearse {
+        let mut hold = |_| match rehearse {
             true => {
                 is_whole = true;
                 Err("it is a rehearsal".to_owned())
@@ -306,7 +306,8 @@ impl Snapshots {
             false => self.guests.known_spec(tenant),
         };
         let spec = spec.ok_or("the worker that has begun it is gone")?;
-        hold()?;
+        hold(At::Stands)?;
+        hold(At::Runs)?;
         let takes_places = spec.disks.iter().any(|disk| disk.opened != disk.path);
         if rollback || takes_places {
             drop(talk);

@@ -64,8 +64,17 @@ pub(super) struct How {
     pub(super) terminals: Terminals,
 }
 
-/// Decides whether what stands, whole, is to run: an error ends it.
-pub(super) type Hold<'a> = &'a mut dyn FnMut() -> Result<(), String>;
+/// How far it is with what is brought back.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum At {
+    /// It stands, whole.
+    Stands,
+    /// Nothing is left to do but to let it run.
+    Runs,
+}
+
+/// Decides whether it goes on from there: an error ends it.
+pub(super) type Hold<'a> = &'a mut dyn FnMut(At) -> Result<(), String>;
 
 /// Processes that came back.
 pub(crate) struct Life {
@@ -279,7 +288,7 @@ impl Snapshots {
         preparing: Preparing,
         how: How,
     ) -> Result<Life, String> {
-        self.revive_held(tenant, known, preparing, how, &mut || Ok(()))
+        self.revive_held(tenant, known, preparing, how, &mut |_| Ok(()))
     }
 
     /// The same; what comes back stands still until `hold` lets it run.
@@ -412,7 +421,9 @@ impl Snapshots {
         };
         let no_cgroup = tenant.record().cgroup.as_ref().filter(|directory| is_outside(directory));
         let no_cgroup = no_cgroup.map(|_| NO_CGROUP.to_owned());
-        hold()?;
+        hold(At::Stands)?;
+        restore.let_go().map_err(|error| error.to_string())?;
+        hold(At::Runs)?;
         let tree = restore.finish().map_err(|error| error.to_string())?;
         if let Some(mut keeper) = tree.keeper {
             // Somebody must collect it when the clone has ended.

@@ -57,6 +57,11 @@ impl Snapshots {
                 return Ok(why);
             }
             Decided::Ran => {}
+            Decided::LetRun(snapshot) => {
+                if let Err(why) = self.finish_let_run(&mut coming, snapshot) {
+                    return Ok(undecided(&name, &why));
+                }
+            }
             Decided::Committed(snapshot) => {
                 drop(turn);
                 match self.finish_committed(&mut coming, snapshot, wire) {
@@ -78,15 +83,13 @@ impl Snapshots {
         snapshot: SnapshotId,
         wire: &mut Wire,
     ) -> Result<bool, String> {
-        let (id, name) = (&*coming.id.clone(), &*coming.name.clone());
-        let tenant = self.own_tenant(name);
-        let alive = tenant.filter(|tenant| !ends(tenant));
+        let tenant = self.own_tenant(&coming.name).filter(|tenant| !ends(tenant));
         coming.known = self.find(self.uid, &snapshot.clone().into()).ok();
-        let outcome = match alive {
-            Some(tenant) => match self.runs_already(&tenant) {
-                Err(Undone::NotYet(why)) => return Err(why),
-                Err(Undone::Never(why)) => Err(why),
-                Ok(()) => Ok(()),
+        let outcome = match tenant {
+            Some(tenant) if self.guests.spec(&tenant).is_none() => self.let_run(coming, &snapshot),
+            Some(tenant) => match self.guests.has_devices(&tenant)? {
+                true => self.let_run(coming, &snapshot),
+                false => Err("its QEMU has not got the state of its devices".to_owned()),
             },
             None => match coming.known.as_ref().is_some_and(|known| known.guest.is_some()) {
                 true => self
@@ -96,20 +99,44 @@ impl Snapshots {
                 false => self.bring_up(coming, false, wire),
             },
         };
-        let end = match &outcome {
-            Ok(()) => Decided::Ran,
-            Err(why) => {
-                self.end_come(name)?;
-                Decided::Never(why.clone())
+        match self.moves.decided(&coming.id) {
+            Some(Decided::LetRun(snapshot)) => {
+                outcome?;
+                self.finish_let_run(coming, snapshot)?;
+                Ok(true)
             }
-        };
-        self.moves.came_to(id, &end)?;
-        self.forget_coming(coming);
-        if let Decided::Never(why) = &end {
-            self.empty_room(id);
-            wire.say(&MoveWord::Never { why: why.clone() })?;
+            _ => {
+                let why = outcome.err().unwrap_or_else(|| "it was not let run".to_owned());
+                self.end_come(&coming.name)?;
+                self.moves.came_to(&coming.id, &Decided::Never(why.clone()))?;
+                self.forget_coming(coming);
+                self.empty_room(&coming.id);
+                wire.say(&MoveWord::Never { why })?;
+                Ok(false)
+            }
         }
-        Ok(outcome.is_ok())
+    }
+
+    /// What was committed has all that it needs, or runs: it may from here on.
+    fn let_run(&self, coming: &Coming<'_>, snapshot: &SnapshotId) -> Result<(), String> {
+        self.moves.came_to(&coming.id, &Decided::LetRun(snapshot.clone()))
+    }
+
+    /// A tenant was let run here, and it is not known whether it did: it does, or it has ended
+    /// here. It is the other side's in no case: it may have run. An error: it is not known yet.
+    fn finish_let_run(&self, coming: &mut Coming<'_>, snapshot: SnapshotId) -> Result<(), String> {
+        let name = &coming.name;
+        match self.own_tenant(name).filter(|tenant| !ends(tenant)) {
+            Some(tenant) => self.runs_already(&tenant)?,
+            None => log(
+                Priority::Error,
+                format_args!("{name}: came from another host, was let run, and has ended"),
+            ),
+        }
+        self.moves.came_to(&coming.id, &Decided::Ran)?;
+        coming.known = self.find(self.uid, &snapshot.into()).ok();
+        self.forget_coming(coming);
+        Ok(())
     }
 
     /// Ends a guest's QEMU that was about to run: it may, for all that is known.
@@ -123,10 +150,14 @@ impl Snapshots {
         }
     }
 
-    /// Has a tenant run that a worker let run that died over it.
-    fn runs_already(&self, tenant: &Arc<Tenant>) -> Result<(), Undone> {
+    /// Has a tenant run that was let run.
+    fn runs_already(&self, tenant: &Arc<Tenant>) -> Result<(), String> {
         match self.guests.spec(tenant) {
-            Some(_) => self.guests.runs(tenant),
+            // A disk of it failed: so it ran.
+            Some(_) if self.guests.has_failed(tenant) => Ok(()),
+            Some(_) => self.guests.runs(tenant).map_err(|why| match why {
+                Undone::Never(why) | Undone::NotYet(why) => why,
+            }),
             None => Ok(()),
         }
     }

@@ -21,7 +21,7 @@ use super::super::files::extract;
 use super::super::guest_files::{described, state_in};
 use super::super::machine::Machine;
 use super::super::preparing::Preparing;
-use super::super::revive::{How, ends};
+use super::super::revive::{At, How, ends};
 use super::super::{SnapshotState, Snapshots};
 use super::asked::undecided;
 use super::disks::Making;
@@ -127,17 +127,18 @@ impl Snapshots {
         let mut coming = Coming::new((id, name), uid);
         let came = self.receive_rounds(&mut coming, &mut turn, wire);
         if let Err(why) = came {
-            if matches!(self.moves.decided(&coming.id), Some(Decided::Committed(_))) {
-                if coming.owed.is_some() {
-                    // It may run, and wait for a page before its monitor answers.
-                    return Ok(undecided(&coming.name, &why));
+            match self.moves.decided(&coming.id) {
+                // It may run although its monitor does not answer.
+                Some(Decided::LetRun(_)) => return Ok(undecided(&coming.name, &why)),
+                Some(Decided::Committed(_)) => {
+                    // Whatever came back of it is ended; it is the other side's again.
+                    let never = Decided::Never(why.clone());
+                    let ended = self.end_come(&coming.name);
+                    if let Err(too) = ended.and_then(|()| self.moves.came_to(&coming.id, &never)) {
+                        return Ok(undecided(&coming.name, &format!("{why}; {too}")));
+                    }
                 }
-                // Whatever came back of it is ended; it is the other side's again.
-                let never = Decided::Never(why.clone());
-                let ended = self.end_come(&coming.name);
-                if let Err(too) = ended.and_then(|()| self.moves.came_to(&coming.id, &never)) {
-                    return Ok(undecided(&coming.name, &format!("{why}; {too}")));
-                }
+                _ => {}
             }
             log(Priority::Warning, format_args!("{}: did not come: {why}", coming.name));
             self.forget_coming(&coming);
@@ -241,9 +242,13 @@ impl Snapshots {
         if let Some((owed, _)) = &coming.owed {
             owed.runs(false);
         }
-        let mut hold = || {
-            if !held {
+        let mut hold = |at| {
+            if at == At::Runs {
+                self.moves.came_to(&coming.id, &Decided::LetRun(id.clone()))?;
+                self.guests.step("let-run");
                 self.lets_run(coming);
+            }
+            if at == At::Runs || !held {
                 return Ok(());
             }
             self.guests.step("stands");
@@ -259,7 +264,6 @@ impl Snapshots {
             }
             let _ = wire.near(&MoveNear::Committed);
             self.guests.step("committed");
-            self.lets_run(coming);
             Ok(())
         };
         let holder = self.own_tenant(&coming.name).ok_or("its memory is gone")?;

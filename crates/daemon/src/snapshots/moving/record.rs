@@ -66,12 +66,22 @@ impl Out {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Decided {
-    /// It runs here, or is about to, from this snapshot.
+    /// It is to run here, from this snapshot, and has not run yet.
     Committed(SnapshotId),
+    /// It was let run, or is just about to be: nobody else may, whatever comes of it here.
+    LetRun(SnapshotId),
     /// It ran.
     Ran,
     /// It never runs here.
     Never(String),
+}
+
+impl Decided {
+    /// Whether that is still to be known when this machine has gone down. What has not run yet
+    /// is gone then, and is the other side's; and what ran was let run before.
+    const fn lasts(&self) -> bool {
+        matches!(self, Self::LetRun(_) | Self::Never(_))
+    }
 }
 
 /// The records. Whoever decides holds the lock.
@@ -157,14 +167,14 @@ impl Moves {
         let _deciding = lock(&self.deciding);
         match self.decided(id) {
             Some(decided) => Ok(decided),
-            None => self.disk.write_move(&into(id), &wanted, true).map(|()| wanted),
+            None => self.disk.write_move(&into(id), &wanted, wanted.lasts()).map(|()| wanted),
         }
     }
 
     /// What was committed came to this.
     pub(super) fn came_to(&self, id: &str, end: &Decided) -> Result<(), String> {
         let _deciding = lock(&self.deciding);
-        self.disk.write_move(&into(id), end, true)
+        self.disk.write_move(&into(id), end, end.lasts())
     }
 
     /// Images that were made for a guest's disks.

@@ -152,7 +152,7 @@ impl Snapshots {
             }
             match self.moves.decided(&id) {
                 // Whoever asks for it has it run.
-                Some(Decided::Committed(_)) => {}
+                Some(Decided::Committed(_) | Decided::LetRun(_)) => {}
                 Some(Decided::Ran) => {
                     if let Err(why) = self.keep_room(&id) {
                         log(Priority::Error, format_args!("disks of a guest that came: {why}"));

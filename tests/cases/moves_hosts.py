@@ -119,8 +119,10 @@ def silent(run, line, here, there):
         said = moving.communicate(timeout=120 * run.patience)
         if moving.returncode != 1 or "--settle" not in said[1]:
             raise Failure(f"status {moving.returncode}, {said}")
-        if runs_at(here, line.name) or "--settle" not in here.strata("ps").stdout:
-            raise Failure(f"it is not said here that it stands still: {said}")
+        (answer,) = monitor(at(run, here), line.name, {"execute": "query-status"})
+        noted = here.strata("ps").stdout
+        if answer["return"]["status"] != "paused" or "--settle" not in noted:
+            raise Failure(f"it does not stand still here: {answer}, {noted!r}, {said}")
     finally:
         os.kill(pid, signal.SIGCONT)
     done = move(here, line.name, there, settle=True)

@@ -7,6 +7,7 @@
 //! that, and goes on trying.
 
 use std::fs;
+use std::io::ErrorKind;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,9 +16,9 @@ use std::time::{Duration, Instant};
 use strata_api::GuestSpec;
 use strata_pager::Tenant;
 use strata_sys::peer::peer_of;
-use strata_sys::{Priority, Range, log};
+use strata_sys::{Priority, Range, connect_now, log};
 use strata_vm::state;
-use strata_vm::{MONITOR_SOCKET_NAME, Monitor};
+use strata_vm::{MONITOR_SOCKET_NAME, Monitor, QmpError};
 
 use super::disks;
 use super::takeover::Undone;
@@ -112,8 +113,20 @@ impl Guests {
             Err(_) => self.libvirts_monitor(tenant).unwrap_or(socket),
             Ok(_) => socket,
         };
-        let stream = UnixStream::connect(socket)
-            .map_err(|error| format!("its monitor cannot be reached: {error}"))?;
+        let until = Instant::now() + time;
+        let stream = loop {
+            // One that accepts nobody would hold this up for ever.
+            match connect_now(&socket) {
+                Err(error) if error.kind() == ErrorKind::WouldBlock && Instant::now() < until => {
+                    std::thread::sleep(TRY_EVERY);
+                }
+                connected => break connected,
+            }
+        };
+        let stream = stream.map_err(|error| match error.kind() {
+            ErrorKind::WouldBlock => QmpError::Silent("a connection".into()).to_string(),
+            _ => format!("its monitor cannot be reached: {error}"),
+        })?;
         let pid = who_answers(tenant, &stream, "its monitor")?;
         let monitor = Monitor::begin(stream, time).map_err(|error| error.to_string())?;
         Ok(Talk { monitor, pid })

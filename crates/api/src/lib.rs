@@ -196,6 +196,9 @@ pub enum Reply {
     HostShares {
         /// All DRAM that is shared out.
         dram_bytes: u64,
+        /// What the machine has of that, if it is less.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        room_bytes: Option<u64>,
         /// Those of the caller, by owner and name.
         tenants: Vec<TenantShare>,
     },

@@ -33,6 +33,8 @@ impl ClaimArguments {
 #[derive(Serialize)]
 struct Host {
     dram_bytes: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    room_bytes: Option<u64>,
     tenants: Vec<TenantShare>,
 }
 
@@ -42,7 +44,9 @@ pub(crate) fn shares(json: bool) -> Result<String> {
     let mut hosts = Vec::new();
     for (_, reply) in client::ask_each(WHAT, &Request::Shares)? {
         match reply {
-            Reply::HostShares { dram_bytes, tenants } => hosts.push(Host { dram_bytes, tenants }),
+            Reply::HostShares { dram_bytes, room_bytes, tenants } => {
+                hosts.push(Host { dram_bytes, room_bytes, tenants });
+            }
             // A private daemon beside one that shares is none of ours to complain of.
             Reply::Error { .. } => {}
             _ => return Err(client::misunderstood(WHAT)),
@@ -57,7 +61,10 @@ pub(crate) fn shares(json: bool) -> Result<String> {
 
 fn table(host: &Host) -> String {
     let given: u64 = host.tenants.iter().map(|one| one.budget_bytes).sum();
-    let mut out = format!("{} of {} given\n", ByteSize(given), ByteSize(host.dram_bytes));
+    let room = host.room_bytes.map_or_else(String::new, |bytes| {
+        format!("; the machine has no more than {} for them", ByteSize(bytes))
+    });
+    let mut out = format!("{} of {} given{room}\n", ByteSize(given), ByteSize(host.dram_bytes));
     let header =
         ["NAME", "HAS", "USES", "WANTS", "RESERVE", "LIMIT", "WEIGHT", "STALL", "COSTS", "WHY"];
     let mut rows = vec![header.map(str::to_owned)];
@@ -114,7 +121,8 @@ mod tests {
             why: "rising".into(),
             reason: "it waits for pages, and gets 1.0 GiB more".into(),
         };
-        let text = table(&Host { dram_bytes: 4 << 30, tenants: vec![one] });
+        let mut host = Host { dram_bytes: 4 << 30, room_bytes: None, tenants: vec![one] };
+        let text = table(&host);
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines[0], "1.0 GiB of 4.0 GiB given");
         assert!(lines[2].starts_with("db "), "{text}");
@@ -123,5 +131,8 @@ mod tests {
         {
             assert!(lines[2].contains(part), "{part}: {text}");
         }
+        host.room_bytes = Some(3 << 30);
+        let said = "1.0 GiB of 4.0 GiB given; the machine has no more than 3.0 GiB for them\n";
+        assert!(table(&host).starts_with(said));
     }
 }

@@ -15,7 +15,9 @@ use std::time::{Duration, Instant};
 use strata_api::{DramClaim, TenantShare};
 use strata_pager::{AdviceState, Claim, Demand, Tenant};
 use strata_policy::advice::Point;
+use strata_policy::room::{Machine, room_bytes};
 use strata_policy::shares::{Past, Seen, Share, Why, share};
+use strata_sys::{Priority, log};
 use strata_units::ByteSize;
 
 use crate::cgroup::Cgroups;
@@ -27,6 +29,8 @@ use crate::tenants::Tenants;
 const EVERY: Duration = Duration::from_secs(1);
 /// For so long tenants are watched after not all got what they wanted.
 const WATCHED_FOR: Duration = Duration::from_secs(120);
+/// So long the machine has what it is to share out before that is said.
+const OVER_FOR: Duration = Duration::from_secs(60);
 /// A weight of 1.
 const THOUSANDTHS: f64 = 1000.0;
 
@@ -35,9 +39,24 @@ pub(crate) struct Shares {
     current: Arc<Current>,
     tenants: Arc<Tenants>,
     guests: Arc<Guests>,
-    last: Mutex<Vec<TenantShare>>,
+    last: Mutex<Last>,
     /// There is a thread that does.
     runs: AtomicBool,
+}
+
+/// What was shared out in the last second.
+#[derive(Default)]
+struct Last {
+    tenants: Vec<TenantShare>,
+    /// The machine has no more than this, which is less than it was to share out.
+    room_bytes: Option<u64>,
+}
+
+/// Whether the machine has what it is to share out.
+#[derive(Default)]
+struct Shortage {
+    since: Option<Instant>,
+    short: Option<Instant>,
 }
 
 /// What is remembered of a tenant from second to second, by its token.
@@ -67,16 +86,19 @@ impl Shares {
         }
         let own = Arc::clone(self);
         let work = move || {
-            let mut remembered = HashMap::new();
+            let (mut remembered, mut shortage) = (HashMap::new(), Shortage::default());
             let mut looked = Instant::now();
             for turn in 0usize.. {
                 std::thread::sleep(EVERY);
                 let seconds = looked.elapsed().as_secs_f64();
                 looked = Instant::now();
                 match own.current.get().dram {
-                    Some(dram) => own.look(dram.0, &mut remembered, turn, seconds),
+                    Some(dram) => {
+                        let room = own.look(dram.0, &mut remembered, turn, seconds);
+                        shortage.see(dram.0, room);
+                    }
                     // Budgets stay as they are.
-                    None => own.last().clear(),
+                    None => *own.last() = Last::default(),
                 }
             }
         };
@@ -86,27 +108,32 @@ impl Shares {
         Ok(())
     }
 
-    /// What each tenant has, as of the last second.
-    pub(crate) fn list(&self) -> Vec<TenantShare> {
-        self.last().clone()
+    /// What each tenant has, as of the last second; and what the machine has for them, if
+    /// that is less than it was to share out.
+    pub(crate) fn list(&self) -> (Vec<TenantShare>, Option<u64>) {
+        let last = self.last();
+        (last.tenants.clone(), last.room_bytes)
     }
 
-    /// `turn`: whose curve is looked up this time, for that takes a while.
+    /// `turn`: whose curve is looked up this time, for that takes a while. What the machine
+    /// has for all of them, if that is less than `dram_bytes`.
     fn look(
         &self,
         dram_bytes: u64,
         remembered: &mut HashMap<u64, Remembered>,
         turn: usize,
         seconds: f64,
-    ) {
+    ) -> Option<u64> {
         let all = self.tenants.list();
         let all: Vec<_> = all.into_iter().filter(|tenant| takes_dram(tenant)).collect();
         remembered.retain(|token, _| all.iter().any(|tenant| tenant.record().token == *token));
-        let fixed: u64 = all
-            .iter()
-            .filter(|tenant| tenant.claim().is_none())
-            .map(|tenant| tenant.budget_bytes())
-            .fold(0, u64::saturating_add);
+        let (mut fixed, mut promised) = (0u64, 0u64);
+        for tenant in all.iter().filter(|tenant| tenant.claim().is_none()) {
+            let budget = tenant.budget_bytes();
+            fixed = fixed.saturating_add(budget);
+            let unused = budget.saturating_sub(tenant.usage().total_bytes());
+            promised = promised.saturating_add(unused);
+        }
         let moving: Vec<(Arc<Tenant>, Claim)> =
             all.iter().filter_map(|tenant| Some((Arc::clone(tenant), tenant.claim()?))).collect();
         let mut seen = Vec::new();
@@ -121,7 +148,11 @@ impl Shares {
             seen.push(seen_of(tenant, claim, curve, demands, lack, seconds));
             past.push(known.past);
         }
-        let shared_bytes = dram_bytes.saturating_sub(fixed);
+        let for_them = dram_bytes.saturating_sub(fixed);
+        let used = seen.iter().fold(0u64, |sum, one| sum.saturating_add(one.used_bytes));
+        let shared_bytes =
+            machine().map_or(for_them, |machine| room_bytes(for_them, used, promised, machine));
+        let room = (shared_bytes < for_them).then(|| shared_bytes.saturating_add(fixed));
         let shares = share(shared_bytes, &seen, &mut past, seconds);
         let wanted = shares.iter().fold(0u64, |sum, share| sum.saturating_add(share.wants_bytes));
         have_advised(&moving, wanted > shared_bytes, remembered, turn);
@@ -135,11 +166,50 @@ impl Shares {
             all.iter().filter(|tenant| tenant.claim().is_none()).map(|tenant| fixed_share(tenant)),
         );
         list.sort_by(|a, b| (a.uid, &a.name).cmp(&(b.uid, &b.name)));
-        *self.last() = list;
+        *self.last() = Last { tenants: list, room_bytes: room };
+        room
     }
 
-    fn last(&self) -> MutexGuard<'_, Vec<TenantShare>> {
+    fn last(&self) -> MutexGuard<'_, Last> {
         self.last.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn machine() -> Option<Machine> {
+    let total_bytes = strata_sys::total_bytes().ok()?;
+    Some(Machine { total_bytes, available_bytes: strata_sys::available_bytes().ok()? })
+}
+
+impl Shortage {
+    /// Says so when it begins, and when it has been over for a while.
+    fn see(&mut self, dram_bytes: u64, room: Option<u64>) {
+        let now = Instant::now();
+        if let Some(room) = room {
+            self.short = Some(now);
+            if self.since.is_none() {
+                self.since = Some(now);
+                log(
+                    Priority::Warning,
+                    format_args!(
+                        "this machine has only {} for its tenants of the {} that dram names: what else runs on it needs the rest",
+                        ByteSize(room),
+                        ByteSize(dram_bytes)
+                    ),
+                );
+            }
+        } else if let (Some(since), Some(short)) = (self.since, self.short)
+            && short.elapsed() > OVER_FOR
+        {
+            log(
+                Priority::Notice,
+                format_args!(
+                    "this machine has {} for its tenants again, after {} s",
+                    ByteSize(dram_bytes),
+                    since.elapsed().as_secs()
+                ),
+            );
+            *self = Self::default();
+        }
     }
 }
 

@@ -53,6 +53,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(2);
 
 /// Runs the worker; returns its exit status.
 pub(crate) fn run(inheritance: &Inheritance) -> i32 {
+    strata_sys::keep_little_heap();
     inheritance.registry.worker_pid().store(std::process::id(), Ordering::Release);
     let first = inheritance.registry.workers().fetch_add(1, Ordering::AcqRel) == 0;
     match start(inheritance) {

@@ -19,6 +19,7 @@ mod octave;
 pub mod order;
 pub mod replacement;
 pub mod replay;
+pub mod room;
 pub mod sampler;
 pub mod shares;
 pub mod stall;

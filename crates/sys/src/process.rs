@@ -189,6 +189,24 @@ pub fn process_exists(pid: u32) -> bool {
     stat_field(&format!("/proc/{pid}/stat"), 3).is_some_and(|state| state != "Z" && state != "X")
 }
 
+/// Has the allocator give back what is freed rather than keep megabytes for each thread:
+/// for a process in which many threads now and then need much. To be said before there are
+/// threads.
+pub fn keep_little_heap() {
+    const MOST_ARENAS: libc::c_int = 4;
+    const LARGE_BYTES: libc::c_int = 1 << 20;
+    const KEPT_BYTES: libc::c_int = 2 << 20;
+    for (what, value) in [
+        (libc::M_ARENA_MAX, MOST_ARENAS),
+        // Set, it does not grow with what was freed, nor does the other one.
+        (libc::M_MMAP_THRESHOLD, LARGE_BYTES),
+        (libc::M_TRIM_THRESHOLD, KEPT_BYTES),
+    ] {
+        // SAFETY: sets a parameter of the allocator's.
+        unsafe { libc::mallopt(what, value) };
+    }
+}
+
 /// Gives memory of this process that was freed back to the kernel; the allocator
 /// would keep it.
 pub fn trim_heap() {

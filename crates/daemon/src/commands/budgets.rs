@@ -112,8 +112,8 @@ impl Commands {
         let Some(ByteSize(dram_bytes)) = self.current.get().dram else {
             return error("this stratad shares no DRAM out", "set dram in its configuration");
         };
-        let mut tenants = self.shares.list();
+        let (mut tenants, room_bytes) = self.shares.list();
         tenants.retain(|share| peer.uid == 0 || peer.uid == share.uid);
-        Reply::HostShares { dram_bytes, tenants }
+        Reply::HostShares { dram_bytes, room_bytes, tenants }
     }
 }

@@ -121,7 +121,7 @@ def silent(run, line, here, there):
             raise Failure(f"status {moving.returncode}, {said}")
         (answer,) = monitor(at(run, here), line.name, {"execute": "query-status"})
         noted = here.strata("ps").stdout
-        if answer["return"]["status"] != "paused" or "--settle" not in noted:
+        if answer["return"]["running"] or "--settle" not in noted:
             raise Failure(f"it does not stand still here: {answer}, {noted!r}, {said}")
     finally:
         os.kill(pid, signal.SIGCONT)

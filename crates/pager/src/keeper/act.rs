@@ -2,6 +2,7 @@
 //! evicts, settles, repacks, demotes and compacts.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use strata_policy::budget::Actions;
@@ -114,29 +115,49 @@ impl Keeper<'_> {
     }
 
     /// Has the advisor know what such pages will take in the store.
-    pub(super) fn foretell_packing(&mut self, pages: Vec<PageId>) {
+    pub(super) fn foretell_packing(&mut self, pages: Vec<PageId>) -> bool {
         self.train(move |tenant| {
             let found = tenant.store.foretell(contents(tenant, &pages));
             *lock(&tenant.advisor.sample) = Some(found);
-        });
+        })
     }
 
     /// Does `work` in a thread of its own: it takes a tenth of a second, and the
-    /// budget does not wait that long.
-    pub(super) fn train(&mut self, work: impl FnOnce(&Tenant) + Send + 'static) {
+    /// budget does not wait that long. `false`: another is under way, this tenant's or
+    /// another one's, for it takes 20 MB that no budget counts.
+    fn train(&mut self, work: impl FnOnce(&Tenant) + Send + 'static) -> bool {
         if self.trainer.as_ref().is_some_and(|trainer| !trainer.is_finished()) {
-            return;
+            return false;
         }
+        let Some(alone) = Alone::begin() else { return false };
         let tenant = Arc::clone(self.tenant);
         let started =
             std::thread::Builder::new().name(format!("trainer-{}", tenant.id)).spawn(move || {
                 strata_sys::set_thread_name(&format!("trainer-{}", tenant.id));
                 strata_sys::yield_to_others();
                 work(&tenant);
-                // Training took megabytes that no budget counts.
                 strata_sys::trim_heap();
+                drop(alone);
             });
         // Without it pages are packed as they were; it is tried again.
         self.trainer = started.ok();
+        self.trainer.is_some()
+    }
+}
+
+static TRAINS: AtomicBool = AtomicBool::new(false);
+
+/// No other tenant trains.
+struct Alone;
+
+impl Alone {
+    fn begin() -> Option<Self> {
+        (!TRAINS.swap(true, Ordering::Acquire)).then_some(Self)
+    }
+}
+
+impl Drop for Alone {
+    fn drop(&mut self) {
+        TRAINS.store(false, Ordering::Release);
     }
 }

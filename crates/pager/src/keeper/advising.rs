@@ -65,8 +65,9 @@ const LEAST_WAITS: u64 = 256;
 const GUESSED_STORED_BYTES: f64 = 1600.0;
 /// Watched pages that are worth packing for a sample, and how often that is done: it
 /// takes some tenths of a second. The first times sooner, each time after twice as long:
-/// who has just begun still fills its memory.
+/// who has just begun still fills its memory. Or when others are not packing any more.
 const LEAST_TO_PACK: usize = 240;
+const PACK_AGAIN: Duration = Duration::from_secs(1);
 const PACK_EVERY: (Duration, Duration) = (Duration::from_secs(4), Duration::from_secs(60));
 
 /// The processor time of all processes of a tenant, that in which the kernel
@@ -401,8 +402,11 @@ impl Keeper<'_> {
             self.evict_pages(probes, spaces);
             self.evictor.in_a_hurry = hurries;
         }
-        if let Some(pages) = packs {
-            self.foretell_packing(pages);
+        if let Some(pages) = packs
+            && !self.foretell_packing(pages)
+            && let Some(advising) = &mut self.advising
+        {
+            advising.packs = (now.0 + PACK_AGAIN, PACK_EVERY.0);
         }
         TICK
     }

@@ -33,6 +33,7 @@ use std::time::{Duration, Instant};
 
 use strata_policy::Replacement;
 use strata_policy::budget::{self};
+use strata_sys::thread_time;
 use strata_units::wire::BATCH_PAGES;
 use strata_units::{PAGE, PageId, SpaceId};
 
@@ -71,6 +72,11 @@ const SETTLE_SHARED_PART: u32 = 5;
 /// than this: what is new and not registered grows by some MiB in the meantime.
 const QUIET_ROUNDS: u32 = 50;
 const QUIET_LOOK: Duration = Duration::from_millis(4);
+/// Looks at a managed tenant that find nothing to do take one part in so many of a
+/// processor, as long as none is due later than this: who takes the last of its headroom
+/// wakes its keeper.
+const LOOK_PART: u32 = 64;
+const SELDOM_LOOK: Duration = Duration::from_millis(50);
 /// A page that the kernel would not move is tried again after this.
 const PINNED_FOR: Duration = Duration::from_secs(3);
 /// A tenant over its budget from which fewer than so many pages left in this
@@ -148,6 +154,8 @@ struct Keeper<'a> {
     advising: Option<Advising>,
     /// It does little but wait for pages.
     thrashes: bool,
+    /// Processor time of a look, as of late.
+    look_took: Duration,
 }
 
 /// How it goes with a tenant that is over its budget.
@@ -202,6 +210,7 @@ impl<'a> Keeper<'a> {
             snapshot_begun: now,
             advising: None,
             thrashes: false,
+            look_took: Duration::ZERO,
         }
     }
 }
@@ -249,6 +258,7 @@ impl Keeper<'_> {
     /// Looks and acts once; says when to look again.
     fn round(&mut self) -> NextLook {
         let tenant = self.tenant;
+        let began = thread_time();
         self.note_state();
         self.take_arrivals();
         tenant.collect_ended();
@@ -325,6 +335,9 @@ impl Keeper<'_> {
         self.quiet_rounds = if quiet { self.quiet_rounds + 1 } else { 0 };
         self.time_before = time;
         let least = if self.quiet_rounds >= QUIET_ROUNDS { QUIET_LOOK } else { Duration::ZERO };
+        self.look_took = (3 * self.look_took + thread_time().saturating_sub(began)) / 4;
+        let affords = (self.look_took * LOOK_PART).min(SELDOM_LOOK);
+        let least = if was_managed && !heeds && !shares { least.max(affords) } else { least };
         let after = next_look.max(least).min(patience);
         if heeds || shares || !self.may_rest(&actions, progress) {
             return NextLook::after(after);

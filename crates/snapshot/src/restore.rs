@@ -12,6 +12,7 @@
 //! libraries. Pages in it that hold a thread's stack pointer CRIU may have filled
 //! itself: they are present already.
 
+mod error;
 mod numbers;
 pub(crate) mod options;
 
@@ -28,6 +29,8 @@ use std::{fs, io};
 
 use strata_sys::{Launch, Pidfd, Running, SIGKILL, peer, poll_readable, receive_with_fds};
 
+pub use self::error::RestoreError;
+use self::error::system;
 use self::numbers::{check_highest, numbers, taken, wait_free};
 use self::options::RestoreOptions;
 use crate::breakpoints::Breakpoints;
@@ -51,51 +54,6 @@ const FINISHED: i32 = 0x5253_5446;
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// How long a restored tree may take to be gone after it was killed.
 const GONE_WITHIN: Duration = Duration::from_secs(5);
-
-/// Why nothing was restored. Whatever was started has been ended.
-#[derive(Debug, thiserror::Error)]
-pub enum RestoreError {
-    /// CRIU said no.
-    #[error("it could not be restored: {0}")]
-    Failed(Complaint),
-    /// Numbers of processes or threads of the dump are in use.
-    #[error("these process numbers of it are in use: {}; a clone (strata clone) has numbers of its own", .0.iter().map(|(number, name)| format!("{number} ({name})")).collect::<Vec<_>>().join(", "))]
-    Taken(Vec<(u32, String)>),
-    /// Processes of the dump have higher numbers than there are here.
-    #[error(
-        "process number {number} of it is beyond what this machine gives: kernel.pid_max is {limit}; raise it (sysctl kernel.pid_max=4194304)"
-    )]
-    TooHigh {
-        /// The highest.
-        number: u32,
-        /// The first number that is not given.
-        limit: u32,
-    },
-    /// It took too long.
-    #[error("CRIU did not {what} within {limit:?}; what it had started was ended")]
-    TooLong {
-        /// What it was to do.
-        what: &'static str,
-        /// The limit.
-        limit: Duration,
-    },
-    /// It sent what CRIU does not send.
-    #[error("CRIU sent something else than a process with its userfaultfd: {0}")]
-    Protocol(String),
-    /// The system refused something that is needed for it.
-    #[error("{what}: {cause}")]
-    System {
-        /// What was being done.
-        what: String,
-        /// The cause.
-        cause: io::Error,
-    },
-}
-
-fn system(what: impl Into<String>) -> impl FnOnce(io::Error) -> RestoreError {
-    let what = what.into();
-    move |cause| RestoreError::System { what, cause }
-}
 
 /// A process that is being restored and does not run yet.
 #[derive(Debug)]

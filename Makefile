@@ -41,7 +41,7 @@ lint: ## Format and lints only
 bench: ## Interleaved comparisons with confidence intervals, into bench/results (an hour; ROW=name: one)
 	@scripts/setup.sh bench
 	@$(if $(filter compile,$(ROW)),scripts/setup.sh compile)
-	@$(if $(filter density figure3 instances,$(ROW)),scripts/setup.sh disk)
+	@$(if $(filter density figure3 figure4 instances,$(ROW)),scripts/setup.sh disk)
 	cargo build --release --workspace --locked
 	-@scripts/memtierd.sh
 	$(BINARIES)/strata-lab bench $(if $(ROW),--only $(ROW)) $(BENCH_FLAGS)

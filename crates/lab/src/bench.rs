@@ -9,6 +9,7 @@ mod cells;
 mod compile;
 mod density;
 mod figure3;
+mod figure4;
 mod inside;
 mod instances;
 mod matrix;
@@ -68,6 +69,8 @@ pub(crate) enum Part {
     Density,
     /// Redis in a guest with Strata inside, by its DRAM
     Figure3,
+    /// MariaDB in a guest under Strata, by its DRAM
+    Figure4,
     /// DRAM as a cache with a noisy neighbour, against placement (simulated)
     MemoryMode,
     /// How many Redis instances fit into a guest, with Strata inside of it
@@ -163,6 +166,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             Part::Compile => compile::compile(&bench, &mut found),
             Part::Density => density::density(&bench, &mut found),
             Part::Figure3 => figure3::figure3(&bench, &mut found),
+            Part::Figure4 => figure4::figure4(&bench, &mut found),
             Part::MemoryMode => memory_mode::memory_mode(&bench, &mut found),
             Part::Instances => instances::instances(&bench, &mut found),
         };
@@ -207,7 +211,7 @@ impl Part {
     /// Whether a bench of no part in particular has it: guests need a disk, which is built
     /// for who asks for it.
     const fn is_usual(self) -> bool {
-        !self.is_long() && !matches!(self, Self::Figure3 | Self::Instances)
+        !self.is_long() && !matches!(self, Self::Figure3 | Self::Figure4 | Self::Instances)
     }
 
     const fn title(self) -> &'static str {
@@ -232,6 +236,7 @@ impl Part {
             Self::Pool => "Guests' disks in memory, beside qemu-nbd on a file in a tmpfs",
             Self::Density => "Guests in a part of their DRAM: Strata, kernel swap, and all of it",
             Self::Figure3 => "Redis in a guest with Strata inside, in a part of its DRAM",
+            Self::Figure4 => "MariaDB in a guest under Strata, in a part of its DRAM",
             Self::MemoryMode => "DRAM as a cache with a noisy neighbour, and placement (simulated)",
             Self::Instances => "Redis instances in a guest: with Strata inside, and without",
             Self::Compile => "Guests that build a C project at the same time, in the same DRAM",

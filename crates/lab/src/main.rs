@@ -31,6 +31,7 @@ mod statistics;
 mod strata;
 mod subject;
 mod swap_file;
+mod sysbench;
 mod table;
 mod trial;
 mod walk;

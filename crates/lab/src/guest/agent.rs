@@ -3,6 +3,7 @@
 
 use super::{
     boot,
+    database::Mariadb,
     servers::{self, Redis},
     words::{Drive, Order, Reply, Served},
 };
@@ -74,6 +75,7 @@ fn say(line: &mut File, reply: &Reply) {
 #[derive(Default)]
 struct Guest {
     redis: BTreeMap<String, Redis>,
+    mariadb: Option<Mariadb>,
     strata: Option<Child>,
     is_over: bool,
 }
@@ -93,6 +95,15 @@ impl Guest {
             Order::Drive(load) => Ok(json!(self.of(&load.name)?.drive(&load)?)),
             Order::DriveAll { loads } => Ok(json!(self.drive_all(&loads)?)),
             Order::Verify { name } => Ok(json!(self.of(&name)?.verify()?)),
+            Order::Mariadb { pool_mebibytes } => {
+                self.mariadb = Some(Mariadb::start(pool_mebibytes)?);
+                Ok(Value::Null)
+            }
+            Order::Sysbench(load) => Ok(json!(self.mariadb()?.sysbench(&load)?)),
+            Order::Rows { database } => {
+                self.mariadb()?.verify(&database)?;
+                Ok(Value::Null)
+            }
             Order::Run { line } => Ok(json!(servers::tool("bash", &["-c", &line])?)),
             Order::Shell { text } => {
                 shell(&text)?;
@@ -100,6 +111,7 @@ impl Guest {
             }
             Order::End => {
                 self.redis.clear();
+                self.mariadb = None;
                 if let Some(mut daemon) = self.strata.take() {
                     daemon.kill().and_then(|()| daemon.wait()).context("end stratad")?;
                 }
@@ -121,6 +133,10 @@ impl Guest {
 
     fn of(&self, name: &str) -> Result<&Redis> {
         self.redis.get(name).with_context(|| format!("no Redis is called {name}"))
+    }
+
+    fn mariadb(&self) -> Result<&Mariadb> {
+        self.mariadb.as_ref().context("MariaDB has not been started")
     }
 }
 

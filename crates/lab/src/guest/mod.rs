@@ -5,11 +5,12 @@
 //! On the host: `site.rs` (what was fetched and built), `archive.rs` (the
 //! initramfs), `machine.rs` (QEMU's command line, the line to the guest), `demo.rs`
 //! (a guest to try). In the guest: `agent.rs`, and behind it `boot.rs`, `servers.rs`,
-//! `paced.rs`. `words.rs` is what they say to each other.
+//! `database.rs`, `paced.rs`. `words.rs` is what they say to each other.
 
 pub(crate) mod agent;
 mod archive;
 mod boot;
+mod database;
 pub(crate) mod demo;
 pub(crate) mod machine;
 pub(crate) mod paced;

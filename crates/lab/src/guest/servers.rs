@@ -43,7 +43,9 @@ pub(super) fn tool(program: &str, arguments: &[&str]) -> Result<String> {
         .output()
         .with_context(|| format!("start {program}"))?;
     if !output.status.success() {
-        bail!("{program}: {}", String::from_utf8_lossy(&output.stderr).trim());
+        // Some complain on standard output.
+        let said = [&output.stderr, &output.stdout].map(|text| String::from_utf8_lossy(text));
+        bail!("{program}: {}", said.concat().trim());
     }
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }

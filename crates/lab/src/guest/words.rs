@@ -15,6 +15,12 @@ pub(crate) enum Order {
     DriveAll { loads: Vec<Drive> },
     /// Read all records and compare them.
     Verify { name: String },
+    /// Start MariaDB on the disk's databases, with a buffer pool of that size.
+    Mariadb { pool_mebibytes: u64 },
+    /// Have sysbench read from it: [`Transactions`].
+    Sysbench(Sysbench),
+    /// Read all rows of a database and compare them with their checksums.
+    Rows { database: String },
     /// Start Strata in the guest, its file tier on the NVDIMM, with these lines in its
     /// configuration.
     Strata { lines: String },
@@ -40,6 +46,16 @@ pub(crate) struct Drive {
     pub seed: u64,
 }
 
+/// A load on MariaDB: sysbench's `oltp_read_only`.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub(crate) struct Sysbench {
+    pub database: String,
+    /// `--rand-type`.
+    pub distribution: String,
+    pub seconds: u64,
+    pub seed: u64,
+}
+
 /// What a guest says.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -61,6 +77,14 @@ pub(crate) struct Served {
     pub p99_us: f64,
     /// Part of the answered that came later than [`LATE_MS`] after they were due.
     pub late: u64,
+}
+
+/// Of MariaDB under a load.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub(crate) struct Transactions {
+    pub count: u64,
+    pub per_second: f64,
+    pub p95_ms: f64,
 }
 
 /// An answer that took longer is as good as none to whoever waits for it.

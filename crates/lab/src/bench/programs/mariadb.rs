@@ -19,6 +19,7 @@ use crate::{
     redis::server::Wrapping,
     stage::{Setup, Surroundings},
     subject::{Subject, last_line, scratch},
+    sysbench,
 };
 use anyhow::{Context, Result, bail};
 use std::{
@@ -317,7 +318,14 @@ impl Database {
             let reason = fatal.map_or_else(|| last_line(&output), str::to_owned);
             bail!("sysbench failed ({status}): {reason}");
         }
-        Ok((parse(&text).context("read what sysbench printed")?, cpu_ns))
+        let read = sysbench::read(&text).context("read what sysbench printed")?;
+        let done = Done {
+            operations: read.transactions,
+            seconds: read.seconds,
+            p50_us: None,
+            p99_us: read.percentile_ms * 1000.0,
+        };
+        Ok((done, cpu_ns))
     }
 }
 
@@ -406,30 +414,9 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Reads sysbench's report.
-fn parse(text: &str) -> Option<Done> {
-    let after =
-        |name: &str| text.lines().find_map(|line| line.trim().strip_prefix(name)).map(str::trim);
-    let operations = after("transactions:")?.split_whitespace().next()?.parse().ok()?;
-    let seconds = after("total time:")?.strip_suffix('s')?.parse().ok()?;
-    let p99_ms: f64 = after("99th percentile:")?.parse().ok()?;
-    let p99_us = p99_ms * 1000.0;
-    Some(Done { operations, seconds, p50_us: None, p99_us })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn sysbenchs_report_is_read() {
-        let text = "    transactions:                        2163   (720.06 per sec.)\n\
-                    \x20   total time:                          3.0027s\n\
-                    \x20        99th percentile:                       25.28\n";
-        let done = parse(text).expect("complete");
-        assert_eq!((done.operations, done.seconds, done.p99_us), (2163, 3.0027, 25_280.0));
-        assert!(parse("transactions: 5").is_none());
-    }
 
     #[test]
     fn a_directory_is_copied_with_what_is_in_it() {

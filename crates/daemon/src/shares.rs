@@ -29,6 +29,8 @@ use crate::tenants::Tenants;
 const EVERY: Duration = Duration::from_secs(1);
 /// For so long tenants are watched after not all got what they wanted.
 const WATCHED_FOR: Duration = Duration::from_secs(120);
+/// Looking up a curve takes one part in so many of the time.
+const CURVE_REST: u32 = 100;
 /// So long the machine has what it is to share out before that is said.
 const OVER_FOR: Duration = Duration::from_secs(60);
 /// A weight of 1.
@@ -50,6 +52,13 @@ struct Last {
     tenants: Vec<TenantShare>,
     /// The machine has no more than this, which is less than it was to share out.
     room_bytes: Option<u64>,
+}
+
+/// Whose curve is looked up next, and when.
+#[derive(Default)]
+struct Turns {
+    turn: usize,
+    next: Option<Instant>,
 }
 
 /// Whether the machine has what it is to share out.
@@ -87,14 +96,14 @@ impl Shares {
         let own = Arc::clone(self);
         let work = move || {
             let (mut remembered, mut shortage) = (HashMap::new(), Shortage::default());
-            let mut looked = Instant::now();
-            for turn in 0usize.. {
+            let (mut looked, mut turns) = (Instant::now(), Turns::default());
+            loop {
                 std::thread::sleep(EVERY);
                 let seconds = looked.elapsed().as_secs_f64();
                 looked = Instant::now();
                 match own.current.get().dram {
                     Some(dram) => {
-                        let room = own.look(dram.0, &mut remembered, turn, seconds);
+                        let room = own.look(dram.0, &mut remembered, &mut turns, seconds);
                         shortage.see(dram.0, room);
                     }
                     // Budgets stay as they are.
@@ -115,13 +124,13 @@ impl Shares {
         (last.tenants.clone(), last.room_bytes)
     }
 
-    /// `turn`: whose curve is looked up this time, for that takes a while. What the machine
+    /// `turns`: whose curve is looked up this time, for that takes a while. What the machine
     /// has for all of them, if that is less than `dram_bytes`.
     fn look(
         &self,
         dram_bytes: u64,
         remembered: &mut HashMap<u64, Remembered>,
-        turn: usize,
+        turns: &mut Turns,
         seconds: f64,
     ) -> Option<u64> {
         let all = self.tenants.list();
@@ -155,7 +164,7 @@ impl Shares {
         let room = (shared_bytes < for_them).then(|| shared_bytes.saturating_add(fixed));
         let shares = share(shared_bytes, &seen, &mut past, seconds);
         let wanted = shares.iter().fold(0u64, |sum, share| sum.saturating_add(share.wants_bytes));
-        have_advised(&moving, wanted > shared_bytes, remembered, turn);
+        have_advised(&moving, wanted > shared_bytes, remembered, turns);
         let mut list = Vec::new();
         for (index, (tenant, claim)) in moving.iter().enumerate() {
             remembered.entry(tenant.record().token).or_default().past = past[index];
@@ -219,13 +228,19 @@ fn have_advised(
     moving: &[(Arc<Tenant>, Claim)],
     is_short: bool,
     remembered: &mut HashMap<u64, Remembered>,
-    turn: usize,
+    turns: &mut Turns,
 ) {
     if is_short {
         moving.iter().for_each(|(tenant, _)| tenant.keep_advising(WATCHED_FOR));
     }
-    let Some((tenant, _)) = moving.get(turn % moving.len().max(1)) else { return };
+    if turns.next.is_some_and(|next| Instant::now() < next) {
+        return;
+    }
+    turns.turn = turns.turn.wrapping_add(1);
+    let Some((tenant, _)) = moving.get(turns.turn % moving.len().max(1)) else { return };
+    let began = Instant::now();
     let advice = tenant.advice_known().filter(|advice| advice.state == AdviceState::Steady);
+    turns.next = Some(Instant::now() + began.elapsed() * CURVE_REST);
     remembered.entry(tenant.record().token).or_default().curve =
         advice.map(|advice| advice.points).unwrap_or_default();
 }

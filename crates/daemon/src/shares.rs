@@ -55,18 +55,14 @@ struct Last {
 }
 
 /// Whose curve is looked up next, and when.
-#[derive(Default)]
 struct Turns {
     turn: usize,
-    next: Option<Instant>,
+    next: Instant,
 }
 
-/// Whether the machine has what it is to share out.
+/// Since when the machine has less than it is to share out, and when it had less last.
 #[derive(Default)]
-struct Shortage {
-    since: Option<Instant>,
-    short: Option<Instant>,
-}
+struct Shortage(Option<(Instant, Instant)>);
 
 /// What is remembered of a tenant from second to second, by its token.
 #[derive(Default)]
@@ -96,7 +92,8 @@ impl Shares {
         let own = Arc::clone(self);
         let work = move || {
             let (mut remembered, mut shortage) = (HashMap::new(), Shortage::default());
-            let (mut looked, mut turns) = (Instant::now(), Turns::default());
+            let mut looked = Instant::now();
+            let mut turns = Turns { turn: 0, next: looked };
             loop {
                 std::thread::sleep(EVERY);
                 let seconds = looked.elapsed().as_secs_f64();
@@ -193,10 +190,10 @@ impl Shortage {
     /// Says so when it begins, and when it has been over for a while.
     fn see(&mut self, dram_bytes: u64, room: Option<u64>) {
         let now = Instant::now();
-        if let Some(room) = room {
-            self.short = Some(now);
-            if self.since.is_none() {
-                self.since = Some(now);
+        match (room, self.0) {
+            (Some(_), Some((since, _))) => self.0 = Some((since, now)),
+            (Some(room), None) => {
+                self.0 = Some((now, now));
                 log(
                     Priority::Warning,
                     format_args!(
@@ -206,18 +203,18 @@ impl Shortage {
                     ),
                 );
             }
-        } else if let (Some(since), Some(short)) = (self.since, self.short)
-            && short.elapsed() > OVER_FOR
-        {
-            log(
-                Priority::Notice,
-                format_args!(
-                    "this machine has {} for its tenants again, after {} s",
-                    ByteSize(dram_bytes),
-                    since.elapsed().as_secs()
-                ),
-            );
-            *self = Self::default();
+            (None, Some((since, short))) if short.elapsed() > OVER_FOR => {
+                self.0 = None;
+                log(
+                    Priority::Notice,
+                    format_args!(
+                        "this machine has {} for its tenants again, after {} s",
+                        ByteSize(dram_bytes),
+                        since.elapsed().as_secs()
+                    ),
+                );
+            }
+            (None, _) => {}
         }
     }
 }
@@ -233,14 +230,14 @@ fn have_advised(
     if is_short {
         moving.iter().for_each(|(tenant, _)| tenant.keep_advising(WATCHED_FOR));
     }
-    if turns.next.is_some_and(|next| Instant::now() < next) {
+    if Instant::now() < turns.next {
         return;
     }
     turns.turn = turns.turn.wrapping_add(1);
     let Some((tenant, _)) = moving.get(turns.turn % moving.len().max(1)) else { return };
     let began = Instant::now();
     let advice = tenant.advice_known().filter(|advice| advice.state == AdviceState::Steady);
-    turns.next = Some(Instant::now() + began.elapsed() * CURVE_REST);
+    turns.next = Instant::now() + began.elapsed() * CURVE_REST;
     remembered.entry(tenant.record().token).or_default().curve =
         advice.map(|advice| advice.points).unwrap_or_default();
 }

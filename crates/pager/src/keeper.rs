@@ -28,7 +28,6 @@ mod time;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use strata_policy::Replacement;
@@ -128,8 +127,6 @@ struct Keeper<'a> {
     time_before: u64,
     quiet_rounds: u32,
     over: Option<Over>,
-    /// Trains a dictionary for the store.
-    trainer: Option<JoinHandle<()>>,
     capturing: Option<Capturing>,
     torn: Option<Torn>,
     hinted: Hinted,
@@ -194,7 +191,6 @@ impl<'a> Keeper<'a> {
             time_before: 0,
             quiet_rounds: 0,
             over: None,
-            trainer: None,
             capturing: None,
             torn: None,
             hinted: Hinted::default(),

@@ -217,7 +217,7 @@ impl Guests {
         if self.has_failed(tenant) {
             return Err(("its disk failed again".to_owned(), NO_ROOM));
         }
-        told.map_err(|(Undone::Never(why) | Undone::NotYet(why))| (why, "see strata vm stats"))
+        told.map_err(|undone| (undone.into_why(), "see strata vm stats"))
     }
 
     /// Whether its QEMU has been given the state of its devices, as far as it waited for any.

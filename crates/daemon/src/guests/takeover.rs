@@ -49,6 +49,15 @@ pub(crate) enum Undone {
     NotYet(String),
 }
 
+impl Undone {
+    /// As a sentence.
+    pub(crate) fn into_why(self) -> String {
+        match self {
+            Self::Never(why) | Self::NotYet(why) => why,
+        }
+    }
+}
+
 fn file_of(path: &str) -> io::Result<(u64, u64)> {
     fs::metadata(path).map(|found| (found.dev(), found.ino()))
 }

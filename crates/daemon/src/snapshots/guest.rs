@@ -311,9 +311,7 @@ impl Snapshots {
         let takes_places = spec.disks.iter().any(|disk| disk.opened != disk.path);
         if rollback || takes_places {
             drop(talk);
-            self.guests.take_over(tenant, pid, spec).map_err(|undone| match undone {
-                Undone::Never(why) | Undone::NotYet(why) => why,
-            })?;
+            self.guests.take_over(tenant, pid, spec).map_err(Undone::into_why)?;
         } else {
             talk.monitor.allow(SAID_WITHIN);
             state::go_on(&mut talk.monitor).map_err(said)?;

@@ -107,7 +107,7 @@ impl Keeper<'_> {
     }
 
     /// Has a dictionary trained, if one pays.
-    pub(super) fn train_dictionary(&mut self) {
+    pub(super) fn train_dictionary(&self) {
         self.train(|tenant| {
             let outcome = tenant.store.train_dictionary();
             tenant.inform(&outcome);
@@ -115,23 +115,21 @@ impl Keeper<'_> {
     }
 
     /// Has the advisor know what such pages will take in the store.
-    pub(super) fn foretell_packing(&mut self, pages: Vec<PageId>) -> bool {
+    pub(super) fn foretell_packing(&self, pages: Vec<PageId>) {
         self.train(move |tenant| {
             let found = tenant.store.foretell(contents(tenant, &pages));
             *lock(&tenant.advisor.sample) = Some(found);
-        })
+        });
     }
 
     /// Does `work` in a thread of its own: it takes a tenth of a second, and the
-    /// budget does not wait that long. `false`: another is under way, this tenant's or
-    /// another one's, for it takes 20 MB that no budget counts.
-    fn train(&mut self, work: impl FnOnce(&Tenant) + Send + 'static) -> bool {
-        if self.trainer.as_ref().is_some_and(|trainer| !trainer.is_finished()) {
-            return false;
-        }
-        let Some(alone) = Alone::begin() else { return false };
+    /// budget does not wait that long. Nothing is done while another one's is under way, this
+    /// tenant's or another's: it takes 20 MB that no budget counts.
+    fn train(&self, work: impl FnOnce(&Tenant) + Send + 'static) {
+        let Some(alone) = Alone::begin() else { return };
         let tenant = Arc::clone(self.tenant);
-        let started =
+        // Without it pages are packed as they were; it is tried again.
+        let _ =
             std::thread::Builder::new().name(format!("trainer-{}", tenant.id)).spawn(move || {
                 strata_sys::set_thread_name(&format!("trainer-{}", tenant.id));
                 strata_sys::yield_to_others();
@@ -139,9 +137,6 @@ impl Keeper<'_> {
                 strata_sys::trim_heap();
                 drop(alone);
             });
-        // Without it pages are packed as they were; it is tried again.
-        self.trainer = started.ok();
-        self.trainer.is_some()
     }
 }
 
@@ -160,4 +155,9 @@ impl Drop for Alone {
     fn drop(&mut self) {
         TRAINS.store(false, Ordering::Release);
     }
+}
+
+/// Whether no tenant trains.
+pub(super) fn may_train() -> bool {
+    !TRAINS.load(Ordering::Relaxed)
 }

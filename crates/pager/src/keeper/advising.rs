@@ -17,6 +17,7 @@ use strata_store::Foretelling;
 use strata_units::{PAGE, PageId};
 
 use crate::advice::sample::{Pieces, register_sample};
+use crate::keeper::act::may_train;
 use crate::keeper::{Keeper, SLACK_PART};
 use crate::map::address::address_of;
 use crate::map::counters::Counter;
@@ -65,9 +66,8 @@ const LEAST_WAITS: u64 = 256;
 const GUESSED_STORED_BYTES: f64 = 1600.0;
 /// Watched pages that are worth packing for a sample, and how often that is done: it
 /// takes some tenths of a second. The first times sooner, each time after twice as long:
-/// who has just begun still fills its memory. Or when others are not packing any more.
+/// who has just begun still fills its memory.
 const LEAST_TO_PACK: usize = 240;
-const PACK_AGAIN: Duration = Duration::from_secs(1);
 const PACK_EVERY: (Duration, Duration) = (Duration::from_secs(4), Duration::from_secs(60));
 
 /// The processor time of all processes of a tenant, that in which the kernel
@@ -388,7 +388,7 @@ impl Keeper<'_> {
         tenant.advisor.set_limit(advising.sampler.limit());
         advising.turn_epoch(tenant, now);
         let is_due = advising.publish(tenant, seen, now);
-        let packs = if is_due { advising.pages_to_pack(now) } else { None };
+        let packs = if is_due && may_train() { advising.pages_to_pack(now) } else { None };
         let worth = (now.1 - advising.looked.1) * PROBES_PER_SECOND;
         let least = elapsed.as_secs_f64() * LEAST_PROBES_PER_SECOND;
         advising.probes_saved = (advising.probes_saved + worth.max(least)).min(MOST_PROBES);
@@ -402,11 +402,8 @@ impl Keeper<'_> {
             self.evict_pages(probes, spaces);
             self.evictor.in_a_hurry = hurries;
         }
-        if let Some(pages) = packs
-            && !self.foretell_packing(pages)
-            && let Some(advising) = &mut self.advising
-        {
-            advising.packs = (now.0 + PACK_AGAIN, PACK_EVERY.0);
+        if let Some(pages) = packs {
+            self.foretell_packing(pages);
         }
         TICK
     }

@@ -86,11 +86,12 @@ impl Snapshots {
         let tenant = self.own_tenant(&coming.name).filter(|tenant| !ends(tenant));
         coming.known = self.find(self.uid, &snapshot.clone().into()).ok();
         let outcome = match tenant {
-            Some(tenant) if self.guests.spec(&tenant).is_none() => self.let_run(coming, &snapshot),
-            Some(tenant) => match self.guests.has_devices(&tenant)? {
-                true => self.let_run(coming, &snapshot),
-                false => Err("its QEMU has not got the state of its devices".to_owned()),
-            },
+            Some(tenant) => {
+                match self.guests.spec(&tenant).is_none() || self.guests.has_devices(&tenant)? {
+                    true => self.moves.came_to(&coming.id, &Decided::LetRun(snapshot)),
+                    false => Err("its QEMU has not got the state of its devices".to_owned()),
+                }
+            }
             None => match coming.known.as_ref().is_some_and(|known| known.guest.is_some()) {
                 true => self
                     .start_guest(coming, wire)
@@ -115,11 +116,6 @@ impl Snapshots {
                 Ok(false)
             }
         }
-    }
-
-    /// What was committed has all that it needs, or runs: it may from here on.
-    fn let_run(&self, coming: &Coming<'_>, snapshot: &SnapshotId) -> Result<(), String> {
-        self.moves.came_to(&coming.id, &Decided::LetRun(snapshot.clone()))
     }
 
     /// A tenant was let run here, and it is not known whether it did: it does, or it has ended
@@ -155,9 +151,7 @@ impl Snapshots {
         match self.guests.spec(tenant) {
             // A disk of it failed: so it ran.
             Some(_) if self.guests.has_failed(tenant) => Ok(()),
-            Some(_) => self.guests.runs(tenant).map_err(|why| match why {
-                Undone::Never(why) | Undone::NotYet(why) => why,
-            }),
+            Some(_) => self.guests.runs(tenant).map_err(Undone::into_why),
             None => Ok(()),
         }
     }

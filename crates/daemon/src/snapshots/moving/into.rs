@@ -242,29 +242,30 @@ impl Snapshots {
         if let Some((owed, _)) = &coming.owed {
             owed.runs(false);
         }
-        let mut hold = |at| {
-            if at == At::Runs {
+        let mut hold = |at| match at {
+            At::Stands if !held => Ok(()),
+            At::Stands => {
+                self.guests.step("stands");
+                wire.say(&MoveWord::Ready)?;
+                match wire.hear(ANSWERED_WITHIN)? {
+                    MoveWord::Go => {}
+                    _ => return Err("the other side says what was not asked for".to_owned()),
+                }
+                self.guests.step("told");
+                match self.moves.decide(&coming.id, Decided::Committed(id.clone()))? {
+                    Decided::Committed(_) => {}
+                    _ => return Err("it was said before that it never runs here".to_owned()),
+                }
+                let _ = wire.near(&MoveNear::Committed);
+                self.guests.step("committed");
+                Ok(())
+            }
+            At::Runs => {
                 self.moves.came_to(&coming.id, &Decided::LetRun(id.clone()))?;
                 self.guests.step("let-run");
                 self.lets_run(coming);
+                Ok(())
             }
-            if at == At::Runs || !held {
-                return Ok(());
-            }
-            self.guests.step("stands");
-            wire.say(&MoveWord::Ready)?;
-            match wire.hear(ANSWERED_WITHIN)? {
-                MoveWord::Go => {}
-                _ => return Err("the other side says what was not asked for".to_owned()),
-            }
-            self.guests.step("told");
-            match self.moves.decide(&coming.id, Decided::Committed(id.clone()))? {
-                Decided::Committed(_) => {}
-                _ => return Err("it was said before that it never runs here".to_owned()),
-            }
-            let _ = wire.near(&MoveNear::Committed);
-            self.guests.step("committed");
-            Ok(())
         };
         let holder = self.own_tenant(&coming.name).ok_or("its memory is gone")?;
         if let Some(disks) = &coming.disks {

@@ -11,7 +11,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use anyhow::Context;
-use strata_store::{FileBacking, MappedBacking};
+use strata_store::{Backing, FileBacking, MappedBacking};
 use strata_sys::MappingKind;
 
 /// The mark's name in the directory.
@@ -118,8 +118,11 @@ pub(crate) fn describe(directory: &Path) -> String {
         Ok(file) => file,
         Err(error) => return format!("{}: {error}", directory.display()),
     };
-    let how = match (MappedBacking::of(file, MappingKind::Dax), strata_sys::probe::io_uring()) {
-        (Ok(_), _) => "on memory (DAX): by mapping".to_owned(),
+    let how = match (MappedBacking::of(file, MappingKind::Memory), strata_sys::probe::io_uring()) {
+        (Ok(mapped), _) if mapped.is_dax() => "on memory (DAX): by mapping".to_owned(),
+        (Ok(_), _) => "in a tmpfs, by mapping: that is DRAM which no budget counts, unless it is \
+                       bound to other memory (mpol=bind:NODE)"
+            .to_owned(),
         (Err(_), Ok(())) => "not DAX: as a file, by io_uring".to_owned(),
         (Err(_), Err(error)) => format!("not DAX: as a file, by threads (io_uring: {error})"),
     };
@@ -198,7 +201,7 @@ mod tests {
     fn it_says_how_files_are_reached_and_leaves_none() {
         let directory = Directory::new("tier-say");
         let said = describe(&directory.0);
-        assert!(said.contains("DAX"), "{said}");
+        assert!(said.contains("DAX") || said.contains("tmpfs"), "{said}");
         assert_eq!(fs::read_dir(&directory.0).expect("there").count(), 0);
         assert!(describe(Path::new("/no/such/place")).contains("No such file"));
     }

@@ -104,8 +104,8 @@ pub(crate) struct Evictor {
     pub(crate) page: Box<PageBuffer>,
     /// None by default.
     pub(crate) pauses: Pauses,
-    /// The keeper was evicting in its last round, too.
-    pub(crate) in_a_hurry: bool,
+    /// Pages are packed as they leave: eviction goes on without a pause.
+    pub(crate) packs_at_once: bool,
     /// The pages under way are packed densely at once.
     pub(crate) densely: bool,
     /// What is known of the kept copies of resident pages.
@@ -218,7 +218,7 @@ impl Evictor {
             buffer: vec![0; BATCH_PAGES * PAGE_SIZE],
             page: PageBuffer::zeroed(),
             pauses: Pauses::default(),
-            in_a_hurry: false,
+            packs_at_once: false,
             densely: false,
             copies: KeptCopies::default(),
             kept: Vec::with_capacity(BATCH_PAGES),

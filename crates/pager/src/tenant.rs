@@ -377,7 +377,7 @@ impl Tenant {
     #[must_use]
     pub fn file_access(&self) -> &'static str {
         if !self.store.has_slow_tier() {
-            return "DAX";
+            return if self.store.has_dax_tier() { "DAX" } else { "tmpfs" };
         }
         static RING: OnceLock<bool> = OnceLock::new();
         match RING.get_or_init(|| strata_sys::probe::io_uring().is_ok()) {

@@ -112,6 +112,14 @@ impl TierOrder {
     }
 }
 
+/// Whether pages on their way to a file of memory go there as they are. A file that comes
+/// before compressed memory is there to be as fast as it can; from half of its size on it
+/// is room that counts.
+#[must_use]
+pub fn passes_unpacked(order: TierOrder, file_size_bytes: u64, file_bytes: u64) -> bool {
+    order.is_file_first() && file_bytes < file_size_bytes / 2
+}
+
 /// With less room than this a file tier is full.
 const FILE_FULL_BYTES: u64 = 1 << 20;
 

@@ -53,6 +53,11 @@ pub trait Backing: Send + Sync + fmt::Debug {
 
     /// How [`Backing::read_at`] waits.
     fn waiting(&self) -> Waiting;
+
+    /// It is mapped from a device that is memory.
+    fn is_dax(&self) -> bool {
+        false
+    }
 }
 
 /// Whether whoever reads a backing has to wait for a device.
@@ -190,7 +195,8 @@ impl Backing for FileBacking {
     }
 }
 
-/// A file on a device that is memory (PMEM with a DAX file system): a mapping.
+/// A file that is memory (PMEM with a DAX file system, or a tmpfs, of a memory node
+/// without processors perhaps): a mapping.
 ///
 /// As nameless as [`FileBacking`], so nothing in it has to survive the machine, and
 /// nothing is flushed: what a dead worker wrote is in the processor's caches or on
@@ -202,7 +208,7 @@ impl MappedBacking {
     /// Maps a new file or a dead worker's, if it can be; else the file comes back.
     ///
     /// # Errors
-    /// The file, where it is not on such a device.
+    /// The file, where it is on a disk.
     pub fn of(file: FileBacking, how: MappingKind) -> Result<Self, FileBacking> {
         let FileBacking { file, capacity_bytes } = file;
         MappedFile::map(file.into(), capacity_bytes, how)
@@ -221,7 +227,7 @@ impl Backing for MappedBacking {
     }
 
     fn punch(&self, offset: u64, len_bytes: u64) -> io::Result<()> {
-        strata_sys::punch_hole(self.0.as_fd(), offset, len_bytes)
+        self.0.punch(offset, len_bytes)
     }
 
     fn capacity_bytes(&self) -> u64 {
@@ -235,11 +241,15 @@ impl Backing for MappedBacking {
     fn waiting(&self) -> Waiting {
         Waiting::Never
     }
+
+    fn is_dax(&self) -> bool {
+        self.0.is_on_device()
+    }
 }
 
-/// A file as what it can be: a mapping where its device is memory.
+/// A file as what it can be: a mapping where it is memory.
 pub(crate) fn best(file: FileBacking) -> Box<dyn Backing> {
-    match MappedBacking::of(file, MappingKind::Dax) {
+    match MappedBacking::of(file, MappingKind::Memory) {
         Ok(mapped) => Box::new(mapped),
         Err(file) => Box::new(file),
     }

@@ -8,9 +8,9 @@ use crate::codec::with_scratch;
 use crate::config::Compacted;
 use crate::location::{Location, Tier, Word};
 use crate::maintain::{Batch, Stuck};
-use crate::segments::segment_of;
+use crate::segments::{Segments, segment_of};
 use crate::slabs::{SLAB_BYTES, slab_of, units_into_slab};
-use crate::space::Reclaimed;
+use crate::space::{Allocator, Reclaimed};
 use crate::store::{Store, lock};
 
 /// A pass over the table has to promise this share of what data costs, and at
@@ -100,6 +100,20 @@ impl Store {
         }
     }
 
+    /// Whether it is time to look for segments of the tier file that are nearly empty, or
+    /// they are being emptied. Only where the file is memory: on a device that costs more
+    /// than the room is worth.
+    #[must_use]
+    pub fn wants_cleaning(&self) -> bool {
+        if self.file.is_none() || self.has_slow_tier() {
+            return false;
+        }
+        let begun = |allocator: &Allocator| {
+            allocator.segments.as_ref().is_some_and(Segments::has_begun_many)
+        };
+        begun(&lock(&self.allocator)) || lock(&self.maintenance).sweep.is_some()
+    }
+
     fn choose_victims(&self) -> Option<Sweep> {
         let mut sweep = Sweep {
             slabs: Marks::default(),
@@ -117,7 +131,7 @@ impl Store {
         gain_bytes +=
             allocator.slabs.choose_squeezed(|slab, units| sweep.squeezed.push((slab, units)));
         if let Some(segments) = &mut allocator.segments {
-            segments.choose_victims(|segment| {
+            segments.choose_victims(!self.has_slow_tier(), |segment| {
                 sweep.segments.set(segment);
                 cleans = true;
             });

@@ -87,9 +87,25 @@ impl Store {
         if self.file.is_none() {
             return 0;
         }
+        self.demote_oldest(&self.table.demotable, max)
+    }
+
+    /// Moves the pages staged longest to the tier file, as they are, at most `max` of
+    /// them; how many moved. Where the file is memory and has room, packing them would
+    /// cost more than it brings. 0: as for [`Store::demote`].
+    pub fn demote_staged(&self, max: usize) -> usize {
+        let _turn = lock(&self.maintenance);
+        self.reap();
+        if self.file.is_none() {
+            return 0;
+        }
+        self.demote_oldest(&self.table.staged, max)
+    }
+
+    fn demote_oldest(&self, of: &IdSet, max: usize) -> usize {
         let mut batch = Batch::new(false);
         while batch.moved + batch.items.len() < max {
-            let Some(id) = self.take_oldest(&self.table.demotable) else { break };
+            let Some(id) = self.take_oldest(of) else { break };
             if !self.takes_to_file(&mut batch, id) {
                 break;
             }
@@ -100,14 +116,23 @@ impl Store {
     }
 
     /// Adds a referenced object to a batch for the tier file. False: nothing more
-    /// goes there now, and it stays demotable.
+    /// goes there now, and it stays to be moved.
     fn takes_to_file(&self, batch: &mut Batch, id: u32) -> bool {
         let added = self.add_to_batch(batch, id).is_ok();
         if !added {
-            self.table.demotable.insert(id);
+            self.stays_in_dram(id, self.location(id));
             self.drop_reference(id);
         }
         added
+    }
+
+    /// Has an object that was on its way to the tier file be asked again later.
+    fn stays_in_dram(&self, id: u32, location: Location) {
+        let set = match location.codec {
+            Codec::Staged => &self.table.staged,
+            _ => &self.table.demotable,
+        };
+        set.insert(id);
     }
 
     /// Moves these of the compressed objects to the tier file, whatever their age;
@@ -132,6 +157,7 @@ impl Store {
         ids.sort_unstable();
         ids.dedup();
         let mut batch = Batch::new(false);
+        ids.retain(|&id| self.location(id).codec != Codec::Staged);
         for id in ids {
             {
                 let _allocator = lock(&self.allocator);
@@ -281,7 +307,7 @@ impl Store {
     pub(crate) fn add_to_batch(&self, batch: &mut Batch, id: u32) -> Result<(), Stuck> {
         let from = self.location(id);
         let wanted = if batch.cleaning { Tier::File } else { Tier::Dram };
-        if from.tier != wanted || from.codec == Codec::Staged {
+        if from.tier != wanted {
             self.drop_reference(id);
             return Ok(());
         }
@@ -299,7 +325,7 @@ impl Store {
         let mut page = [0; PAGE_SIZE];
         let read = with_scratch(|scratch| {
             self.read_object(scratch, id, &mut page)?;
-            let raw = from.codec == Codec::Raw;
+            let raw = matches!(from.codec, Codec::Staged | Codec::Raw);
             into.copy_from_slice(if raw { &page } else { &scratch.packed[..from.len] });
             Ok(())
         });
@@ -342,7 +368,12 @@ impl Store {
                 batch.moved += batch.items.len();
                 for Item { id, from, at } in batch.items.drain(..) {
                     let place = offset + at as u64;
-                    let to = Location { tier: Tier::File, unit: place / UNIT_BYTES, ..from };
+                    let codec = match from.codec {
+                        Codec::Staged => Codec::Raw,
+                        packed => packed,
+                    };
+                    let unit = place / UNIT_BYTES;
+                    let to = Location { tier: Tier::File, codec, len: from.len, unit };
                     if let Some(segments) = &mut lock(&self.allocator).segments {
                         segments.add(place, from.len);
                     }
@@ -364,9 +395,9 @@ impl Store {
         let closed = lock(&self.allocator).segments.as_mut().and_then(|segments| segments.close());
         let segments = closed.into_iter().collect();
         self.give_back(Reclaimed { segments, failed: true, ..Default::default() });
-        for Item { id, .. } in batch.items.drain(..) {
+        for Item { id, from, .. } in batch.items.drain(..) {
             if !batch.cleaning {
-                self.table.demotable.insert(id);
+                self.stays_in_dram(id, from);
             }
             self.drop_reference(id);
         }

@@ -104,6 +104,12 @@ impl Store {
         self.file.as_ref().is_some_and(|file| file.waiting() != Waiting::Never)
     }
 
+    /// Whether the tier file is mapped from a device that is memory.
+    #[must_use]
+    pub fn has_dax_tier(&self) -> bool {
+        self.file.as_ref().is_some_and(|file| file.is_dax())
+    }
+
     /// Whether reading some page may wait for a device.
     #[must_use]
     pub fn has_slow_file(&self) -> bool {

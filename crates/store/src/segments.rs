@@ -14,12 +14,18 @@ pub(crate) const SEGMENT_BYTES: u64 = 256 << 10;
 /// Granularity of writes.
 pub(crate) const CLUSTER_BYTES: u64 = 4096;
 const SEGMENT_CLUSTERS: u64 = SEGMENT_BYTES / CLUSTER_BYTES;
+const SEGMENT_UNITS: u32 = (SEGMENT_BYTES / UNIT_BYTES) as u32;
 /// Segments that demotion leaves for cleaning, which needs somewhere to write.
 const CLEANING_RESERVE: usize = 2;
 /// Empty segments that keep their blocks, at most, and at most this part of the
 /// file: giving blocks back and taking new ones makes every reader of the file wait.
 const MOST_EMPTIED: usize = 128;
 const EMPTIED_PART: usize = 16;
+/// Where no device is in the way, segments of which less than this part lives are
+/// emptied, each time that so many were begun, and this part of all.
+const SPARSE_PART: u32 = 4;
+const BEGUN: usize = 64;
+const BEGUN_PART: usize = 8;
 /// Smallest useful tier file.
 pub(crate) const MIN_FILE_BYTES: u64 = 8 * SEGMENT_BYTES;
 
@@ -43,6 +49,8 @@ pub(crate) struct Segments {
     current: Option<u32>,
     max_segments: usize,
     written_clusters: u64,
+    /// Segments begun since victims were last chosen.
+    begun: usize,
 }
 
 impl Segments {
@@ -55,6 +63,7 @@ impl Segments {
             current: None,
             max_segments: (capacity_bytes / SEGMENT_BYTES) as usize,
             written_clusters: 0,
+            begun: 0,
         }
     }
 
@@ -106,7 +115,14 @@ impl Segments {
         (u64::from(current) * SEGMENT_BYTES + first * CLUSTER_BYTES, closed)
     }
 
+    /// Whether so many segments were begun since victims were last chosen that it is
+    /// time to look for those that are nearly empty.
+    pub(crate) fn has_begun_many(&self) -> bool {
+        self.begun >= BEGUN.max(self.segments.len() / BEGUN_PART)
+    }
+
     fn open(&mut self) -> u32 {
+        self.begun += 1;
         // What has blocks first, then untouched space, then the segment that has been
         // free longest, so that one bad spot of a device is not tried again and again.
         if let Some((index, clusters)) = self.emptied.pop_front() {
@@ -170,25 +186,30 @@ impl Segments {
 
     /// When little room is left, picks segments that live objects fill the
     /// least, as many as fit into the room that is left. Calls `chosen` for
-    /// each.
-    pub(crate) fn choose_victims(&mut self, mut chosen: impl FnMut(u32)) {
-        if self.available() * 8 > self.max_segments {
+    /// each. Where cleaning waits for `no_device`, those that are nearly empty are
+    /// picked before, too.
+    pub(crate) fn choose_victims(&mut self, no_device: bool, mut chosen: impl FnMut(u32)) {
+        let is_short = self.available() * 8 <= self.max_segments;
+        if !is_short && !(no_device && self.has_begun_many()) {
             return;
         }
+        self.begun = 0;
+        let most_live = if is_short { u32::MAX } else { SEGMENT_UNITS / SPARSE_PART };
         let mut sparse: Vec<(u32, u32)> = Vec::new();
         for (index, segment) in self.segments.iter().enumerate() {
             let index = index as u32;
-            if segment.live_units > 0 && self.current != Some(index) && !segment.victim {
+            let live = 1..=most_live;
+            let is_closed = self.current != Some(index) && !segment.victim;
+            if live.contains(&segment.live_units) && is_closed {
                 sparse.push((segment.live_units, index));
             }
         }
         sparse.sort_unstable();
-        let per_segment = (SEGMENT_BYTES / UNIT_BYTES) as u32;
         // Each write is padded to clusters: count a little more than lives.
-        let mut room = (self.available() as u64).saturating_sub(1) * u64::from(per_segment);
+        let mut room = (self.available() as u64).saturating_sub(1) * u64::from(SEGMENT_UNITS);
         for (live, index) in sparse {
-            let cost = u64::from(live) + u64::from(per_segment) / 16;
-            if live > per_segment / 8 * 7 || cost > room {
+            let cost = u64::from(live) + u64::from(SEGMENT_UNITS) / 16;
+            if live > SEGMENT_UNITS / 8 * 7 || cost > room {
                 break;
             }
             room -= cost;

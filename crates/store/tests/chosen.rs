@@ -3,8 +3,10 @@
 
 mod common;
 
-use common::{page, store_with_file};
-use strata_store::{Put, Source};
+use std::sync::atomic::Ordering::Relaxed;
+
+use common::{Random, page, store_with_file};
+use strata_store::{MemoryBacking, Put, Source, Store};
 use strata_units::Handle;
 
 #[test]
@@ -45,4 +47,61 @@ fn staged_pages_and_stores_without_a_file_are_left_alone() {
     let handle = plain.put(&page(1), Put::Zstd).expect("room");
     assert_eq!(plain.demote_these(&[handle]), 0);
     assert_eq!(plain.locate(handle), Source::Compressed);
+}
+
+#[test]
+fn staged_pages_go_to_the_file_as_they_are_and_stay_staged_where_it_fails() {
+    let (store, faults) = store_with_file(None, 64 << 20);
+    let handles: Vec<Handle> =
+        (1..400).map(|seed| store.put(&page(seed), Put::Staged).expect("room")).collect();
+    let staged = store.stats().staged_bytes;
+    faults.no_space.store(1, Relaxed);
+    assert_eq!(store.demote_staged(1000), 0);
+    assert_eq!(store.stats().staged_bytes, staged);
+    faults.no_space.store(0, Relaxed);
+    let objects = store.stats().objects as usize;
+    assert_eq!(store.demote_staged(10), 10);
+    assert_eq!(store.demote_staged(1000), objects - 10);
+    let stats = store.stats();
+    assert_eq!((stats.staged_bytes, stats.file_objects), (0, objects as u64));
+    assert_eq!(stats.file_payload_bytes, objects as u64 * 4096, "as they are");
+    let mut out = [0; 4096];
+    for (seed, &handle) in (1..).zip(&handles) {
+        store.get(handle, &mut out).expect("readable");
+        assert!(out == page(seed), "page {seed}");
+    }
+}
+
+#[test]
+fn a_file_of_memory_is_cleaned_before_it_is_full() {
+    let memory = |name, len| Box::new(MemoryBacking::create(name, len).expect("memory"));
+    let file = memory("strata-file", 1 << 30);
+    let store = Store::create_on(None, memory("strata-data", 1 << 30), Some(file)).expect("one");
+    let mut random = Random::new(5);
+    let seed = |number: u64| number * 8 + 7;
+    let mut pages = Vec::new();
+    let mut most_bytes = 0;
+    for number in 0..40_000 {
+        let put = (store.put(&page(seed(number)), Put::Staged).expect("room"), number);
+        if pages.len() < 4000 {
+            pages.push(put);
+        } else {
+            let (gone, _) = std::mem::replace(&mut pages[random.below(4000)], put);
+            store.release(gone);
+        }
+        if number % 64 == 0 {
+            store.demote_staged(100);
+            while store.wants_cleaning() {
+                store.compact(1 << 20);
+            }
+            most_bytes = most_bytes.max(store.stats().file_bytes);
+        }
+    }
+    // 16 MiB live, and 32 MiB of empty segments may keep their blocks.
+    assert!(most_bytes < 96 << 20, "{most_bytes} bytes for 16 MiB");
+    let mut out = [0; 4096];
+    for (handle, number) in pages {
+        store.get(handle, &mut out).expect("readable");
+        assert!(out == page(seed(number)), "page {number}");
+    }
 }

@@ -195,8 +195,9 @@ fn worker() {
         let mut random = Random::new(u64::from(std::process::id()) + 77);
         loop {
             let max = random.below(200);
-            match random.below(4) {
+            match random.below(5) {
                 0 => _ = store.settle(max),
+                4 => _ = store.demote_staged(max),
                 1 => _ = store.repack(max),
                 2 => _ = store.demote(max),
                 _ => _ = store.compact(max as u64 * 1000),

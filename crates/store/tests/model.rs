@@ -21,6 +21,7 @@ enum Step {
     Settle(usize),
     Repack(usize),
     Demote(usize),
+    DemoteStaged(usize),
     Compact(u64),
     Reap,
     Train,
@@ -38,7 +39,10 @@ fn steps(trainings: u32) -> impl Strategy<Value = Vec<Step>> {
         }),
         1 => (0usize..60).prop_map(Step::Settle),
         1 => (0usize..60).prop_map(Step::Repack),
-        1 => (0usize..60).prop_map(Step::Demote),
+        2 => (0usize..60, any::<bool>()).prop_map(|(max, staged)| match staged {
+            true => Step::DemoteStaged(max),
+            false => Step::Demote(max),
+        }),
         1 => (0u64..200_000).prop_map(Step::Compact),
         1 => Just(Step::Reap),
         trainings => Just(Step::Train),
@@ -131,6 +135,7 @@ fn run(store: &Store, steps: Vec<Step>) -> bool {
             Step::Settle(max) => assert!(store.settle(max) <= max),
             Step::Repack(max) => assert!(store.repack(max) <= max),
             Step::Demote(max) => assert!(store.demote(max) <= max),
+            Step::DemoteStaged(max) => assert!(store.demote_staged(max) <= max),
             Step::Compact(max) => {
                 store.compact(max);
             }

@@ -1,5 +1,5 @@
-//! A file on a device that is memory (DAX): read and written by mapping, without
-//! the page cache and without the kernel.
+//! A file that is memory, on a device with DAX or in a tmpfs: read and written by
+//! mapping, without a copy in the page cache and without the kernel.
 //!
 //! A bad spot of the device, or a file system that is full, shows as a fault in the
 //! middle of the copy (SIGBUS). The copies here are made so that they end there with
@@ -8,12 +8,16 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Room is taken for so much at once: each time costs a file system's journal an entry.
+const CHUNK_BYTES: u64 = 2 << 20;
 
 /// How a file is mapped.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum MappingKind {
-    /// Only if the mapping is the device itself.
-    Dax,
+    /// Only if the mapping is the memory itself: a device's (DAX), or a tmpfs's.
+    Memory,
     /// By way of the page cache too: for tests on machines without such a device.
     Any,
 }
@@ -24,6 +28,9 @@ pub struct MappedFile {
     descriptor: OwnedFd,
     base: NonNull<u8>,
     len_bytes: usize,
+    on_device: bool,
+    /// A bit for each chunk for which room was taken.
+    has_room: Box<[AtomicU64]>,
 }
 
 // SAFETY: `base` points to a MAP_SHARED mapping that lives as long as the value and
@@ -47,7 +54,11 @@ impl MappedFile {
         how: MappingKind,
     ) -> Result<Self, (OwnedFd, io::Error)> {
         match Self::try_map(descriptor.as_fd(), len_bytes, how) {
-            Ok((base, len_bytes)) => Ok(Self { descriptor, base, len_bytes }),
+            Ok((base, len_bytes, on_device)) => {
+                let chunks = (len_bytes as u64).div_ceil(CHUNK_BYTES).div_ceil(64);
+                let has_room = (0..chunks).map(|_| AtomicU64::new(0)).collect();
+                Ok(Self { descriptor, base, len_bytes, on_device, has_room })
+            }
             Err(error) => Err((descriptor, error)),
         }
     }
@@ -56,14 +67,16 @@ impl MappedFile {
         descriptor: BorrowedFd<'_>,
         len_bytes: u64,
         how: MappingKind,
-    ) -> io::Result<(NonNull<u8>, usize)> {
+    ) -> io::Result<(NonNull<u8>, usize, bool)> {
         guarded::prepare()?;
         let too_large = |_| io::Error::from(io::ErrorKind::InvalidInput);
         let len = usize::try_from(len_bytes).map_err(too_large)?;
         let end = libc::off_t::try_from(len_bytes).map_err(too_large)?;
-        let flags = match how {
-            MappingKind::Dax => libc::MAP_SHARED_VALIDATE | libc::MAP_SYNC,
-            MappingKind::Any => libc::MAP_SHARED,
+        let on_device = how == MappingKind::Memory && !is_in_tmpfs(descriptor);
+        let flags = match on_device {
+            // Refused where the device is not memory.
+            true => libc::MAP_SHARED_VALIDATE | libc::MAP_SYNC,
+            false => libc::MAP_SHARED,
         };
         // SAFETY: a new mapping at an address of the kernel's choice; it aliases no
         // Rust object.
@@ -102,7 +115,7 @@ impl MappedFile {
         // SAFETY: the range is exactly the mapping; the advice changes no contents.
         unsafe { libc::madvise(base, len, libc::MADV_DONTDUMP) };
         match NonNull::new(base.cast()) {
-            Some(base) => Ok((base, len)),
+            Some(base) => Ok((base, len, on_device)),
             None => unmap(io::Error::other("the kernel mapped a file at address zero")),
         }
     }
@@ -111,6 +124,13 @@ impl MappedFile {
     #[must_use]
     pub fn len_bytes(&self) -> u64 {
         self.len_bytes as u64
+    }
+
+    /// Whether it is known to be on a device that is memory; else it is in a tmpfs, or
+    /// nobody asked.
+    #[must_use]
+    pub fn is_on_device(&self) -> bool {
+        self.on_device
     }
 
     fn at(&self, offset: u64, len: usize) -> io::Result<*mut u8> {
@@ -140,6 +160,41 @@ impl MappedFile {
     /// written.
     pub fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         let to = self.at(offset, bytes.len())?;
+        self.take_room(offset, bytes.len() as u64)?;
+        // SAFETY: `to` has so many mapped bytes; nobody holds a reference to them.
+        unsafe { guarded::copy(to, bytes.as_ptr(), bytes.len()) }
+    }
+
+    /// Gives a range back; it reads as zeroes.
+    ///
+    /// # Errors
+    /// What the file system says.
+    pub fn punch(&self, offset: u64, len_bytes: u64) -> io::Result<()> {
+        // Whoever writes beside the range meanwhile may take room for it, too.
+        self.forget_room(offset, len_bytes);
+        let punched = crate::punch_hole(self.as_fd(), offset, len_bytes);
+        self.forget_room(offset, len_bytes);
+        punched
+    }
+
+    fn take_room(&self, offset: u64, len_bytes: u64) -> io::Result<()> {
+        for chunk in chunks(offset, len_bytes) {
+            let (word, bit) = self.room_of(chunk);
+            if word.load(Ordering::Acquire) & bit != 0 {
+                continue;
+            }
+            let start = chunk * CHUNK_BYTES;
+            let end = (start + CHUNK_BYTES).min(self.len_bytes());
+            match self.allocate(start, end - start) {
+                Ok(()) => word.fetch_or(bit, Ordering::AcqRel),
+                // A file system that is nearly full may still have what is needed now.
+                Err(_) => return self.allocate(offset, len_bytes),
+            };
+        }
+        Ok(())
+    }
+
+    fn allocate(&self, offset: u64, len_bytes: u64) -> io::Result<()> {
         // SAFETY: a system call on our descriptor without pointers. Offsets in the
         // mapping fit: its length did.
         let code = unsafe {
@@ -147,18 +202,42 @@ impl MappedFile {
                 self.descriptor.as_raw_fd(),
                 0,
                 offset as libc::off_t,
-                bytes.len() as libc::off_t,
+                len_bytes as libc::off_t,
             )
         };
-        if code != 0 {
-            let error = io::Error::last_os_error();
-            // A file system that does not know how takes room as it is written.
-            if error.raw_os_error() != Some(libc::EOPNOTSUPP) {
-                return Err(error);
-            }
+        let error = io::Error::last_os_error();
+        // A file system that does not know how takes room as it is written.
+        match code == 0 || error.raw_os_error() == Some(libc::EOPNOTSUPP) {
+            true => Ok(()),
+            false => Err(error),
         }
-        // SAFETY: `to` has so many mapped bytes; nobody holds a reference to them.
-        unsafe { guarded::copy(to, bytes.as_ptr(), bytes.len()) }
+    }
+
+    fn forget_room(&self, offset: u64, len_bytes: u64) {
+        for chunk in chunks(offset, len_bytes) {
+            let (word, bit) = self.room_of(chunk);
+            word.fetch_and(!bit, Ordering::AcqRel);
+        }
+    }
+
+    /// Where it stands whether there is room for a chunk in the mapping.
+    fn room_of(&self, chunk: u64) -> (&AtomicU64, u64) {
+        (&self.has_room[(chunk / 64) as usize], 1 << (chunk % 64))
+    }
+}
+
+/// The chunks that a range touches.
+fn chunks(offset: u64, len_bytes: u64) -> std::ops::Range<u64> {
+    offset / CHUNK_BYTES..(offset + len_bytes).div_ceil(CHUNK_BYTES)
+}
+
+fn is_in_tmpfs(file: BorrowedFd<'_>) -> bool {
+    let mut status = std::mem::MaybeUninit::<libc::statfs>::zeroed();
+    // SAFETY: the kernel fills `status`, which is of the size that it expects; all
+    // zeroes are a value of it, too.
+    unsafe {
+        libc::fstatfs(file.as_raw_fd(), status.as_mut_ptr()) == 0
+            && status.assume_init().f_type == libc::TMPFS_MAGIC
     }
 }
 
@@ -332,7 +411,7 @@ mod tests {
 
     #[test]
     fn memory_that_does_not_answer_is_an_error() {
-        let Some((mapped, file)) = mapped(64 << 10) else { return };
+        let Some((mapped, file)) = mapped(2 * CHUNK_BYTES) else { return };
         mapped.write(0, &[5; 8192]).expect("room");
         // The end of the file: what is mapped behind it raises SIGBUS.
         file.set_len(8192).expect("shorter");
@@ -344,16 +423,52 @@ mod tests {
         }
         mapped.read(0, &mut out).expect("the rest is there");
         // A write makes the file longer again.
-        mapped.write(40_960, &[6; 100]).expect("room");
+        mapped.write(CHUNK_BYTES + 40_960, &[6; 100]).expect("room");
+    }
+
+    #[test]
+    fn room_is_taken_in_chunks_and_again_for_what_was_given_back() {
+        let Some((mapped, file)) = mapped(2 * CHUNK_BYTES) else { return };
+        let blocks = || {
+            use std::os::unix::fs::MetadataExt;
+            file.metadata().expect("fstat").blocks() * 512
+        };
+        mapped.write(4096, &[7; 4096]).expect("room");
+        assert!(blocks() >= CHUNK_BYTES);
+        mapped.punch(0, CHUNK_BYTES).expect("given back");
+        assert_eq!(blocks(), 0);
+        let mut out = [1; 8192];
+        mapped.read(0, &mut out).expect("readable");
+        assert_eq!(out, [0; 8192]);
+        mapped.write(CHUNK_BYTES - 4096, &[8; 8192]).expect("room on both sides");
+        assert!(blocks() >= 2 * CHUNK_BYTES);
+        mapped.read(CHUNK_BYTES - 4096, &mut out).expect("readable");
+        assert_eq!(out, [8; 8192]);
     }
 
     #[test]
     fn a_file_on_a_disk_is_not_memory() {
-        let refused = MappedFile::map(file().into(), 1 << 20, MappingKind::Dax);
-        // In a temporary directory that is on such a device it is.
+        let refused = MappedFile::map(file().into(), 1 << 20, MappingKind::Memory);
+        // In a temporary directory that is memory it is.
         if let Err((descriptor, _)) = refused {
             let file = File::from(descriptor);
             assert_eq!(file.metadata().expect("fstat").len(), 0, "left as it was");
+        }
+    }
+
+    #[test]
+    fn a_file_in_a_tmpfs_is_memory() {
+        let memory = crate::SharedMemory::create("mapped-test", 1 << 20).expect("a memory file");
+        let copy = memory.as_fd().try_clone_to_owned().expect("a copy");
+        match MappedFile::map(copy, 1 << 20, MappingKind::Memory) {
+            Ok(mapped) => {
+                assert!(!mapped.is_on_device());
+                mapped.write(8192, b"there").expect("room");
+                let mut out = [0; 5];
+                mapped.read(8192, &mut out).expect("readable");
+                assert_eq!(&out, b"there");
+            }
+            Err((_, error)) => assert_eq!(error.kind(), io::ErrorKind::Unsupported),
         }
     }
 }

@@ -155,7 +155,7 @@ impl Evictor {
         }
         // Staged pages are packed when there is time. While eviction goes on
         // without a pause there is none, and keeping a page twice only costs.
-        let how = match (self.densely, self.in_a_hurry) {
+        let how = match (self.densely, self.packs_at_once) {
             (true, _) => Put::Zstd,
             (false, true) => Put::Fast,
             (false, false) => Put::Staged,

@@ -6,6 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use strata_policy::budget::Actions;
+use strata_policy::order::passes_unpacked;
+use strata_store::StoreStats;
 use strata_sys::thread_time;
 use strata_units::PageId;
 
@@ -13,6 +15,7 @@ use super::contents::contents;
 use super::{Keeper, PAGES_PER_ROUND, RoundOutcome, SLACK_PART};
 use crate::map::counters::Counter;
 use crate::map::lock;
+use crate::map::registry::TenantRecord;
 use crate::tenant::Tenant;
 use crate::tenant::space::Space;
 
@@ -55,7 +58,7 @@ impl Keeper<'_> {
         let packs = asked_for || self.packing.is_due();
         let most = if packs { STORE_PAGES_PER_ROUND } else { 0 };
         let settle = (actions.settle_pages as usize).min(most);
-        let mut freed_pages = tenant.store.settle(settle);
+        let mut freed_pages = settle_staged(tenant, settle, &before);
         let mut evicted_pages = 0;
         let aside_before = self.merged.pages();
         self.spread.count(tenant.account.arrivals());
@@ -94,7 +97,8 @@ impl Keeper<'_> {
         let after = tenant.store.stats();
         let cost = after.dram_bytes.saturating_sub(after.staged_bytes);
         let payload = after.payload_bytes.saturating_sub(after.staged_bytes);
-        if cost > payload + payload / SLACK_PART + COMPACT_BYTES_PER_ROUND {
+        let is_slack = cost > payload + payload / SLACK_PART + COMPACT_BYTES_PER_ROUND;
+        if is_slack || tenant.store.wants_cleaning() {
             tenant.store.compact(COMPACT_BYTES_PER_ROUND);
         }
         let shrank_bytes = before.dram_bytes.saturating_sub(tenant.store.stats().dram_bytes);
@@ -138,6 +142,23 @@ impl Keeper<'_> {
                 drop(alone);
             });
     }
+}
+
+/// Packs pages that are staged, the oldest first, or has them go on to the file as they
+/// are; how many are not staged any more.
+fn settle_staged(tenant: &Tenant, pages: usize, store: &StoreStats) -> usize {
+    let moved =
+        if pages_pass_unpacked(tenant, store) { tenant.store.demote_staged(pages) } else { 0 };
+    tenant.counters.add(Counter::Demotions, moved as u64);
+    moved + tenant.store.settle(pages - moved)
+}
+
+/// Whether staged pages are to go on to the file as they are.
+pub(super) fn pages_pass_unpacked(tenant: &Tenant, store: &StoreStats) -> bool {
+    let TenantRecord { tier, tier_order, .. } = &tenant.record;
+    tier.as_ref().is_some_and(|(_, size_bytes)| {
+        !tenant.store.has_slow_tier() && passes_unpacked(*tier_order, *size_bytes, store.file_bytes)
+    })
 }
 
 static TRAINS: AtomicBool = AtomicBool::new(false);

@@ -398,9 +398,9 @@ impl Keeper<'_> {
         advising.probed.clone_from(&probes);
         if !probes.is_empty() {
             // They are wanted again soon.
-            let hurries = std::mem::replace(&mut self.evictor.in_a_hurry, false);
+            let hurries = std::mem::replace(&mut self.evictor.packs_at_once, false);
             self.evict_pages(probes, spaces);
-            self.evictor.in_a_hurry = hurries;
+            self.evictor.packs_at_once = hurries;
         }
         if let Some(pages) = packs {
             self.foretell_packing(pages);

@@ -110,8 +110,9 @@ pub(crate) fn keep_house(store: &Store, done: &AtomicBool, seed: u64) -> u64 {
     let mut moved_bytes = 0;
     while !done.load(Relaxed) {
         let max = random.below(100);
-        match random.below(4) {
+        match random.below(5) {
             0 => _ = store.settle(max),
+            4 => _ = store.demote_staged(max),
             1 => _ = store.repack(max),
             2 => _ = store.demote(max),
             _ => moved_bytes += store.compact(1 << 20).moved_bytes,

@@ -101,7 +101,8 @@ pub use service::{HandedSockets, Listening, Notifier, monotonic_us, take_from_se
 pub use shared_memory::{SharedMemory, punch_hole};
 pub use smaps::MappingUse;
 pub use socket::{
-    SeqPacket, SeqPacketListener, connect_now, receive_with_fds, send_now, send_with_fds,
+    SeqPacket, SeqPacketListener, connect_now, connect_within, receive_with_fds, send_now,
+    send_with_fds,
 };
 pub use spawn::{
     Ended, Own, bind_mount, enter_namespaces_of, enter_network_of, own_session, own_session_now,

@@ -186,22 +186,41 @@ impl SeqPacket {
 /// # Errors
 /// The kernel's; `WouldBlock` when there is no room.
 pub fn connect_now(path: &Path) -> io::Result<UnixStream> {
-    let (address, length) = unix_address(path)?;
-    let kind = libc::SOCK_STREAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-    // SAFETY: integers only, returns a new descriptor.
-    let fd = unsafe { libc::socket(libc::AF_UNIX, kind, 0) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    let fd = own(fd);
-    // SAFETY: `address` is live and `length` does not exceed it.
-    let code = unsafe { libc::connect(fd.as_raw_fd(), (&raw const address).cast(), length) };
-    if code != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    let stream = UnixStream::from(fd);
+    let stream = stream_socket(libc::SOCK_NONBLOCK)?;
+    connect(&stream, path)?;
     stream.set_nonblocking(false)?;
     Ok(stream)
+}
+
+/// The same, and waits for so long until there is room.
+///
+/// # Errors
+/// The kernel's; `WouldBlock` when there is none by then.
+pub fn connect_within(path: &Path, time: Duration) -> io::Result<UnixStream> {
+    let stream = stream_socket(0)?;
+    // What a connection waits at most, too.
+    stream.set_write_timeout(Some(time.max(Duration::from_millis(1))))?;
+    while let Err(error) = connect(&stream, path) {
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+    stream.set_write_timeout(None)?;
+    Ok(stream)
+}
+
+fn stream_socket(flags: libc::c_int) -> io::Result<UnixStream> {
+    // SAFETY: integers only, returns a new descriptor.
+    let fd =
+        unsafe { libc::socket(libc::AF_UNIX, libc::SOCK_STREAM | libc::SOCK_CLOEXEC | flags, 0) };
+    if fd < 0 { Err(io::Error::last_os_error()) } else { Ok(UnixStream::from(own(fd))) }
+}
+
+fn connect(stream: &UnixStream, path: &Path) -> io::Result<()> {
+    let (address, length) = unix_address(path)?;
+    // SAFETY: `address` is live and `length` does not exceed it.
+    let code = unsafe { libc::connect(stream.as_raw_fd(), (&raw const address).cast(), length) };
+    if code == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 /// Sends to a unix socket of any kind, with up to [`MOST_FDS`] descriptors: how many bytes
@@ -343,6 +362,33 @@ mod tests {
             std::thread::sleep(Duration::from_millis(500));
         }
         assert!(SeqPacketListener::bind_abstract(&[b'x'; 108]).is_err(), "it does not fit");
+    }
+
+    #[test]
+    fn a_listener_without_room_is_waited_for_and_not_for_ever() {
+        let directory = std::env::temp_dir().join(format!("strata-room-{}", std::process::id()));
+        std::fs::create_dir_all(&directory).expect("a directory");
+        let path = directory.join("s");
+        let listener = std::os::unix::net::UnixListener::bind(&path).expect("bind");
+        let mut waiting = Vec::new();
+        let full = loop {
+            match connect_now(&path) {
+                Ok(stream) => waiting.push(stream),
+                Err(error) => break error,
+            }
+        };
+        assert_eq!(full.kind(), io::ErrorKind::WouldBlock);
+        let moment = Duration::from_millis(50);
+        let full = connect_within(&path, moment).expect_err("nobody makes room");
+        assert_eq!(full.kind(), io::ErrorKind::WouldBlock);
+        std::thread::scope(|scope| {
+            let late = scope.spawn(|| connect_within(&path, Duration::from_secs(60)));
+            std::thread::sleep(moment);
+            let _room = listener.accept().expect("somebody");
+            let stream = late.join().expect("no panic").expect("there is room");
+            assert_eq!(stream.write_timeout().expect("an option"), None);
+        });
+        std::fs::remove_dir_all(&directory).expect("ours");
     }
 
     #[test]

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use strata_api::GuestSpec;
 use strata_pager::Tenant;
 use strata_sys::peer::peer_of;
-use strata_sys::{Priority, Range, connect_now, log};
+use strata_sys::{Priority, Range, connect_within, log};
 use strata_vm::state;
 use strata_vm::{MONITOR_SOCKET_NAME, Monitor, QmpError};
 
@@ -113,17 +113,8 @@ impl Guests {
             Err(_) => self.libvirts_monitor(tenant).unwrap_or(socket),
             Ok(_) => socket,
         };
-        let until = Instant::now() + time;
-        let stream = loop {
-            // One that accepts nobody would hold this up for ever.
-            match connect_now(&socket) {
-                Err(error) if error.kind() == ErrorKind::WouldBlock && Instant::now() < until => {
-                    std::thread::sleep(TRY_EVERY);
-                }
-                connected => break connected,
-            }
-        };
-        let stream = stream.map_err(|error| match error.kind() {
+        // One that accepts nobody would hold this up for ever.
+        let stream = connect_within(&socket, time).map_err(|error| match error.kind() {
             ErrorKind::WouldBlock => QmpError::Silent("a connection".into()).to_string(),
             _ => format!("its monitor cannot be reached: {error}"),
         })?;

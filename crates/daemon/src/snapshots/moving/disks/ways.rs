@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use strata_api::{FrameKind, MOVE_DISKS_VERSION, MoveNear, MoveWord, read_frame, write_frame};
 use strata_pager::Tenant;
+use strata_sys::connect_within;
 
 use super::super::super::{Snapshots, lock};
 use super::super::{ANSWERED_WITHIN, Wire};
@@ -177,7 +178,7 @@ impl Snapshots {
     ) -> Result<String, String> {
         let coming = lock(&self.ways.coming).remove(&(id, number));
         let Coming { socket, tenant, all } = coming.ok_or("there is no such move")?;
-        let stream = UnixStream::connect(&socket)
+        let stream = connect_within(&socket, ANSWERED_WITHIN)
             .map_err(|error| format!("its QEMU there serves no disk: {error}"))?;
         who_answers(&tenant, &stream, "the socket of its disks")?;
         wire.say(&MoveWord::Welcome)?;

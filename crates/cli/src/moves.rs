@@ -159,7 +159,7 @@ fn carry(
 ) -> Result<Ended> {
     let Ok(daemon) = connect(socket, request) else { return Ok(Ended::Cut) };
     let mut child = other_end(host, what)?;
-    let (Some(mut to), Some(from)) = (child.stdin.take(), child.stdout.take()) else {
+    let (mut to, Some(from)) = (child.stdin.take(), child.stdout.take()) else {
         return Err(Failure::new(what, "the way has no pipes"));
     };
     let Ok(into) = daemon.try_clone() else { return Ok(Ended::Cut) };
@@ -185,10 +185,13 @@ fn carry(
                     _ => break Ended::Cut,
                 },
                 Ok(Some((kind, content))) => {
-                    if write_frame(&mut to, kind, &content).is_err() {
-                        // It hears that nobody answers any more.
-                        let _ = daemon.shutdown(Shutdown::Read);
-                        let _ = daemon.shutdown(Shutdown::Write);
+                    let gone =
+                        to.as_mut().is_some_and(|to| write_frame(to, kind, &content).is_err());
+                    if gone {
+                        // What it has said is passed on first; by its end the daemon hears
+                        // that nobody answers any more, and says what came of it.
+                        to = None;
+                        collect(&mut child);
                     }
                 }
                 _ => break Ended::Cut,

@@ -26,6 +26,8 @@ use strata_api::{ENV_CONTROL_SOCKET, SnapshotInfo, Stats};
 
 /// The daemon must listen within this time.
 const START_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a tenant may take to come down to a budget.
+const SETTLING: Duration = Duration::from_secs(40);
 
 /// A private daemon and the way to talk to it.
 pub(crate) struct Strata {
@@ -261,6 +263,19 @@ fn without_places(command: &mut [String]) {
             *word = file.to_owned();
         }
     }
+}
+
+/// Waits until a tenant that has just been given a budget is within it; whether it came to that.
+pub(crate) fn comes_within(bytes: u64, mut stats: impl FnMut() -> Result<Stats>) -> Result<bool> {
+    let until = Instant::now() + SETTLING;
+    while total_bytes(&stats()?) > bytes {
+        interrupt::check()?;
+        if Instant::now() > until {
+            return Ok(false);
+        }
+        thread::sleep(Duration::from_millis(500));
+    }
+    Ok(true)
 }
 
 /// Everything that a tenant costs in DRAM, as its budget counts it.

@@ -26,16 +26,12 @@ use crate::{
         load::Client,
         server::{Server, Wrapping},
     },
-    strata::{Strata, total_bytes},
+    strata::{Strata, comes_within, total_bytes},
     swap_file,
     table::three_digits,
 };
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
-use std::{
-    thread,
-    time::{Duration, Instant},
-};
 use strata_api::Stats;
 
 const MEMORY_MIB: u64 = 1024;
@@ -59,8 +55,6 @@ const AMPLE_MIB: u64 = 384;
 /// "None" is the least of these that it can be brought to; 4 MiB is the least that Strata
 /// takes as a budget.
 const LEAST_MIB: [u64; 4] = [4, 8, 12, 16];
-/// How long that may take.
-const SETTLING: Duration = Duration::from_secs(40);
 /// Part of the data in DRAM, in per cent, and what of all DRAM's throughput is asked there.
 const SHARES: [(u64, Option<f64>); 4] =
     [(100, None), (66, Some(0.96)), (33, Some(0.84)), (0, Some(0.80))];
@@ -189,15 +183,7 @@ fn compared(
 /// Gives it a budget; whether it is within that in the end.
 fn settled(place: &mut dyn Place, mebibytes: u64) -> Result<bool> {
     place.set(mebibytes)?;
-    let until = Instant::now() + SETTLING;
-    while total_bytes(&place.stats()?) > mebibytes << 20 {
-        interrupt::check()?;
-        if Instant::now() > until {
-            return Ok(false);
-        }
-        thread::sleep(Duration::from_millis(500));
-    }
-    Ok(true)
+    comes_within(mebibytes << 20, || place.stats())
 }
 
 /// A guest.

@@ -19,17 +19,14 @@ use crate::{
     process,
     progress::Progress,
     statistics::spread,
-    strata::{Strata, total_bytes},
+    strata::{Strata, comes_within, total_bytes},
     swap_file,
     table::{Table, mebibytes, three_digits},
 };
 use anyhow::{Result, bail};
 use serde::de::DeserializeOwned;
 use serde_json::json;
-use std::{
-    thread,
-    time::{Duration, Instant},
-};
+use std::time::Duration;
 use strata_api::Stats;
 
 /// One processor each: the host's other one is left to what answers faults.
@@ -43,8 +40,6 @@ const PATIENCE: Duration = Duration::from_secs(300);
 /// of no use: "special", its default, and "uniform" ask for other rows as well.
 const FIGURE: &str = "gaussian";
 const WIDER: [&str; 2] = ["special", "uniform"];
-/// How long it may take to come down to a budget.
-const SETTLING: Duration = Duration::from_secs(40);
 const WINDOW_SECONDS: u64 = 3;
 /// The one under Strata, and beside it.
 const GUESTS: [&str; 2] = ["figure4-managed", "figure4-plain"];
@@ -194,13 +189,8 @@ impl Pair {
     fn settle(&self, dram_mib: u64) -> Result<()> {
         let mebibytes = dram_mib + OWN_MIB;
         self.strata.ask(&["set", GUESTS[0], "--dram", &format!("{mebibytes}MiB")])?;
-        let until = Instant::now() + SETTLING;
-        while total_bytes(&self.stats()?) > mebibytes << 20 {
-            interrupt::check()?;
-            if Instant::now() > until {
-                bail!("it takes more DRAM than {mebibytes} MiB: {:?}", self.stats()?);
-            }
-            thread::sleep(Duration::from_millis(500));
+        if !comes_within(mebibytes << 20, || self.stats())? {
+            bail!("it takes more DRAM than {mebibytes} MiB: {:?}", self.stats()?);
         }
         Ok(())
     }

@@ -190,7 +190,8 @@ impl Segments {
     /// picked before, too.
     pub(crate) fn choose_victims(&mut self, no_device: bool, mut chosen: impl FnMut(u32)) {
         let is_short = self.available() * 8 <= self.max_segments;
-        if !is_short && !(no_device && self.has_begun_many()) {
+        let may_look = no_device && self.has_begun_many();
+        if !is_short && !may_look {
             return;
         }
         self.begun = 0;

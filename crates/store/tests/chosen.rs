@@ -43,7 +43,7 @@ fn staged_pages_and_stores_without_a_file_are_left_alone() {
     let staged = store.put(&page(1), Put::Staged).expect("room");
     assert_eq!(store.demote_these(&[staged]), 0);
     assert_eq!(store.locate(staged), Source::Staged);
-    let plain = strata_store::Store::create(strata_store::StoreConfig::default()).expect("memory");
+    let plain = Store::create(strata_store::StoreConfig::default()).expect("memory");
     let handle = plain.put(&page(1), Put::Zstd).expect("room");
     assert_eq!(plain.demote_these(&[handle]), 0);
     assert_eq!(plain.locate(handle), Source::Compressed);

@@ -5,21 +5,16 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use strata_api::{
-    MAX_LINE_BYTES, MAX_LISTED, MAX_LISTED_COMMAND_BYTES, MOVE_LENT, MOVE_UNSETTLED,
-    PROTOCOL_VERSION, Reply, Request, RevivedTenant, SnapshotInfo, SnapshotRef, Stats,
+    MOVE_LENT, MOVE_UNSETTLED, PROTOCOL_VERSION, Reply, Request, RevivedTenant, SnapshotInfo,
+    SnapshotRef,
 };
-use strata_pager::{Registry, ReleaseRefused, SURVEY_PATIENCE, Space, Tenant};
-use strata_snapshot::{Terminals, is_ending};
+use strata_pager::{Registry, Space, Tenant};
+use strata_snapshot::Terminals;
 use strata_sys::peer::{KnownPeer, Peer};
-use strata_sys::{
-    Pidfd, Priority, SIGHUP, SIGTERM, collect_child, kill_process, status_of_collected,
-};
-use strata_units::ByteSize;
-use strata_units::wire::{ENV_SOCKET, ENV_TOKEN};
+use strata_sys::{Pidfd, Priority};
 
 use crate::advice;
 use crate::control::Handler;
@@ -29,29 +24,21 @@ use crate::guests::Guests;
 use crate::logbook;
 use crate::place;
 use crate::pools::Pools;
-use crate::reload::Reread;
-use crate::shares::{self, Shares};
+use crate::shares::Shares;
 use crate::snapshots::{CloneWish, ImportWish, MoveHow, Refused, Revived, Snapshots, Tell, Wire};
 use crate::statistics;
 use crate::supervisor::Inheritance;
-use crate::tenants::{Key, Tenants, Wish};
-use crate::upgrade;
+use crate::tenants::Tenants;
 
 mod budgets;
+mod lives;
+mod whole;
 
 pub(crate) use budgets::LEAST_BUDGET;
-use budgets::check_budget;
+use lives::release;
 
-/// Of one page of a list: a part of what a line may have.
-const LISTED_BYTES: usize = MAX_LINE_BYTES * 3 / 4;
-/// How often `stop` looks whether the processes have gone.
+/// How often it is looked whether something has happened.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
-/// How long killed processes may take to be gone.
-const KILL_PATIENCE: Duration = Duration::from_secs(10);
-/// A configuration that was read again holds within this, unless the worker is busy.
-const FOLLOWED_WITHIN: Duration = Duration::from_secs(2);
-/// Within this a restored process that ends can be collected: its memory is taken down.
-const COLLECTED_WITHIN: Duration = Duration::from_secs(2);
 
 pub(crate) struct Commands {
     tenants: Arc<Tenants>,
@@ -323,35 +310,6 @@ impl Commands {
     }
 }
 
-/// How a process has ended that may be a child of this one, which collects it.
-fn how_it_ended(pid: u32) -> Option<i32> {
-    let end = Instant::now() + COLLECTED_WITHIN;
-    loop {
-        collect_child(pid);
-        let status = status_of_collected(pid);
-        if status.is_some() || !is_ending(pid) || Instant::now() > end {
-            return status;
-        }
-        std::thread::sleep(LOOK_EVERY);
-    }
-}
-
-/// Cuts a command line to what is listed of it.
-fn cut(command: &mut Vec<String>) {
-    let mut left = MAX_LISTED_COMMAND_BYTES;
-    for index in 0..command.len() {
-        let word = &mut command[index];
-        if word.len() >= left {
-            let end = (0..=left).rev().find(|&end| word.is_char_boundary(end)).unwrap_or(0);
-            word.truncate(end);
-            word.push('…');
-            command.truncate(index + 1);
-            return;
-        }
-        left = left.saturating_sub(word.len() + 1);
-    }
-}
-
 fn revived(all: Vec<Revived>) -> Reply {
     let mut warnings = Vec::new();
     let mut tenants = Vec::new();
@@ -421,94 +379,6 @@ impl Commands {
         })
     }
 
-    /// What became of a process, for whoever was its parent.
-    fn became(&self, peer: Peer, name: &str, ended: u32) -> Reply {
-        let tenant = self.tenants.resolve(peer.uid, name).ok();
-        let pid = tenant.and_then(|tenant| self.snapshots.first_process(&tenant));
-        // It may have ended a moment ago, as a child of this one.
-        let pid = pid.filter(|&pid| !is_ending(pid));
-        let status = if pid.is_none() { how_it_ended(ended) } else { None };
-        Reply::Became { pid, status }
-    }
-
-    /// Has the supervisor read the configuration again, if it will be able to.
-    fn reload(&self, peer: Peer) -> Reply {
-        if peer.uid != 0 && !self.private {
-            return error("only root has the configuration read again", "run as root");
-        }
-        match Reread::of(self.config_file.as_deref(), self.private, &self.current.get()) {
-            // A package was upgraded: the new stratad reads it. Not where it says that the
-            // new one is to find elsewhere what this one has.
-            Ok(reread) if upgrade::is_another() && reread.kept.is_empty() => self.upgrade(peer),
-            Ok(reread) => {
-                let before = self.registry.config_read().load(Ordering::Acquire);
-                kill_process(self.supervisor_pid, SIGHUP);
-                let until = Instant::now() + FOLLOWED_WITHIN;
-                while Instant::now() < until {
-                    // Less, where the worker has not followed the one before yet.
-                    if self.registry.config_followed().load(Ordering::Acquire) > before {
-                        return Reply::Done { note: reread.note() };
-                    }
-                    std::thread::sleep(LOOK_EVERY);
-                }
-                let note = format!("{}, and is about to hold", reread.note());
-                Reply::Done { note }
-            }
-            Err(problems) => {
-                let hint = "nothing was changed; strata config check shows it all";
-                error(format!("{problems:#}").replace('\n', "; "), hint)
-            }
-        }
-    }
-
-    /// Has the supervisor become the stratad that is installed now, if that can be.
-    fn upgrade(&self, peer: Peer) -> Reply {
-        if peer.uid != 0 && !self.private {
-            return error("only root has stratad upgraded", "run as root");
-        }
-        match upgrade::check(self.config_file.as_deref(), self.private) {
-            Ok(version) => {
-                self.registry.upgrades().store(upgrade::THIS, Ordering::Release);
-                // As for another configuration: the worker makes room.
-                kill_process(std::process::id(), SIGHUP);
-                Reply::Done { note: format!("stratad {version} takes over") }
-            }
-            Err(why) => error(format!("{why:#}").replace('\n', "; "), "stratad goes on as it was"),
-        }
-    }
-
-    /// A page of the caller's tenants, of root everybody's.
-    fn list(&self, peer: Peer, after: Option<&(String, u32)>) -> Reply {
-        let own = (peer.uid != 0).then_some(peer.uid);
-        if after.is_none() {
-            // Of all pages at once: the next ones wait the less.
-            let all = self.tenants.list().into_iter();
-            let own = |tenant: &Arc<Tenant>| own.is_none_or(|uid| tenant.record().uid == uid);
-            all.filter(own).for_each(|tenant| tenant.ask_for_survey());
-        }
-        let by = Instant::now() + SURVEY_PATIENCE;
-        let after = after.map(|(name, uid)| Key::new(*uid, name));
-        let (page, mut more) = self.tenants.page(own, after.as_ref(), MAX_LISTED);
-        let mut tenants = Vec::new();
-        let mut bytes = 0;
-        for tenant in &page {
-            let mut stats = statistics::by_then(tenant, by);
-            // By all of the command line.
-            self.guests.add(&mut stats);
-            self.pools.add(&mut stats);
-            self.snapshots.add(&mut stats);
-            cut(&mut stats.command);
-            bytes += serde_json::to_vec(&stats).map_or(0, |line| line.len());
-            if bytes > LISTED_BYTES && !tenants.is_empty() {
-                more = true;
-                break;
-            }
-            tenants.push(stats);
-        }
-        let last = tenants.last().map(|stats: &Stats| (stats.name.clone(), stats.uid));
-        Reply::List { next: last.filter(|_| more), tenants }
-    }
-
     /// A tenant that the caller may command. Others' do not exist for them.
     fn with(&self, peer: Peer, name: &str, act: impl FnOnce(&Arc<Tenant>) -> Reply) -> Reply {
         match self.tenants.resolve(peer.uid, name) {
@@ -554,149 +424,5 @@ impl Commands {
             Ok(info) => Reply::Snapshot { snapshot: Box::new(info), warnings: Vec::new() },
             Err(why) => refused(why),
         }
-    }
-
-    fn run(
-        &self,
-        peer: Peer,
-        known: Option<KnownPeer>,
-        name: Option<String>,
-        dram_bytes: Option<u64>,
-        command: Vec<String>,
-    ) -> Reply {
-        let budget_bytes = dram_bytes.unwrap_or(self.current.get().default_dram.0);
-        if let Err(refused) = check_budget(budget_bytes) {
-            return refused;
-        }
-        let listed = self.current.get().uffd_users.iter().any(|user| user.uid == peer.uid);
-        if peer.uid != 0 && !self.private && !listed {
-            return error(
-                format!("user {} may not use userfaultfd through this daemon", peer.uid),
-                "let its administrator add you to uffd_users in the configuration",
-            );
-        }
-        let claim = self.first_claim(peer, dram_bytes);
-        if let (Some(dram), None) = (self.current.get().dram, claim)
-            && let Err(why) = shares::can_keep(dram.0, &self.tenants.list(), None, budget_bytes)
-        {
-            return error(why, "name less, or a claim instead; strata shares shows who has what");
-        }
-        let wish = Wish {
-            name,
-            uid: peer.uid,
-            command,
-            budget_bytes,
-            claim,
-            tier_limit: None,
-            tier_order: None,
-            starter: known.map(|known| (peer.pid, known.into_pidfd())),
-            of_rule: false,
-        };
-        match self.tenants.create(wish) {
-            Ok((tenant, warnings)) => {
-                let (name, environment) = (tenant.record().name.clone(), self.environment(&tenant));
-                Reply::Run { name, dram_bytes: budget_bytes, environment, warnings }
-            }
-            Err(message) => error(message, "choose another --name, or see stratad's log"),
-        }
-    }
-
-    /// What a program must find to become the tenant's.
-    fn environment(&self, tenant: &Tenant) -> Vec<(String, String)> {
-        let mut environment = vec![
-            (ENV_SOCKET.to_owned(), self.agent_socket.to_string_lossy().into_owned()),
-            (ENV_TOKEN.to_owned(), format!("{:016x}", tenant.record().token)),
-        ];
-        if let Some(library) = &self.current.get().preload {
-            let library = library.to_string_lossy().into_owned();
-            environment.push(("LD_PRELOAD".to_owned(), library));
-        }
-        environment
-    }
-
-    /// A tenant for a guest that is to come from a snapshot, and its directory.
-    fn guest_again(
-        &self,
-        peer: Peer,
-        snapshot: &SnapshotRef,
-        (name, rollback): (Option<String>, bool),
-        tell: Tell<'_>,
-    ) -> Reply {
-        let refused = |why: String| error(format!("no guest from {snapshot}: {why}"), "");
-        let begun = match self.snapshots.begin_guest(peer, snapshot, name, rollback, tell) {
-            Ok(begun) => begun,
-            Err(why) => return refused(why),
-        };
-        let tenant = &begun.tenant;
-        let made = self.guests.make_again(peer, tenant, begun.spec.clone(), rollback);
-        drop(begun.held);
-        match made {
-            Reply::Guest { directory } => Reply::GuestAgain {
-                name: tenant.record().name.clone(),
-                environment: self.environment(tenant),
-                directory,
-                guest: Box::new(begun.spec),
-                warnings: begun.warnings,
-            },
-            other => other,
-        }
-    }
-
-    fn stop(&self, tenant: &Arc<Tenant>) -> Reply {
-        if let Some(why) = self.snapshots.is_lent(tenant) {
-            return error(why, MOVE_LENT);
-        }
-        let signalled = tenant.signal(SIGTERM);
-        if signalled == 0 {
-            return error(
-                format!("{} has no process that stratad knows", tenant.record().name),
-                "end its program by hand",
-            );
-        }
-        let gone = |patience: Duration| {
-            let deadline = Instant::now() + patience;
-            while tenant.attachment().1 && Instant::now() < deadline {
-                std::thread::sleep(LOOK_EVERY);
-            }
-            !tenant.attachment().1
-        };
-        if gone(self.current.get().stop_grace) {
-            return Reply::Done { note: String::new() };
-        }
-        tenant.kill();
-        if gone(KILL_PATIENCE) {
-            Reply::Done { note: "it did not end by SIGTERM and was killed".into() }
-        } else {
-            error(
-                format!("{} was killed and is not gone yet", tenant.record().name),
-                "look for a process in uninterruptible sleep",
-            )
-        }
-    }
-}
-
-fn release(tenant: &Arc<Tenant>, patience: Duration) -> Reply {
-    if tenant.is_released() {
-        return Reply::Done { note: "it was released before".into() };
-    }
-    match tenant.release(patience) {
-        Ok(()) => Reply::Done { note: String::new() },
-        Err(ReleaseRefused::NoRoom { needed_bytes, available_bytes }) => error(
-            format!(
-                "its stored pages need {} of DRAM, {} are available",
-                ByteSize(needed_bytes),
-                ByteSize(available_bytes)
-            ),
-            "free memory on this machine, or leave it managed",
-        ),
-        Err(ReleaseRefused::Stuck { pages }) => error(
-            format!("{pages} pages cannot come back now"),
-            "its processes may be stopped: let them run and try again",
-        ),
-        Err(ReleaseRefused::Unanswered) => error(
-            "one of its processes holds up whoever manages it",
-            format!("it stays managed; strata stop {} ends it", tenant.record().name),
-        ),
-        Err(ReleaseRefused::Ended) => error("it has ended", ""),
     }
 }

@@ -6,6 +6,7 @@
 //! the snapshot is whole: without it there is none. What the pager has and no
 //! file names is forgotten by the next worker, and the other way round.
 
+mod copies;
 mod core_file;
 mod disk;
 mod files;
@@ -15,7 +16,9 @@ mod guest;
 mod guest_disks;
 mod guest_files;
 mod guest_swap;
+mod held_images;
 mod in_file;
+mod limit;
 mod lineage;
 mod machine;
 mod moving;
@@ -25,6 +28,7 @@ mod revive;
 mod rollback;
 pub(crate) mod schedules;
 mod take;
+mod touched;
 mod unfinished;
 mod vouch;
 
@@ -42,14 +46,14 @@ use strata_pager::Tenant;
 use strata_snapshot::Criu;
 use strata_sys::Directory;
 use strata_sys::peer::Peer;
-use strata_units::{ByteSize, SpaceId};
+use strata_units::SpaceId;
 
 use crate::current::Current;
 use crate::guests::Guests;
 use crate::lock::lock;
 use crate::tenants::{Tenants, Wish};
 pub(crate) use core_file::Refused;
-use disk::{Disk, Known, Line, Place, Process};
+use disk::{Disk, Known, Line, Process};
 pub(crate) use files::ImportWish;
 pub(crate) use in_file::open_page_file;
 use lineage::life_of;
@@ -69,7 +73,7 @@ pub(crate) struct Snapshots {
     disk: Disk,
     tenants: Arc<Tenants>,
     guests: Arc<Guests>,
-    made: guest_disks::Made,
+    made: held_images::Made,
     moves: moving::Moves,
     ways: moving::Ways,
     known: Arc<Mutex<BTreeMap<SnapshotId, Known>>>,
@@ -221,7 +225,7 @@ impl Snapshots {
         disk.forget_arrived();
         Self::see_to_moves(&moves, uid, tenants, guests);
         let snapshots = Self {
-            made: guest_disks::Made::new(&disk, &left),
+            made: held_images::Made::new(&disk, &left),
             moves,
             ways: moving::Ways::default(),
             disk,
@@ -283,88 +287,6 @@ impl Snapshots {
         {
             *found = Some(criu);
         }
-    }
-
-    /// What snapshots of ended tenants cost.
-    fn ended_bytes(&self) -> u64 {
-        let ended = |tenant: &Arc<Tenant>| !tenant.attachment().1;
-        let tenants = self.tenants.list().into_iter().filter(ended);
-        tenants.map(|tenant| tenant.usage().total_bytes()).sum()
-    }
-
-    /// Refuses what would cost more while there is no room.
-    fn check_limit(&self) -> Result<(), String> {
-        let bytes = self.ended_bytes();
-        let limit = self.current.get().snapshot_limit;
-        if bytes <= limit.0 {
-            return Ok(());
-        }
-        Err(format!(
-            "snapshots of tenants that have ended cost {}, and may cost {} (snapshot_limit): remove or persist some",
-            ByteSize(bytes),
-            limit
-        ))
-    }
-
-    /// Lets go of the memory of a persisted snapshot whose tenant has ended, if
-    /// there is too much of that: the oldest. It is read in again when it is
-    /// restored.
-    pub(crate) fn keep_limit(&self) {
-        if self.ended_bytes() <= self.current.get().snapshot_limit.0 {
-            return;
-        }
-        let is_on_disk = |known: &Known| {
-            known.info.state == SnapshotState::Persisted
-                && known.processes.iter().any(|process| process.memory.is_some())
-        };
-        let oldest = lock(&self.known)
-            .values()
-            .filter(|known| is_on_disk(known))
-            .filter_map(|known| {
-                Some((known.clone(), self.tenants.get(known.info.uid, &known.info.tenant)?))
-            })
-            .filter(|(_, tenant)| !tenant.attachment().1)
-            .min_by(|(a, _), (b, _)| a.info.taken.total_cmp(&b.info.taken));
-        let Some((mut known, holder)) = oldest else { return };
-        // Who is busy with it may want it: the next look is soon enough.
-        let Some(_turn) = self.turn_now(&known.info.tenant) else { return };
-        let memories: Vec<u32> =
-            known.processes.iter_mut().filter_map(|process| process.memory.take()).collect();
-        // First the file, then the memory: a worker that dies in between finds
-        // memory that no file names, and forgets it.
-        if self.disk.write(&known).is_ok() {
-            lock(&self.known).insert(known.info.id.clone(), known);
-            for memory in memories {
-                holder.remove_snapshot_memory(SpaceId(memory));
-            }
-        }
-    }
-
-    /// Removes what clones that have ended had for themselves, and nobody has
-    /// since.
-    pub(crate) fn remove_copies(&self) {
-        self.sweep_disks();
-        for name in self.disk.copied() {
-            if !self.is_there(&name) && !self.is_shown(&name) {
-                // What cannot be removed now is tried again when the next tenant ends.
-                let _ = std::fs::remove_dir_all(self.disk.copies(&name));
-            }
-        }
-    }
-
-    /// Whether a tenant is there, or begins.
-    fn is_there(&self, name: &str) -> bool {
-        self.own_tenant(name).is_some() || lock(&self.busy).contains(name)
-    }
-
-    /// Whether others see its copies: clones of it, or what a snapshot brings back.
-    fn is_shown(&self, name: &str) -> bool {
-        let copies = self.disk.copies(name);
-        let sees = |place: &Option<Place>| {
-            place.iter().any(|place| place.shown.iter().any(|(copy, _)| copy.starts_with(&copies)))
-        };
-        lock(&self.known).values().any(|known| sees(&known.place))
-            || self.tenants.list().iter().any(|tenant| sees(&self.line_of(tenant).place))
     }
 
     /// Without what they cost.

@@ -28,7 +28,8 @@ use strata_vm::state;
 
 use super::disk::Known;
 use super::freezing::Manner;
-use super::guest_disks::{FrozenDisk, Held, Image};
+use super::guest_disks::{FrozenDisk, Image};
+use super::held_images::Held;
 use super::revive::{At, Hold, LOOK_EVERY, Revived, ends};
 use super::take::{FEW_PAGES, Numbers};
 use super::{Snapshots, Tell, lock, wish_of};

@@ -18,8 +18,9 @@ use strata_snapshot::archive::Reader;
 
 use super::disk::Known;
 use super::guest::GuestPart;
-use super::guest_disks::{Held, Image, sum};
+use super::guest_disks::{Image, sum};
 use super::guest_swap::{self, SWAP_PID};
+use super::held_images::Held;
 use super::vouch::Author;
 use super::{Snapshots, Tell};
 use crate::guests::MOST_STATE_BYTES;

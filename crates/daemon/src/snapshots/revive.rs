@@ -1,15 +1,13 @@
 //! Bringing processes back from a snapshot: rollback, restore, clone.
 
-use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::Builder;
 use std::time::{Duration, Instant};
 
 use strata_api::{
-    AGENT_SOCKET_NAME, Net, PortForward, Progress, SnapshotId, SnapshotRef, Tcp, Unit, clone_name,
+    AGENT_SOCKET_NAME, Net, PortForward, Progress, SnapshotRef, Tcp, Unit, clone_name,
 };
 use strata_pager::{Setting, Space, Tenant};
 use strata_snapshot::{Restore, RestoreOptions, Shown, Terminals, is_ending};
@@ -17,10 +15,11 @@ use strata_sys::{
     Pidfd, Process as Held, Range, SIGKILL, collect_child, forget_collected, give_core_filter,
 };
 
+use super::copies::{copy_directory, really, to_copy};
 use super::disk::{Known, Place, Process};
 use super::machine::Machine;
 use super::preparing::Preparing;
-use super::{Snapshots, Tell, WORK, lock, remove_flat, unfinished, wish_of};
+use super::{Snapshots, Tell, WORK, remove_flat, unfinished, wish_of};
 use crate::cgroup::Cgroups;
 
 /// Between the end of a process's memory and its own.
@@ -30,8 +29,6 @@ pub(super) const KILL_PATIENCE: Duration = Duration::from_secs(10);
 /// How long the agents of restored processes may take to say hello.
 const HELLO_PATIENCE: Duration = Duration::from_secs(10);
 pub(super) const LOOK_EVERY: Duration = Duration::from_millis(1);
-/// What a restored process asks for in this time is remembered.
-const FIRST_MOMENTS: Duration = Duration::from_secs(1);
 /// The program that CRIU runs at each step of a restore, and is started with for a clone:
 /// beside this one, or where it is installed.
 const HELPER: &str = "strata-clone";
@@ -448,40 +445,6 @@ impl Snapshots {
         self.remember_touched(&known.info.id, touched, 0);
         Ok(Life { pid: tree.root, notes: no_terminal.into_iter().chain(no_cgroup).collect() })
     }
-
-    /// What these processes ask for in their first moments is brought ahead when
-    /// the snapshot is restored the next time. They have it so many bytes further on.
-    pub(super) fn remember_touched(
-        &self,
-        id: &SnapshotId,
-        spaces: Vec<(u32, Arc<Space>)>,
-        moved: u64,
-    ) {
-        let (id, this) = (id.clone(), Arc::downgrade(&self.known));
-        let disk = self.disk.clone();
-        // Without a thread nothing is remembered.
-        let _ = Builder::new().name("touched".into()).spawn(move || {
-            std::thread::sleep(FIRST_MOMENTS);
-            let touched = |space: &Space| {
-                let all = Tenant::touched(space).into_iter();
-                all.map(|address| address.wrapping_sub(moved)).collect::<Vec<_>>()
-            };
-            let touched: Vec<_> =
-                spaces.iter().map(|(pid, space)| (*pid, touched(space))).collect();
-            let Some(known) = this.upgrade() else { return };
-            let mut known = lock(&known);
-            let Some(known) = known.get_mut(&id) else { return };
-            for (pid, touched) in touched {
-                let process = known.processes.iter_mut().find(|process| process.pid == pid);
-                // Brought ahead, they were not asked for: what is known stays known.
-                if let Some(process) = process.filter(|process| process.touched.is_empty()) {
-                    process.asked_for(touched);
-                }
-            }
-            // For the next worker; this one knows.
-            let _ = disk.write(known);
-        });
-    }
 }
 
 /// The program that restores need.
@@ -513,75 +476,4 @@ pub(super) fn ends(tenant: &Tenant) -> bool {
         std::thread::sleep(LOOK_EVERY);
     }
     true
-}
-
-/// What a clone gets copies of: these directories, and what is shown below them.
-fn to_copy(wanted: &[String], seen: &[(PathBuf, PathBuf)]) -> Vec<PathBuf> {
-    let mut all: Vec<PathBuf> = wanted.iter().map(PathBuf::from).collect();
-    for (_, path) in seen {
-        if !all.contains(path) && all.iter().any(|wanted| path.starts_with(wanted)) {
-            all.push(path.clone());
-        }
-    }
-    all
-}
-
-/// Where `path` lies for whoever is shown nothing elsewhere.
-fn really(path: &Path, seen: &[(PathBuf, PathBuf)]) -> PathBuf {
-    let around = seen.iter().filter(|(_, shown)| path.starts_with(shown));
-    let innermost = around.max_by_key(|(_, shown)| shown.components().count());
-    let below = innermost.and_then(|(copy, shown)| Some((copy, path.strip_prefix(shown).ok()?)));
-    match below {
-        Some((copy, rest)) if rest.as_os_str().is_empty() => copy.clone(),
-        Some((copy, rest)) => copy.join(rest),
-        None => path.to_owned(),
-    }
-}
-
-/// Copies a directory, with owners and times.
-fn copy_directory(from: &Path, to: &Path) -> Result<(), String> {
-    let failed = |why: String| format!("cannot copy {}: {why}", from.display());
-    std::fs::DirBuilder::new()
-        .recursive(true)
-        .mode(0o700)
-        .create(to)
-        .map_err(|error| failed(error.to_string()))?;
-    let output = Command::new("cp")
-        .args(["-a", "--reflink=auto", "--"])
-        .arg(from.join("."))
-        .arg(to)
-        .output()
-        .map_err(|error| failed(format!("cp does not start: {error}")))?;
-    if output.status.success() {
-        return Ok(());
-    }
-    let said = String::from_utf8_lossy(&output.stderr);
-    Err(failed(said.lines().next().unwrap_or("cp failed").to_owned()))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_clone_of_a_clone_copies_what_that_one_sees() {
-        let seen: Vec<(PathBuf, PathBuf)> =
-            [("/copies/a/0", "/srv/db"), ("/copies/a/1", "/srv/db/log")]
-                .map(|(copy, path)| (copy.into(), path.into()))
-                .into();
-        for (path, place) in [
-            ("/srv/db", "/copies/a/0"),
-            ("/srv/db/data", "/copies/a/0/data"),
-            ("/srv/db/log", "/copies/a/1"),
-            ("/srv/db/log/old", "/copies/a/1/old"),
-            ("/srv/dbs", "/srv/dbs"),
-            ("/srv", "/srv"),
-        ] {
-            assert_eq!(really(Path::new(path), &seen), Path::new(place), "{path}");
-        }
-        let copied = |path: &str| to_copy(&[path.to_owned()], &seen);
-        assert_eq!(copied("/srv/db"), ["/srv/db", "/srv/db/log"].map(PathBuf::from));
-        assert_eq!(copied("/srv/db/log"), ["/srv/db/log"].map(PathBuf::from));
-        assert_eq!(copied("/var"), ["/var"].map(PathBuf::from));
-    }
 }

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 
 import machine
 from strata import Failure, configured, worker_of
@@ -128,3 +129,49 @@ def file_tier(run):
                                    ("io_uring", "threads"), 1 << 30)
         program.answer()
         program.finish()
+
+
+@case("file-in-tmpfs", native=False, own_daemon=True, seconds=120)
+def file_in_tmpfs(run):
+    """A tier of memory that comes first: pages go there as they are, and come back right,
+    also across the worker's death. From half of it on they are packed."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as tier:
+        for limit_mib in (512, 64):
+            text = f'tier_path = "{tier}"\ntier_limit = "{limit_mib}MiB"\ntier_order = ["file"]\n'
+            log = os.path.join(run.log_directory, f"stratad-tmpfs-{limit_mib}.log")
+            with configured(run.daemon, text, run.directory, log) as daemon:
+                say(log, tier, "in a tmpfs, by mapping: that is DRAM")
+                pages_unpacked(run, daemon, limit_mib)
+
+
+def pages_unpacked(run, daemon, limit_mib):
+    program = run.start("hold", "96", "load", budget="24MiB")
+    program.gate("running")
+
+    def file():
+        told = run.daemon.strata("tiers", program.name, "--json", "--interval", "0.1").stdout
+        (found,) = (tier for tier in json.loads(told)[0]["tiers"] if tier["tier"] == "file")
+        return found
+
+    def is_there():
+        # In the small one half is taken by the first, and the others fit only if packed.
+        there = file()
+        fits = there["pages"] * 4096 <= there["used_bytes"]
+        return there["pages"] > 15000 and fits == (limit_mib == 512)
+    run.daemon.wait_until(is_there, "pages are in the file as is fitting", 60)
+    before = program.stats()["file_faults_total"]
+    os.kill(worker_of(daemon), signal.SIGKILL)
+
+    def goes_on():
+        stats = run.daemon.stats(program.name)
+        return stats and stats["worker_restarts_total"] == 1 \
+            and stats["file_faults_total"] > before + 100
+    run.daemon.wait_until(goes_on, "the next worker reads from the file", 60)
+    there, stats = file(), program.stats()
+    if there["access"] != "tmpfs" or stats["lost_pages_total"]:
+        raise Failure(f"{there}, {stats['lost_pages_total']} pages lost")
+    if there["used_bytes"] > limit_mib << 20:
+        raise Failure(f"more is in the file than may be: {there}")
+    run.note(f"limit {limit_mib} MiB: {there['pages']} pages in {there['used_bytes'] >> 20} MiB")
+    program.answer()
+    program.finish()

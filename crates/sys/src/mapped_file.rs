@@ -10,8 +10,9 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Room is taken for so much at once: each time costs a file system's journal an entry.
-const CHUNK_BYTES: u64 = 2 << 20;
+/// Room is taken for so much at once: each time costs a file system's journal an entry. No
+/// more than is given back at once: what was given back is not taken along.
+const CHUNK_BYTES: u64 = 256 << 10;
 
 /// How a file is mapped.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -51,6 +51,18 @@ def say(log, tier, words):
         raise Failure(f"the log does not say what the tier lies on: {said}")
 
 
+def next_worker_reads(run, daemon, program):
+    """The worker dies, and the one after it reads from the file."""
+    before = program.stats()["file_faults_total"]
+    os.kill(worker_of(daemon), signal.SIGKILL)
+
+    def goes_on():
+        stats = run.daemon.stats(program.name)
+        return stats and stats["worker_restarts_total"] == 1 \
+            and stats["file_faults_total"] > before + 100
+    run.daemon.wait_until(goes_on, "the next worker reads from the file", 60)
+
+
 def through_the_file(run, daemon, tier, megabytes, budget, accesses, size_bytes):
     """A program far over its budget, whose pages go to the file and come back
     right, also across the worker's death. Half of the budget cannot hold what it
@@ -64,14 +76,7 @@ def through_the_file(run, daemon, tier, megabytes, budget, accesses, size_bytes)
     run.daemon.wait_until(read_from_file, "pages went to the file and came back", 60)
     if os.listdir(tier) != ["strata-tier"]:
         raise Failure(f"the tier's files have names: {os.listdir(tier)}")
-    before = program.stats()["file_faults_total"]
-    os.kill(worker_of(daemon), signal.SIGKILL)
-
-    def goes_on():
-        stats = run.daemon.stats(program.name)
-        return stats and stats["worker_restarts_total"] == 1 \
-            and stats["file_faults_total"] > before + 100
-    run.daemon.wait_until(goes_on, "the next worker reads from the file", 60)
+    next_worker_reads(run, daemon, program)
     run.note(f"{program.stats()['file_bytes'] >> 20} MiB in the file")
     check_tiers(run, program.name, accesses, size_bytes)
     return program
@@ -159,14 +164,7 @@ def pages_unpacked(run, daemon, limit_mib):
         fits = there["pages"] * 4096 <= there["used_bytes"]
         return there["pages"] > 15000 and fits == (limit_mib == 512)
     run.daemon.wait_until(is_there, "pages are in the file as is fitting", 60)
-    before = program.stats()["file_faults_total"]
-    os.kill(worker_of(daemon), signal.SIGKILL)
-
-    def goes_on():
-        stats = run.daemon.stats(program.name)
-        return stats and stats["worker_restarts_total"] == 1 \
-            and stats["file_faults_total"] > before + 100
-    run.daemon.wait_until(goes_on, "the next worker reads from the file", 60)
+    next_worker_reads(run, daemon, program)
     there, stats = file(), program.stats()
     if there["access"] != "tmpfs" or stats["lost_pages_total"]:
         raise Failure(f"{there}, {stats['lost_pages_total']} pages lost")

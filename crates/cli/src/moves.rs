@@ -159,9 +159,10 @@ fn carry(
 ) -> Result<Ended> {
     let Ok(daemon) = connect(socket, request) else { return Ok(Ended::Cut) };
     let mut child = other_end(host, what)?;
-    let (mut to, Some(from)) = (child.stdin.take(), child.stdout.take()) else {
+    let (Some(to), Some(from)) = (child.stdin.take(), child.stdout.take()) else {
         return Err(Failure::new(what, "the way has no pipes"));
     };
+    let mut to = Some(to);
     let Ok(into) = daemon.try_clone() else { return Ok(Ended::Cut) };
     let into = Mutex::new(into);
     let ended = std::thread::scope(|scope| {

@@ -106,6 +106,8 @@ pub(crate) struct Evictor {
     pub(crate) pauses: Pauses,
     /// Pages are packed as they leave: eviction goes on without a pause.
     pub(crate) packs_at_once: bool,
+    /// Staged pages go on to the file as they are.
+    pub(crate) unpacked: bool,
     /// The pages under way are packed densely at once.
     pub(crate) densely: bool,
     /// What is known of the kept copies of resident pages.
@@ -219,6 +221,7 @@ impl Evictor {
             page: PageBuffer::zeroed(),
             pauses: Pauses::default(),
             packs_at_once: false,
+            unpacked: false,
             densely: false,
             copies: KeptCopies::default(),
             kept: Vec::with_capacity(BATCH_PAGES),

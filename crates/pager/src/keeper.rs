@@ -307,8 +307,8 @@ impl Keeper<'_> {
         let spare = self.machine.has_spare();
         self.capture_on(spare);
         self.stand_down_if_due(&spaces);
-        self.evictor.packs_at_once =
-            self.evicting && !act::pages_pass_unpacked(tenant, &tenant.store.stats());
+        self.evictor.unpacked = act::pages_pass_unpacked(tenant);
+        self.evictor.packs_at_once = self.evicting && !self.evictor.unpacked;
         self.evictor.horizon = self.exchange.horizon(tenant);
         let heeds = self.heed(&spaces);
         let progress = self.act(&actions, &spaces, spare);

@@ -112,12 +112,12 @@ impl TierOrder {
     }
 }
 
-/// Whether pages on their way to a file of memory go there as they are. A file that comes
-/// before compressed memory is there to be as fast as it can; from half of its size on it
-/// is room that counts.
+/// Whether pages on their way to a file of memory that comes before compressed memory go
+/// there as they are: it is there to be as fast as it can. From half of its size on it is
+/// room that counts.
 #[must_use]
-pub fn passes_unpacked(order: TierOrder, file_size_bytes: u64, file_bytes: u64) -> bool {
-    order.is_file_first() && file_bytes < file_size_bytes / 2
+pub fn passes_unpacked(file_size_bytes: u64, file_bytes: u64) -> bool {
+    file_bytes < file_size_bytes / 2
 }
 
 /// With less room than this a file tier is full.

@@ -82,11 +82,6 @@ impl Store {
     /// `max` of them; how many moved. 0: none is left, there is no tier file, it
     /// is full, or it fails (see the statistics).
     pub fn demote(&self, max: usize) -> usize {
-        let _turn = lock(&self.maintenance);
-        self.reap();
-        if self.file.is_none() {
-            return 0;
-        }
         self.demote_oldest(&self.table.demotable, max)
     }
 
@@ -94,15 +89,15 @@ impl Store {
     /// them; how many moved. Where the file is memory and has room, packing them would
     /// cost more than it brings. 0: as for [`Store::demote`].
     pub fn demote_staged(&self, max: usize) -> usize {
+        self.demote_oldest(&self.table.staged, max)
+    }
+
+    fn demote_oldest(&self, of: &IdSet, max: usize) -> usize {
         let _turn = lock(&self.maintenance);
         self.reap();
         if self.file.is_none() {
             return 0;
         }
-        self.demote_oldest(&self.table.staged, max)
-    }
-
-    fn demote_oldest(&self, of: &IdSet, max: usize) -> usize {
         let mut batch = Batch::new(false);
         while batch.moved + batch.items.len() < max {
             let Some(id) = self.take_oldest(of) else { break };

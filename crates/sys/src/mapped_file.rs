@@ -206,11 +206,13 @@ impl MappedFile {
                 len_bytes as libc::off_t,
             )
         };
-        let error = io::Error::last_os_error();
-        // A file system that does not know how takes room as it is written.
-        match code == 0 || error.raw_os_error() == Some(libc::EOPNOTSUPP) {
-            true => Ok(()),
-            false => Err(error),
+        if code == 0 {
+            return Ok(());
+        }
+        match io::Error::last_os_error() {
+            // A file system that does not know how takes room as it is written.
+            error if error.raw_os_error() == Some(libc::EOPNOTSUPP) => Ok(()),
+            error => Err(error),
         }
     }
 

@@ -1,8 +1,40 @@
-//! Directories that a clone has copies of.
+//! Directories that a clone has copies of, and what is left of those.
 
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+
+use super::disk::Place;
+use super::{Snapshots, lock};
+
+impl Snapshots {
+    /// Removes what clones that have ended had for themselves, and nobody has
+    /// since.
+    pub(crate) fn remove_copies(&self) {
+        self.sweep_disks();
+        for name in self.disk.copied() {
+            if !self.is_there(&name) && !self.is_shown(&name) {
+                // What cannot be removed now is tried again when the next tenant ends.
+                let _ = std::fs::remove_dir_all(self.disk.copies(&name));
+            }
+        }
+    }
+
+    /// Whether a tenant is there, or begins.
+    fn is_there(&self, name: &str) -> bool {
+        self.own_tenant(name).is_some() || lock(&self.busy).contains(name)
+    }
+
+    /// Whether others see its copies: clones of it, or what a snapshot brings back.
+    fn is_shown(&self, name: &str) -> bool {
+        let copies = self.disk.copies(name);
+        let sees = |place: &Option<Place>| {
+            place.iter().any(|place| place.shown.iter().any(|(copy, _)| copy.starts_with(&copies)))
+        };
+        lock(&self.known).values().any(|known| sees(&known.place))
+            || self.tenants.list().iter().any(|tenant| sees(&self.line_of(tenant).place))
+    }
+}
 
 /// What a clone gets copies of: these directories, and what is shown below them.
 pub(super) fn to_copy(wanted: &[String], seen: &[(PathBuf, PathBuf)]) -> Vec<PathBuf> {

@@ -1,4 +1,4 @@
-//! What snapshots of tenants that have ended may cost, and what clones leave behind.
+//! What snapshots of tenants that have ended may cost.
 
 use std::sync::Arc;
 
@@ -6,12 +6,12 @@ use strata_api::SnapshotState;
 use strata_pager::Tenant;
 use strata_units::{ByteSize, SpaceId};
 
-use super::disk::{Known, Place};
+use super::disk::Known;
 use super::{Snapshots, lock};
 
 impl Snapshots {
     /// What snapshots of ended tenants cost.
-    pub(super) fn ended_bytes(&self) -> u64 {
+    fn ended_bytes(&self) -> u64 {
         let ended = |tenant: &Arc<Tenant>| !tenant.attachment().1;
         let tenants = self.tenants.list().into_iter().filter(ended);
         tenants.map(|tenant| tenant.usage().total_bytes()).sum()
@@ -63,32 +63,5 @@ impl Snapshots {
                 holder.remove_snapshot_memory(SpaceId(memory));
             }
         }
-    }
-
-    /// Removes what clones that have ended had for themselves, and nobody has
-    /// since.
-    pub(crate) fn remove_copies(&self) {
-        self.sweep_disks();
-        for name in self.disk.copied() {
-            if !self.is_there(&name) && !self.is_shown(&name) {
-                // What cannot be removed now is tried again when the next tenant ends.
-                let _ = std::fs::remove_dir_all(self.disk.copies(&name));
-            }
-        }
-    }
-
-    /// Whether a tenant is there, or begins.
-    pub(super) fn is_there(&self, name: &str) -> bool {
-        self.own_tenant(name).is_some() || lock(&self.busy).contains(name)
-    }
-
-    /// Whether others see its copies: clones of it, or what a snapshot brings back.
-    pub(super) fn is_shown(&self, name: &str) -> bool {
-        let copies = self.disk.copies(name);
-        let sees = |place: &Option<Place>| {
-            place.iter().any(|place| place.shown.iter().any(|(copy, _)| copy.starts_with(&copies)))
-        };
-        lock(&self.known).values().any(|known| sees(&known.place))
-            || self.tenants.list().iter().any(|tenant| sees(&self.line_of(tenant).place))
     }
 }

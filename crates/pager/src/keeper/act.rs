@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 
 use strata_policy::budget::Actions;
 use strata_policy::order::passes_unpacked;
-use strata_store::StoreStats;
 use strata_sys::thread_time;
 use strata_units::PageId;
 
@@ -58,7 +57,7 @@ impl Keeper<'_> {
         let packs = asked_for || self.packing.is_due();
         let most = if packs { STORE_PAGES_PER_ROUND } else { 0 };
         let settle = (actions.settle_pages as usize).min(most);
-        let mut freed_pages = settle_staged(tenant, settle, &before);
+        let mut freed_pages = settle_staged(tenant, settle, self.evictor.unpacked);
         let mut evicted_pages = 0;
         let aside_before = self.merged.pages();
         self.spread.count(tenant.account.arrivals());
@@ -146,19 +145,19 @@ impl Keeper<'_> {
 
 /// Packs pages that are staged, the oldest first, or has them go on to the file as they
 /// are; how many are not staged any more.
-fn settle_staged(tenant: &Tenant, pages: usize, store: &StoreStats) -> usize {
-    let moved =
-        if pages_pass_unpacked(tenant, store) { tenant.store.demote_staged(pages) } else { 0 };
+fn settle_staged(tenant: &Tenant, pages: usize, unpacked: bool) -> usize {
+    let moved = if unpacked { tenant.store.demote_staged(pages) } else { 0 };
     tenant.counters.add(Counter::Demotions, moved as u64);
     moved + tenant.store.settle(pages - moved)
 }
 
 /// Whether staged pages are to go on to the file as they are.
-pub(super) fn pages_pass_unpacked(tenant: &Tenant, store: &StoreStats) -> bool {
+pub(super) fn pages_pass_unpacked(tenant: &Tenant) -> bool {
     let TenantRecord { tier, tier_order, .. } = &tenant.record;
-    tier.as_ref().is_some_and(|(_, size_bytes)| {
-        !tenant.store.has_slow_tier() && passes_unpacked(*tier_order, *size_bytes, store.file_bytes)
-    })
+    let Some((_, size_bytes)) = tier else { return false };
+    tier_order.is_file_first()
+        && !tenant.store.has_slow_tier()
+        && passes_unpacked(*size_bytes, tenant.store.stats().file_bytes)
 }
 
 static TRAINS: AtomicBool = AtomicBool::new(false);

@@ -6,18 +6,14 @@ import contextlib
 import os
 import shutil
 import stat
-import subprocess
-import threading
 import time
 
+import machine
+from numbers_taken import taken
 from program import copy_program
-from strata import Failure, Skip, configured
+from strata import Failure, configured
 from suite import case
 from users import NOBODY, publish
-
-LAST_PID = "/proc/sys/kernel/ns_last_pid"
-# Two cases that choose numbers at once take them from each other.
-CHOOSING = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -47,29 +43,6 @@ def end(program):
     program.finish(pressed=False)
 
 
-@contextlib.contextmanager
-def in_its_place(number):
-    """A process of root's that has got this number, which nobody has; ends it."""
-    if not os.path.exists(LAST_PID):
-        raise Skip("this kernel gives no process a chosen number")
-    for _ in range(1000):
-        with CHOOSING:
-            with open(LAST_PID, "w") as file:
-                file.write(str(number - 1))
-            process = subprocess.Popen(["sleep", "600"])
-        if process.pid == number:
-            break
-        process.kill()
-        process.wait()
-    else:
-        raise Failure(f"no process gets the number {number}")
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
 def register(mode):
     def body(run):
         with system_daemon(run) as place:
@@ -96,12 +69,12 @@ def identity_dead(run):
     when the tenant is stopped."""
     with system_daemon(run) as place:
         program = attack(run, place, "dead")
-        with in_its_place(int(program.gate())) as process:
+        with taken(int(program.gate())) as number:
             program.answer()
             said = program.gate()
             run.daemon.strata("stop", "theirs", check=False)
             time.sleep(0.5)
-            if process.poll() is not None:
+            if not machine.alive(number):
                 raise Failure("a process of root's was ended")
             if said != "refused":
                 raise Failure("a dead process's hello was answered")
@@ -117,8 +90,8 @@ def identity_dead_run(run):
     no group."""
     with system_daemon(run) as place:
         program = attack(run, place, "dead-run")
-        with in_its_place(int(program.gate())) as process:
-            path = f"/proc/{process.pid}/cgroup"
+        with taken(int(program.gate())) as number:
+            path = f"/proc/{number}/cgroup"
             with open(path) as file:
                 before = file.read()
             program.answer()

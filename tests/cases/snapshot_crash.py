@@ -69,51 +69,6 @@ def crash(run):
     program.assert_clean()
 
 
-@case("snapshot-pid-taken", native=False, own_daemon=True)
-def pid_taken(run):
-    """Its process number belongs to somebody else by now: a refusal that says
-    so, and when the number is free the restore works."""
-    program = Moment(run, "plain", 48, "20MiB")
-    program.pressed()
-    snapshot = program.take()
-    program.report()
-    pid = program.pids()[0]
-    program.kill()
-    taker = take_pid(run, pid)
-    try:
-        done = program.restore(snapshot, check=False)
-        refused(done, str(pid))
-        if not machine.alive(taker.pid):
-            raise Failure("the restore ended somebody else's process")
-    finally:
-        taker.kill()
-        taker.wait()
-    if program.pids():
-        raise Failure("a refused restore left processes")
-    program.brought_back(snapshot, lambda: program.restore(snapshot))
-
-
-def take_pid(run, wanted):
-    """Starts processes until one has this number."""
-    last = "/proc/sys/kernel/ns_last_pid"
-    before = machine.read(last)
-    for _ in range(200):
-        try:
-            with open(last, "w") as file:
-                file.write(str(wanted - 1))
-        except OSError as error:
-            raise Failure(f"ns_last_pid cannot be set: {error}") from None
-        found = subprocess.Popen(["sleep", "1000"], stdin=subprocess.DEVNULL)
-        # The next ones are the tenant's other threads': not for anybody else.
-        with open(last, "w") as file:
-            file.write(before)
-        if found.pid == wanted:
-            return found
-        found.kill()
-        found.wait()
-    raise Failure(f"process number {wanted} cannot be had")
-
-
 class InBackground(threading.Thread):
     """A command whose work is disturbed meanwhile."""
 

@@ -12,6 +12,7 @@ mod disk;
 mod files;
 mod forward;
 mod freezing;
+mod gone;
 mod guest;
 mod guest_disks;
 mod guest_files;

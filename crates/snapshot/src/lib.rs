@@ -38,7 +38,7 @@ pub use log::Complaint;
 pub use preflight::{Refusal, Survey, preflight};
 pub use processes::{is_ending, process_tree};
 pub use restore::options::{RestoreOptions, Shown};
-pub use restore::{Arrival, Restore, RestoreError, RestoredTree};
+pub use restore::{Arrival, Restore, RestoreError, RestoredTree, keep_free};
 pub use terminals::Terminals;
 
 #[cfg(test)]

@@ -128,8 +128,14 @@ fn is_full(directory: &Path) -> bool {
     statvfs(directory).is_ok_and(|all| all.f_bavail * all.f_frsize < LEAST_FREE_BYTES)
 }
 
+/// Of the kernel, to who wants a thread with a number that somebody has (EEXIST).
+const THREAD_TAKEN: &str = "Unable to create a thread: -17";
+
+/// The same of a process: what was made has another number, or nothing was.
+const PROCESS_TAKEN: [&str; 2] = ["do not match expected", "Can't fork for"];
+
 /// Causes that are known by words of CRIU's, and what to do about them.
-const KNOWN: [(&str, &str); 13] = [
+const KNOWN: [(&str, &str); 14] = [
     (
         "Can't bind inet socket",
         "a port that it listened on is in use, or an address not to be had here: end who has it (ss -lnp), or clone with a network of its own (--net new)",
@@ -152,11 +158,15 @@ const KNOWN: [(&str, &str); 13] = [
         "the program or a library of it is another version than at the snapshot: install that one again",
     ),
     (
-        "do not match expected",
+        PROCESS_TAKEN[0],
         "a process number that it had is in use by now: strata clone gives it numbers of its own",
     ),
     (
-        "Can't fork for",
+        THREAD_TAKEN,
+        "the number of a thread that it had is in use by now: strata clone gives it numbers of its own",
+    ),
+    (
+        PROCESS_TAKEN[1],
         "a process that it had cannot be made: its number is in use, or there are too many processes (ulimit -u, pids.max)",
     ),
     (
@@ -183,6 +193,15 @@ const KNOWN: [(&str, &str); 13] = [
 
 /// Said already as a person would, by [`in_plain_words`] or by who looked after it.
 const PLAIN: &str = "it needs /";
+
+impl Complaint {
+    /// Whether a number of a process or thread was somebody else's.
+    pub(crate) fn is_of_taken_number(&self) -> bool {
+        let has = |words| self.words.contains(words);
+        let [other, none] = PROCESS_TAKEN;
+        has(THREAD_TAKEN) || has(other) || has(none) && has("File exists")
+    }
+}
 
 impl fmt::Display for Complaint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -247,6 +266,18 @@ mod tests {
         let other = says("tty: Don't have tty to inherit session from", Some("/var/x.log"));
         assert!(!other.contains("inherit"), "{other}");
         assert!(other.ends_with(" (what CRIU says: /var/x.log)"), "{other}");
+    }
+
+    #[test]
+    fn a_number_that_somebody_has_is_told_from_other_causes() {
+        let is_taken =
+            |words: &str| Complaint { words: words.to_owned(), log: None }.is_of_taken_number();
+        assert!(is_taken("pie: 900: Unable to create a thread: -17"));
+        assert!(is_taken("Pid 901 do not match expected 900"));
+        assert!(is_taken("Can't fork for 900: File exists"));
+        assert!(!is_taken("pie: 900: Unable to create a thread: -11"));
+        assert!(!is_taken("Can't fork for 900: Resource temporarily unavailable"));
+        assert!(!is_taken("Can't make /x: File exists"));
     }
 
     #[test]

@@ -31,7 +31,7 @@ use strata_sys::{Launch, Pidfd, Running, SIGKILL, peer, poll_readable, receive_w
 
 pub use self::error::RestoreError;
 use self::error::system;
-use self::numbers::{check_highest, numbers, taken, wait_free};
+use self::numbers::{check_highest, numbers, pass_over, taken, wait_free};
 use self::options::RestoreOptions;
 use crate::breakpoints::Breakpoints;
 use crate::clone::Run;
@@ -40,7 +40,9 @@ use crate::criu::{Criu, IGNORE_CGROUPS};
 use crate::gate;
 use crate::images;
 use crate::log::Complaint;
-use crate::processes::{find_by_inner_number, is_in_state, kill_below, kill_orphans, process_tree};
+use crate::processes::{
+    find_by_inner_number, is_ending, is_in_state, kill_below, kill_orphans, process_tree,
+};
 use crate::view;
 
 /// How long numbers may still be in use by processes that have just ended and
@@ -153,6 +155,16 @@ struct Standing {
     asking: UnixStream,
 }
 
+/// The numbers of the dump's processes and threads, for which a tree is about to end so that
+/// they are free: has the kernel give none of them to anybody else for a while.
+///
+/// # Errors
+/// The images cannot be read.
+pub fn keep_free(images: &Path) -> io::Result<()> {
+    pass_over(&numbers(images)?, numbers::limit());
+    Ok(())
+}
+
 fn go_on(asking: UnixStream) -> Result<(), RestoreError> {
     gate::grant(asking).map_err(system("telling CRIU to go on"))
 }
@@ -175,9 +187,9 @@ impl Restore {
         }
         let reading = || system(format!("reading the images in {}", images_dir.display()));
         let numbers = numbers(images_dir).map_err(reading())?;
-        let limit = fs::read_to_string("/proc/sys/kernel/pid_max").ok();
-        check_highest(&numbers, limit.and_then(|limit| limit.trim().parse().ok()))?;
+        check_highest(&numbers, numbers::limit())?;
         if !options.own_pids {
+            pass_over(&numbers, numbers::limit());
             wait_free(&numbers, work.parent())?;
         }
         DirBuilder::new()
@@ -468,7 +480,7 @@ impl Drop for Restore {
             }
         }
         // Those that CRIU has killed: their numbers are to be free for the next try.
-        let dies = |(number, _): &(u32, String)| !is_in_state(*number, 'Z');
+        let dies = |(number, _): &(u32, String)| !is_in_state(*number, 'Z') && is_ending(*number);
         while taken(&self.numbers).iter().any(dies) && Instant::now() < end {
             std::thread::sleep(Duration::from_millis(1));
         }

@@ -28,9 +28,10 @@ use strata_vm::state;
 
 use super::disk::Known;
 use super::freezing::Manner;
+use super::gone::{LOOK_EVERY, ends};
 use super::guest_disks::{FrozenDisk, Image};
 use super::held_images::Held;
-use super::revive::{At, Hold, LOOK_EVERY, Revived, ends};
+use super::revive::{At, Hold, Revived};
 use super::take::{FEW_PAGES, Numbers};
 use super::{Snapshots, Tell, lock, wish_of};
 use super::{guest_files, guest_swap};

@@ -11,11 +11,17 @@ use strata_units::SpaceId;
 
 use super::disk::{Known, Process};
 
+type Copied = (u32, io::Result<Prepared>);
+
 /// The page maps of processes to come, copied while CRIU makes them. Until it is
 /// dropped their tenant is coming back.
 pub(super) struct Preparing {
+    /// Who comes, and whose pages these are.
+    tenant: Arc<Tenant>,
+    origin: Arc<Tenant>,
+    memories: Vec<(u32, SpaceId)>,
     thread: Option<JoinHandle<()>>,
-    copied: Option<Receiver<(u32, io::Result<Prepared>)>>,
+    copied: Option<Receiver<Copied>>,
     ready: BTreeMap<u32, io::Result<Prepared>>,
     _revival: Revival,
 }
@@ -29,8 +35,25 @@ impl Preparing {
         let memory_of = |process: &Process| Some((process.pid, SpaceId(process.memory?)));
         let memories: Option<Vec<_>> = known.processes.iter().map(memory_of).collect();
         let memories = memories.ok_or("its memory is not loaded")?;
-        let revival = tenant.revival();
-        let (tenant, origin) = (Arc::clone(tenant), Arc::clone(origin));
+        let mut preparing = Self {
+            tenant: Arc::clone(tenant),
+            origin: Arc::clone(origin),
+            memories,
+            thread: None,
+            copied: None,
+            ready: BTreeMap::new(),
+            _revival: tenant.revival(),
+        };
+        preparing.again()?;
+        Ok(preparing)
+    }
+
+    /// Copies them once more, for the next try: those of the last one are used up.
+    pub(super) fn again(&mut self) -> Result<(), String> {
+        self.end();
+        self.ready.clear();
+        let (tenant, origin) = (Arc::clone(&self.tenant), Arc::clone(&self.origin));
+        let memories = self.memories.clone();
         let (send, copied) = mpsc::channel();
         let thread = Builder::new().name("prepare".into()).spawn(move || {
             for (pid, memory) in memories {
@@ -41,9 +64,16 @@ impl Preparing {
                 }
             }
         });
-        let thread = thread.map_err(|error| format!("no thread for a restore: {error}"))?;
-        let ready = BTreeMap::new();
-        Ok(Self { thread: Some(thread), copied: Some(copied), ready, _revival: revival })
+        self.thread = Some(thread.map_err(|error| format!("no thread for a restore: {error}"))?);
+        self.copied = Some(copied);
+        Ok(())
+    }
+
+    fn end(&mut self) {
+        self.copied = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
     }
 
     /// Waits for all of them: there is room for what is to come.
@@ -71,9 +101,6 @@ impl Preparing {
 impl Drop for Preparing {
     fn drop(&mut self) {
         // Nothing of it is left when the tenant is discarded.
-        self.copied = None;
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
+        self.end();
     }
 }

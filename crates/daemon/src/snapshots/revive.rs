@@ -10,13 +10,14 @@ use strata_api::{
     AGENT_SOCKET_NAME, Net, PortForward, Progress, SnapshotRef, Tcp, Unit, clone_name,
 };
 use strata_pager::{Setting, Space, Tenant};
-use strata_snapshot::{Restore, RestoreOptions, Shown, Terminals, is_ending};
+use strata_snapshot::{Restore, RestoreError, RestoreOptions, Shown, Terminals};
 use strata_sys::{
     Pidfd, Process as Held, Range, SIGKILL, collect_child, forget_collected, give_core_filter,
 };
 
 use super::copies::{copy_directory, really, to_copy};
 use super::disk::{Known, Place, Process};
+use super::gone::{LOOK_EVERY, ends, wait_gone_again};
 use super::machine::Machine;
 use super::preparing::Preparing;
 use super::{Snapshots, Tell, WORK, remove_flat, unfinished, wish_of};
@@ -24,15 +25,33 @@ use crate::cgroup::Cgroups;
 
 /// Between the end of a process's memory and its own.
 const GONE_WITHIN: Duration = Duration::from_secs(1);
-/// How long killed processes may take to be gone.
-pub(super) const KILL_PATIENCE: Duration = Duration::from_secs(10);
+/// How long it is tried again where somebody else, who may end, has a number that is needed.
+const TAKEN_PATIENCE: Duration = Duration::from_secs(3);
 /// How long the agents of restored processes may take to say hello.
 const HELLO_PATIENCE: Duration = Duration::from_secs(10);
-pub(super) const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// The program that CRIU runs at each step of a restore, and is started with for a clone:
 /// beside this one, or where it is installed.
 const HELPER: &str = "strata-clone";
 const INSTALLED_HELPER: &str = "/usr/lib/strata/strata-clone";
+
+/// Why nothing was brought back, or not in whole.
+struct Unrevived {
+    why: String,
+    /// Somebody else has a number that it needs, and may end.
+    is_taken: bool,
+}
+
+impl From<String> for Unrevived {
+    fn from(why: String) -> Self {
+        Self { why, is_taken: false }
+    }
+}
+
+impl From<RestoreError> for Unrevived {
+    fn from(error: RestoreError) -> Self {
+        Self { is_taken: error.is_taken(), why: error.to_string() }
+    }
+}
 
 /// What clones are asked to be.
 pub(crate) struct CloneWish {
@@ -293,14 +312,35 @@ impl Snapshots {
         &self,
         tenant: &Arc<Tenant>,
         known: &Known,
-        preparing: Preparing,
+        mut preparing: Preparing,
         how: How,
         hold: Hold<'_>,
     ) -> Result<Life, String> {
-        let How { keep_connections, terminals } = how;
-        let new = RestoreOptions::new(helper()?);
-        let kept_log = Some(self.disk.kept_log("restore"));
-        let mut options = RestoreOptions { keep_connections, terminals, kept_log, ..new };
+        let deadline = Instant::now() + TAKEN_PATIENCE;
+        loop {
+            match self.revive_once(tenant, known, &mut preparing, &how, hold) {
+                Err(Unrevived { is_taken: true, .. }) if Instant::now() < deadline => {
+                    std::thread::sleep(20 * LOOK_EVERY);
+                    wait_gone_again(tenant).map_err(str::to_owned)?;
+                    preparing.again()?;
+                }
+                outcome => return outcome.map_err(|failed| failed.why),
+            }
+        }
+    }
+
+    fn revive_once(
+        &self,
+        tenant: &Arc<Tenant>,
+        known: &Known,
+        preparing: &mut Preparing,
+        how: &How,
+        hold: Hold<'_>,
+    ) -> Result<Life, Unrevived> {
+        let mut options = RestoreOptions::new(helper()?);
+        (options.keep_connections, options.terminals) =
+            (how.keep_connections, how.terminals.again());
+        options.kept_log = Some(self.disk.kept_log("restore"));
         if let Some(place) = self.line_of(tenant).place {
             options.own_pids = true;
             options.own_network = place.own_network;
@@ -335,10 +375,10 @@ impl Snapshots {
         work: &Path,
         tenant: &Arc<Tenant>,
         known: &Known,
-        mut preparing: Preparing,
+        preparing: &mut Preparing,
         (options, hold): (RestoreOptions, Hold<'_>),
         alive: &mut Vec<Arc<Held>>,
-    ) -> Result<Life, String> {
+    ) -> Result<Life, Unrevived> {
         // Of an earlier life: an ended process that nobody has collected holds its
         // number.
         for process in &known.processes {
@@ -347,8 +387,7 @@ impl Snapshots {
         }
         let criu = self.criu()?;
         let images = self.disk.images(&known.info.id);
-        let mut restore =
-            Restore::begin(&criu, &images, work, options).map_err(|error| error.to_string())?;
+        let mut restore = Restore::begin(&criu, &images, work, options)?;
         let mut adopting = None;
         if let (Some(directory), Some(pid)) = (&tenant.record().cgroup, restore.forefather())
             && !Cgroups::has(directory.as_ref(), pid)
@@ -364,10 +403,11 @@ impl Snapshots {
         let no_terminal = restore.lacks_terminal().then(|| NO_TERMINAL.to_owned());
         let agent_socket = self.work.join(AGENT_SOCKET_NAME);
         let mut spaces = Vec::new();
-        while let Some(arrival) = restore.next_arrival().map_err(|error| error.to_string())? {
+        while let Some(arrival) = restore.next_arrival()? {
             let is_it = |process: &&Process| process.pid == arrival.old_pid;
             let process = known.processes.iter().find(is_it);
-            let process = process.ok_or("CRIU restores a process that is not known")?;
+            let process =
+                process.ok_or_else(|| "CRIU restores a process that is not known".to_owned())?;
             // A child of CRIU that has not run yet, and whose number nobody has collected.
             let held = Held::open(arrival.pid).map_err(|error| error.to_string())?;
             let held = Arc::new(held);
@@ -418,7 +458,7 @@ impl Snapshots {
         };
         let no_cgroup = tenant.record().cgroup.as_ref().filter(|directory| is_outside(directory));
         let no_cgroup = no_cgroup.map(|_| NO_CGROUP.to_owned());
-        hold(At::Stands)?;
+        hold(At::Stands)?; // From here on it is not tried again: it may have run.
         restore.let_go().map_err(|error| error.to_string())?;
         hold(At::Runs)?;
         let tree = restore.finish().map_err(|error| error.to_string())?;
@@ -437,7 +477,7 @@ impl Snapshots {
         };
         while !spaces.iter().zip(alive.iter()).all(is_there) {
             if Instant::now() > deadline {
-                return Err("the agents of its processes do not say hello".into());
+                return Err("the agents of its processes do not say hello".to_owned().into());
             }
             std::thread::sleep(LOOK_EVERY);
         }
@@ -457,23 +497,4 @@ pub(crate) fn helper() -> Result<PathBuf, String> {
     found.map(Path::to_owned).ok_or_else(|| {
         missing(format!("it is neither beside {} nor at {INSTALLED_HELPER}", own.display()))
     })
-}
-
-/// Waits for a tenant whose processes were all killed and are not gone yet, or not
-/// known to be. `false`: it lives.
-pub(super) fn ends(tenant: &Tenant) -> bool {
-    let deadline = Instant::now() + KILL_PATIENCE;
-    while tenant.attachment().1 {
-        let pids = tenant.pids();
-        if pids.is_empty() {
-            return !tenant.attachment().1;
-        }
-        if !pids.iter().all(|&pid| is_ending(pid)) || Instant::now() > deadline {
-            return false;
-        }
-        pids.into_iter().for_each(collect_child);
-        tenant.look_for_ended();
-        std::thread::sleep(LOOK_EVERY);
-    }
-    true
 }

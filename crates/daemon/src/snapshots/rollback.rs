@@ -14,17 +14,18 @@
 use std::path::Path;
 use std::sync::Arc;
 use std::thread::Builder;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use strata_api::SnapshotRef;
 use strata_pager::Tenant;
-use strata_snapshot::{Restore, RestoreOptions, Shown, Terminals};
-use strata_sys::collect_child;
+use strata_snapshot::{Restore, RestoreOptions, Shown, Terminals, keep_free};
+use strata_sys::Pidfd;
 use strata_units::SpaceId;
 
 use super::disk::Known;
+use super::gone::{wait_gone, wait_gone_again};
 use super::preparing::Preparing;
-use super::revive::{How, KILL_PATIENCE, LOOK_EVERY, Life, helper};
+use super::revive::{How, Life, helper};
 use super::take::Standing;
 use super::{Snapshots, Tell, remove_flat, unfinished};
 
@@ -65,6 +66,9 @@ impl Snapshots {
             unharmed(format!("what it is now cannot be kept for the case that this fails: {why}"))
         })?;
         let again = terminals.again();
+        // A failure shows when CRIU cannot have them.
+        let _ = keep_free(&self.disk.images(&known.info.id));
+        let _ = keep_free(&self.disk.images(&standing.known.info.id));
         let undo = self.end(tenant, standing)?;
         let how = How { keep_connections: true, terminals };
         match self.revive(tenant, &known, preparing, how) {
@@ -137,10 +141,11 @@ impl Snapshots {
     /// Ends the tenant, which stands still.
     fn end(&self, tenant: &Arc<Tenant>, standing: Standing) -> Result<Known, String> {
         let pids = tenant.pids();
+        let processes: Vec<_> = pids.iter().filter_map(|&pid| Pidfd::open(pid).ok()).collect();
         let held = tenant.hold_memory(&pids);
         tenant.kill();
         let undo = standing.end_killed();
-        match wait_gone(tenant, &pids, || drop(held)) {
+        match wait_gone(tenant, &processes, || drop(held)) {
             Ok(()) => Ok(undo),
             Err(why) => {
                 let id = undo.info.id.clone();
@@ -161,7 +166,7 @@ impl Snapshots {
     ) -> String {
         let name = &tenant.record().name;
         let how = How { keep_connections: true, terminals };
-        let back = wait_gone(tenant, &tenant.pids(), || ())
+        let back = wait_gone_again(tenant)
             .map_err(str::to_owned)
             .and_then(|()| Preparing::begin(tenant, tenant, &undo))
             .and_then(|preparing| self.revive(tenant, &undo, preparing, how));
@@ -180,31 +185,4 @@ impl Snapshots {
             }
         }
     }
-}
-
-/// Waits until processes that were killed are gone, and the tenant knows it. `meanwhile`
-/// is done when they are.
-fn wait_gone(
-    tenant: &Arc<Tenant>,
-    pids: &[u32],
-    meanwhile: impl FnOnce(),
-) -> Result<(), &'static str> {
-    let deadline = Instant::now() + KILL_PATIENCE;
-    // Not only dead: a zombie holds its number.
-    let there = |pid: &u32| Path::new(&format!("/proc/{pid}")).exists();
-    let wait_while = |is_so: &dyn Fn() -> bool| {
-        while is_so() {
-            pids.iter().for_each(|&pid| collect_child(pid));
-            if Instant::now() > deadline {
-                return Err("its processes were killed and are not gone yet");
-            }
-            std::thread::sleep(LOOK_EVERY);
-        }
-        Ok(())
-    };
-    wait_while(&|| pids.iter().any(there))?;
-    // Their memory is taken down beside what follows.
-    meanwhile();
-    tenant.look_for_ended();
-    wait_while(&|| tenant.attachment().1)
 }

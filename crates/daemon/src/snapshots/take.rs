@@ -12,9 +12,10 @@ use strata_sys::{Pidfd, Priority, log};
 use strata_units::PAGE_SIZE;
 
 use super::disk::{Known, Process};
+use super::gone::LOOK_EVERY;
 use super::machine::Machine;
 use super::moving::Once;
-use super::revive::{LOOK_EVERY, helper};
+use super::revive::helper;
 use super::{Snapshots, Tell, lock};
 
 pub(super) fn now() -> f64 {

@@ -45,6 +45,18 @@ pub enum RestoreError {
     },
 }
 
+impl RestoreError {
+    /// Whether somebody else has a number of the dump's: who has it may end.
+    #[must_use]
+    pub fn is_taken(&self) -> bool {
+        match self {
+            Self::Taken(_) => true,
+            Self::Failed(complaint) => complaint.is_of_taken_number(),
+            _ => false,
+        }
+    }
+}
+
 pub(super) fn system(what: impl Into<String>) -> impl FnOnce(io::Error) -> RestoreError {
     let what = what.into();
     move |cause| RestoreError::System { what, cause }

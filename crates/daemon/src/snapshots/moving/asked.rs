@@ -8,7 +8,7 @@ use strata_pager::Tenant;
 use strata_sys::{Priority, log};
 
 use super::super::Snapshots;
-use super::super::revive::ends;
+use super::super::gone::ends;
 use super::into::Coming;
 use super::owed;
 use super::record::Decided;

@@ -8,8 +8,8 @@ use strata_pager::Tenant;
 use strata_sys::{Priority, log};
 
 use super::super::Snapshots;
+use super::super::gone::ends;
 use super::super::lineage::life_of;
-use super::super::revive::ends;
 use super::lending::Lending;
 use super::record::{Moves, Out};
 use super::{ANSWERED_WITHIN, Wire, owed, still};

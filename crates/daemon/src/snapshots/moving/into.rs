@@ -18,10 +18,11 @@ use strata_units::SpaceId;
 
 use super::super::disk::{Known, Place};
 use super::super::files::extract;
+use super::super::gone::ends;
 use super::super::guest_files::{described, state_in};
 use super::super::machine::Machine;
 use super::super::preparing::Preparing;
-use super::super::revive::{At, How, ends};
+use super::super::revive::{At, How};
 use super::super::{SnapshotState, Snapshots};
 use super::asked::undecided;
 use super::disks::Making;

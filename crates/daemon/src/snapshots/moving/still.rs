@@ -10,8 +10,8 @@ use strata_units::SpaceId;
 
 use super::super::disk::Known;
 use super::super::freezing::{Freezable, Manner};
+use super::super::gone::ends;
 use super::super::guest_disks::{Image, OwnDisk};
-use super::super::revive::ends;
 use super::super::take::{FEW_PAGES, Numbers, Standing};
 use super::super::{Snapshots, Tell, guest_swap, lock};
 use super::disks::Away;

@@ -33,6 +33,7 @@ use strata_units::{PAGE_SIZE, SpaceId};
 use self::freeze::take;
 use crate::capture::RUN_PAGES;
 use crate::capture::pace::Pace;
+use crate::map::counters::Counter;
 use crate::map::lock;
 use crate::tenant::Tenant;
 use crate::tenant::capture::Capture;
@@ -92,6 +93,8 @@ pub(crate) struct Capturing {
     progress: Arc<CaptureProgress>,
     buffer: Vec<u8>,
     pace: Pace,
+    /// Of the tenant, when some was captured last.
+    faults: u64,
     is_urgent: bool,
 }
 
@@ -181,6 +184,7 @@ impl SnapshotOrder {
                     progress,
                     buffer,
                     pace: Pace::default(),
+                    faults: 0,
                     is_urgent,
                 })
             }
@@ -209,7 +213,8 @@ fn undo(tenant: &Tenant, spaces: &[(Arc<Space>, SpaceId)]) {
 
 impl Capturing {
     /// Captures some more. `spare`: the machine has a CPU for it, which does not count
-    /// where faults wait for the keeper: then it is idle because they do.
+    /// where faults wait for the keeper: then it is idle because they do. They do where
+    /// pages have to leave for those that come, and some have come.
     pub(crate) fn go_on(mut self, tenant: &Arc<Tenant>, spare: bool) -> Went {
         let mut pending = 0;
         let (mut torn, mut gone) = (false, false);
@@ -248,7 +253,9 @@ impl Capturing {
             .iter()
             .map(|(space, _)| space.capture_some(tenant, how, &mut self.buffer))
             .sum();
-        self.pace.worked(began, self.is_urgent || spare && !tenant.is_short());
+        let faults = std::mem::replace(&mut self.faults, tenant.counters.get(Counter::Faults));
+        let nobody_waits = !tenant.is_short() || self.faults == faults;
+        self.pace.worked(began, self.is_urgent || spare && nobody_waits);
         if captured > 0 {
             self.progressed = Instant::now();
         } else if self.progressed.elapsed() > PATIENCE {

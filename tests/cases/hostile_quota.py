@@ -378,14 +378,16 @@ def fails_closed(run):
 @case("quota-take-down", native=False, own_daemon=True, soak=True, seconds=300)
 def take_down(run):
     """Measures what many idle tenants cost, and how long it takes to take them down."""
-    count = 300
-    with system(run, f"[quota]\ntenants = {count}\n") as house:
+    count, of_user = 1000, 900  # the last slots are root's
+    with system(run, f"[quota]\ntenants = {count}\nprocesses = {2 * count}\n") as house:
         worker = None
         programs = []
         while len(programs) < count:
             # No more at once than may ask at once.
-            programs += [house.start(USERS[0], house.binaries.strata, "run", "--dram", "64MiB",
-                                     "--", "/bin/sleep", "600") for _ in range(6)]
+            uid = USERS[0] if len(programs) < of_user else 0
+            programs += [house.start(uid, house.binaries.strata, "run", "--dram", "64MiB",
+                                     "--", "/bin/sleep", "600")
+                         for _ in range(min(6, count - len(programs)))]
             run.daemon.wait_until(
                 lambda: all(machine.read(f"/proc/{one.pid}/comm") == "sleep\n"
                             for one in programs), "all have started", 60)

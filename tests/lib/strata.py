@@ -183,7 +183,7 @@ class Daemon:
         return kinds, size
 
     def wait_until(self, condition, what, seconds=20):
-        """Polls, for half of a processor's time at most; the time only ends a hopeless
+        """Polls, for a quarter of a processor's time at most; the time only ends a hopeless
         wait."""
         seconds *= self.patience
         end = time.monotonic() + seconds
@@ -194,7 +194,7 @@ class Daemon:
                 return value
             if (now := time.monotonic()) > end:
                 raise Failure(f"not within {seconds} s: {what}")
-            time.sleep(max(0.02, now - began))
+            time.sleep(max(0.02, 3 * (now - began)))
 
     def settled(self, before, what, stays=0):
         """Waits until the daemon costs no more than before. Memory files may keep

@@ -93,8 +93,8 @@ pub(crate) struct Capturing {
     progress: Arc<CaptureProgress>,
     buffer: Vec<u8>,
     pace: Pace,
-    /// Of the tenant, when some was captured last.
-    faults: u64,
+    /// Of the tenant, when some was captured last; the low bits tell whether there were more.
+    faults: u32,
     is_urgent: bool,
 }
 
@@ -253,8 +253,9 @@ impl Capturing {
             .iter()
             .map(|(space, _)| space.capture_some(tenant, how, &mut self.buffer))
             .sum();
-        let faults = std::mem::replace(&mut self.faults, tenant.counters.get(Counter::Faults));
+        let faults = tenant.counters.get(Counter::Faults) as u32;
         let nobody_waits = !tenant.is_short() || self.faults == faults;
+        self.faults = faults;
         self.pace.worked(began, self.is_urgent || spare && nobody_waits);
         if captured > 0 {
             self.progressed = Instant::now();

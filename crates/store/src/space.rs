@@ -270,9 +270,9 @@ impl Store {
             dictionaries: self.dictionaries.count(),
             dictionary_bytes: self.dictionaries.bytes(),
             lands_dense: self.dictionaries.has_current(),
-            // The table's own file says what it costs, to the page; the
-            // dictionaries' content is in there.
-            metadata_bytes: self.table.memory().allocated_bytes().unwrap_or(0)
+            // The table's own file says what it costs; the dictionaries' content is in
+            // there.
+            metadata_bytes: self.table.occupied_bytes(self.dictionaries.bytes())
                 + counters.bookkeeping_bytes.load(Relaxed)
                 + self.dictionaries.prepared_bytes()
                 + size_of::<Self>() as u64,

@@ -45,7 +45,22 @@ pub(crate) struct Table {
     pub(crate) staged: IdSet,
     pub(crate) repackable: IdSet,
     pub(crate) demotable: IdSet,
+    occupied: Occupied,
 }
+
+/// What the memory file occupied when the kernel was asked last.
+#[derive(Default)]
+struct Occupied {
+    bytes: AtomicU64,
+    /// Which entries and dictionaries there were then.
+    of: AtomicU64,
+    answers: AtomicU32,
+}
+
+/// It occupies a page more for 256 entries; it is asked once for so many.
+const ASKED_PER_ENTRIES: u32 = 64;
+/// What else changes is a page of a set now and then: it is asked once in so many times.
+const ASKED_IN: u32 = 64;
 
 /// How far the dedup index has grown; changed under the allocation lock.
 pub(crate) struct IndexSize {
@@ -90,8 +105,21 @@ impl Table {
             repackable: set(SetName::Repackable),
             demotable: set(SetName::Demotable),
             seed: memory.atomic_u64(SEED_OFFSET).load(Relaxed),
+            occupied: Occupied::default(),
             memory,
         }
+    }
+
+    /// What its memory file occupies, with what is there of `dictionary_bytes`: right to some
+    /// pages, for those who ask hundreds of times a second.
+    pub(crate) fn occupied_bytes(&self, dictionary_bytes: u64) -> u64 {
+        let known = &self.occupied;
+        let of = dictionary_bytes << 32 | u64::from(self.high() / ASKED_PER_ENTRIES + 1);
+        let answers = known.answers.fetch_add(1, Relaxed);
+        if known.of.swap(of, Relaxed) != of || answers.is_multiple_of(ASKED_IN) {
+            known.bytes.store(self.memory.allocated_bytes().unwrap_or(0), Relaxed);
+        }
+        known.bytes.load(Relaxed)
     }
 
     pub(crate) fn memory(&self) -> &SharedMemory {

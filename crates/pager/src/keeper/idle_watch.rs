@@ -16,7 +16,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use strata_sys::WorkClock;
+use strata_sys::{WorkClock, thread_time};
 
 use super::alarm::Alarm;
 use super::idle::{Cause, State, usage_file};
@@ -36,10 +36,15 @@ const COUNT_EVERY: Duration = Duration::from_secs(1);
 /// often as guards are looked for ([`guards`](super::guards))...
 const STILL_LOOK: Duration = Duration::from_millis(250);
 /// ...and one time in so many of one that has nothing registered, and so nothing that a
-/// guard could be on.
+/// guard could be on. That one has ended is seen by this, too.
 const UNREGISTERED_IN: u32 = 4;
 /// One time in so many they are looked at in whole.
 const WHOLE_IN: u32 = 32;
+
+/// Its looks take one part in so many of a processor, as a keeper's do, where that makes
+/// none later than this: a look is dear where the processor is emulated.
+const LOOKS_PART: u32 = 64;
+const LATER_AT_MOST: Duration = Duration::from_millis(8);
 
 static RESTING: Mutex<All> = Mutex::new(All::new());
 static CAME: Condvar = Condvar::new();
@@ -357,7 +362,7 @@ fn look_out() {
     let mut counted = Instant::now();
     let mut all = lock(&RESTING);
     loop {
-        let now = Instant::now();
+        let (now, began) = (Instant::now(), thread_time());
         if now >= counted + COUNT_EVERY {
             all.count_groups();
             counted = now;
@@ -365,9 +370,10 @@ fn look_out() {
         all.read_for_groups(now);
         all.look(now);
         all.still.look(now);
+        let affords = ((thread_time() - began) * LOOKS_PART).min(LATER_AT_MOST);
         all = match all.next_due() {
             Some(due) => {
-                let patience = due.saturating_duration_since(Instant::now());
+                let patience = due.max(now + affords).saturating_duration_since(Instant::now());
                 CAME.wait_timeout(all, patience).unwrap_or_else(PoisonError::into_inner).0
             }
             None => CAME.wait(all).unwrap_or_else(PoisonError::into_inner),

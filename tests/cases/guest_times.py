@@ -94,11 +94,12 @@ def brought_back(run, names, *command):
 def right(run, name):
     """Every byte of it. Told more than once: a guest that has just come back may lose a line."""
     line = reborn(run, name)
-    while True:
+    while not line.said:
+        if run.seconds_left() < 0:
+            raise line.failure("hung: it does not go on")
         line.tell("go on")
         with contextlib.suppress(TimeoutError):
-            if line.more(GOES_ON_SECONDS):
-                break
+            line.more(GOES_ON_SECONDS)
     line.rounds(1)
     line.line.close()
 
@@ -144,8 +145,8 @@ def ours(run, mib):
 
 def many(run):
     """Sixteen clones at once, and what all of them have in DRAM before they differ."""
-    one = Guest(run, NAME, ["--memory", f"{ram_mib(MANY_MIB)}MiB", "--dram", f"{MANY_MIB + 1024}MiB"],
-                ["-machine", "q35"])
+    one = Guest(run, NAME, ["--memory", f"{ram_mib(MANY_MIB)}MiB",
+                            "--dram", f"{MANY_MIB + 1024}MiB"], ["-machine", "q35"])
     try:
         filled(one, MANY_MIB)
         taken = run.daemon.strata("snapshot", NAME, timeout_s=300).stdout.split()[-1]

@@ -13,12 +13,13 @@ import time
 from strata import Failure
 
 SYS_CLONE3 = 435
+COMMAND = ("sleep", "600")
 PATIENCE_S = 20
 # Keeps the interpreter's lock: the child has it, too, until it executes its program.
 LIBC = ctypes.PyDLL(None, use_errno=True)
 
 
-def begin(number, *command):
+def begin(number):
     """A child of that number, at once and without moving the kernel's own count, which
     other programs' numbers depend on; False if somebody has it."""
     wanted = ctypes.c_int(number)
@@ -28,7 +29,7 @@ def begin(number, *command):
     got = LIBC.syscall(SYS_CLONE3, words, len(words))
     if got == 0:
         try:
-            os.execvp(command[0], command)
+            os.execvp(COMMAND[0], COMMAND)
         finally:
             os._exit(127)
     if got < 0:
@@ -47,7 +48,7 @@ def end(number):
 def taken(number):
     """A process of the runner's that has got this number; who had it is ending."""
     deadline = time.monotonic() + PATIENCE_S
-    while not begin(number, "sleep", "600"):
+    while not begin(number):
         if time.monotonic() > deadline:
             raise Failure(f"somebody has number {number}")
         time.sleep(0.001)
@@ -75,7 +76,7 @@ class Taker(threading.Thread):
 
     def run(self):
         while not self.over.is_set():
-            if self.may() and begin(self.number, "sleep", "600"):
+            if self.may() and begin(self.number):
                 self.had = True
                 self.over.wait(self.seconds)
                 end(self.number)

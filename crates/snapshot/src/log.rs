@@ -128,11 +128,12 @@ fn is_full(directory: &Path) -> bool {
     statvfs(directory).is_ok_and(|all| all.f_bavail * all.f_frsize < LEAST_FREE_BYTES)
 }
 
-/// Of the kernel, to who wants a thread with a number that somebody has (EEXIST).
-const THREAD_TAKEN: &str = "Unable to create a thread: -17";
-
-/// The same of a process: what was made has another number, or nothing was.
-const PROCESS_TAKEN: [&str; 2] = ["do not match expected", "Can't fork for"];
+/// Somebody has the number of a thread (EEXIST).
+const NO_THREAD: &str = "Unable to create a thread: -17";
+/// What was made for a process has another number.
+const OTHER_NUMBER: &str = "do not match expected";
+/// Nothing was made for a process, for this or another reason.
+const NO_PROCESS: &str = "Can't fork for";
 
 /// Causes that are known by words of CRIU's, and what to do about them.
 const KNOWN: [(&str, &str); 14] = [
@@ -158,15 +159,15 @@ const KNOWN: [(&str, &str); 14] = [
         "the program or a library of it is another version than at the snapshot: install that one again",
     ),
     (
-        PROCESS_TAKEN[0],
+        OTHER_NUMBER,
         "a process number that it had is in use by now: strata clone gives it numbers of its own",
     ),
     (
-        THREAD_TAKEN,
+        NO_THREAD,
         "the number of a thread that it had is in use by now: strata clone gives it numbers of its own",
     ),
     (
-        PROCESS_TAKEN[1],
+        NO_PROCESS,
         "a process that it had cannot be made: its number is in use, or there are too many processes (ulimit -u, pids.max)",
     ),
     (
@@ -198,8 +199,7 @@ impl Complaint {
     /// Whether a number of a process or thread was somebody else's.
     pub(crate) fn is_of_taken_number(&self) -> bool {
         let has = |words| self.words.contains(words);
-        let [other, none] = PROCESS_TAKEN;
-        has(THREAD_TAKEN) || has(other) || has(none) && has("File exists")
+        has(NO_THREAD) || has(OTHER_NUMBER) || has(NO_PROCESS) && has("File exists")
     }
 }
 

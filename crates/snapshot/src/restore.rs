@@ -156,13 +156,10 @@ struct Standing {
 }
 
 /// The numbers of the dump's processes and threads, for which a tree is about to end so that
-/// they are free: has the kernel give none of them to anybody else for a while.
-///
-/// # Errors
-/// The images cannot be read.
-pub fn keep_free(images: &Path) -> io::Result<()> {
-    pass_over(&numbers(images)?, numbers::limit());
-    Ok(())
+/// they are free: has the kernel give none of them to anybody else for a while. Images that
+/// cannot be read are an error of the restore.
+pub fn keep_free(images: &Path) {
+    pass_over(&numbers(images).unwrap_or_default(), numbers::limit());
 }
 
 fn go_on(asking: UnixStream) -> Result<(), RestoreError> {
@@ -187,10 +184,10 @@ impl Restore {
         }
         let reading = || system(format!("reading the images in {}", images_dir.display()));
         let numbers = numbers(images_dir).map_err(reading())?;
-        check_highest(&numbers, numbers::limit())?;
+        let limit = numbers::limit();
+        check_highest(&numbers, limit)?;
         if !options.own_pids {
-            pass_over(&numbers, numbers::limit());
-            wait_free(&numbers, work.parent())?;
+            wait_free(&numbers, limit, work.parent())?;
         }
         DirBuilder::new()
             .mode(0o700)

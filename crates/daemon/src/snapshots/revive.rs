@@ -25,7 +25,7 @@ use crate::cgroup::Cgroups;
 
 /// Between the end of a process's memory and its own.
 const GONE_WITHIN: Duration = Duration::from_secs(1);
-/// How long it is tried again where somebody else, who may end, has a number that is needed.
+/// How long it is tried again where somebody else got a number before CRIU did.
 const TAKEN_PATIENCE: Duration = Duration::from_secs(3);
 /// How long the agents of restored processes may take to say hello.
 const HELLO_PATIENCE: Duration = Duration::from_secs(10);
@@ -320,7 +320,6 @@ impl Snapshots {
         loop {
             match self.revive_once(tenant, known, &mut preparing, &how, hold) {
                 Err(Unrevived { is_taken: true, .. }) if Instant::now() < deadline => {
-                    std::thread::sleep(20 * LOOK_EVERY);
                     wait_gone_again(tenant).map_err(str::to_owned)?;
                     preparing.again()?;
                 }

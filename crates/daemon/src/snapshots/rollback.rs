@@ -66,9 +66,8 @@ impl Snapshots {
             unharmed(format!("what it is now cannot be kept for the case that this fails: {why}"))
         })?;
         let again = terminals.again();
-        // A failure shows when CRIU cannot have them.
-        let _ = keep_free(&self.disk.images(&known.info.id));
-        let _ = keep_free(&self.disk.images(&standing.known.info.id));
+        keep_free(&self.disk.images(&known.info.id));
+        keep_free(&self.disk.images(&standing.known.info.id));
         let undo = self.end(tenant, standing)?;
         let how = How { keep_connections: true, terminals };
         match self.revive(tenant, &known, preparing, how) {

@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 
 use strata_sys::{WorkClock, thread_time};
 
+use super::LOOK_PART;
 use super::alarm::Alarm;
 use super::idle::{Cause, State, usage_file};
 use crate::map::lock;
@@ -41,9 +42,8 @@ const UNREGISTERED_IN: u32 = 4;
 /// One time in so many they are looked at in whole.
 const WHOLE_IN: u32 = 32;
 
-/// Its looks take one part in so many of a processor, as a keeper's do, where that makes
-/// none later than this: a look is dear where the processor is emulated.
-const LOOKS_PART: u32 = 64;
+/// Its looks take no more of a processor than a keeper's ([`LOOK_PART`]), where that makes none
+/// later than this: a look is dear where the processor is emulated.
 const LATER_AT_MOST: Duration = Duration::from_millis(8);
 
 static RESTING: Mutex<All> = Mutex::new(All::new());
@@ -370,7 +370,7 @@ fn look_out() {
         all.read_for_groups(now);
         all.look(now);
         all.still.look(now);
-        let affords = ((thread_time() - began) * LOOKS_PART).min(LATER_AT_MOST);
+        let affords = ((thread_time() - began) * LOOK_PART).min(LATER_AT_MOST);
         all = match all.next_due() {
             Some(due) => {
                 let patience = due.max(now + affords).saturating_duration_since(Instant::now());

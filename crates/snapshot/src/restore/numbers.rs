@@ -13,6 +13,8 @@ const LEFT_AFTER: Duration = Duration::from_secs(1);
 /// The number that the kernel gave last; the next one is given above it (see `pid_max` in
 /// proc(5)).
 const LAST_GIVEN: &str = "/proc/sys/kernel/ns_last_pid";
+/// How long somebody else who has a number may keep it: most are short-lived.
+const TAKEN_PATIENCE: Duration = Duration::from_secs(3);
 /// How many processes may be started while a restore waits for its numbers, and do not come
 /// to them.
 const PASSED_AHEAD: u32 = 4096;
@@ -77,11 +79,16 @@ pub(super) fn limit() -> Option<u32> {
     fs::read_to_string("/proc/sys/kernel/pid_max").ok()?.trim().parse().ok()
 }
 
-/// Waits until nobody has `numbers`. `places`: where work directories of restores are.
-pub(super) fn wait_free(numbers: &[u32], places: Option<&Path>) -> Result<(), RestoreError> {
+/// Waits until nobody has `numbers`, and keeps them free. `limit`: the first that the kernel
+/// does not give; `places`: where work directories of restores are.
+pub(super) fn wait_free(
+    numbers: &[u32],
+    limit: Option<u32>,
+    places: Option<&Path>,
+) -> Result<(), RestoreError> {
     let began = Instant::now();
-    let end = began + FREE_WITHIN;
     loop {
+        pass_over(numbers, limit);
         let taken = taken(numbers);
         if let Some(places) = places.filter(|_| began.elapsed() >= LEFT_AFTER) {
             taken.iter().for_each(|(number, _)| kill_left_behind(*number, places));
@@ -90,7 +97,8 @@ pub(super) fn wait_free(numbers: &[u32], places: Option<&Path>) -> Result<(), Re
         if taken.is_empty() {
             return Ok(());
         }
-        if taken.iter().any(living) || Instant::now() >= end {
+        let patience = if taken.iter().any(living) { TAKEN_PATIENCE } else { FREE_WITHIN };
+        if began.elapsed() >= patience {
             return Err(RestoreError::Taken(taken));
         }
         std::thread::sleep(Duration::from_millis(1));

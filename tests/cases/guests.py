@@ -1,6 +1,6 @@
-"""Three boots of emulated guests, for what this machine's kernel and devices cannot
-show: an old kernel, a new one with all the devices that the cases want, and that one
-once more after its power was cut. Each case in a guest counts as one here, too."""
+"""Boots of emulated guests, for what this machine's kernel and devices cannot show: an old
+kernel, a new one with memory in two nodes, and one with an NVDIMM, once more after its power
+was cut. Each case in a guest counts as one here, too."""
 
 import os
 
@@ -13,9 +13,10 @@ from kernels import MANAGES, in_guest, only
 from moment import CRIU, need_criu
 from suite import case
 
-IN_NEW_KERNEL = (
-    "cgroup-v2-backstop", "oom-order", "budget-rush-small", "dax-tier", "dax-redis", "dax-full",
-    "dax-not", "node-tier", "node-huge", "node-order", "node-alloc", "node-qemu", "node-damon",
+BEFORE_CUT = ("dax-tier", "dax-redis", "dax-full", "dax-not")
+IN_TWO_NODES = (
+    "cgroup-v2-backstop", "oom-order", "budget-rush-small", "node-tier", "node-huge",
+    "node-order", "node-alloc", "node-qemu", "node-damon", "import-from-elsewhere",
 )
 
 
@@ -30,24 +31,30 @@ def guest_old_kernel(run):
                          [["--native", *only(*names)]], names)
 
 
-@case("guest-new-kernel", native=False, own_daemon=True, computes=True, seconds=900, takes=200)
+@case("guest-new-kernel", native=False, own_daemon=True, computes=True, seconds=600, takes=200)
 def guest_new_kernel(run):
+    """To it comes what left a program of this machine."""
+    need_criu()
+    sent, environment = moves.send(run)
+    run.tests = in_guest(run, can_manage, [only(*IN_TWO_NODES)], IN_TWO_NODES,
+                         [*environment, f"STRATA_CRIU={CRIU}"], guest.nodes(), criu=CRIU,
+                         more={*vm.files(run.tool("qemu-system-x86_64")), *sent})
+
+
+@case("guest-dax", native=False, own_daemon=True, computes=True, seconds=600, takes=200)
+def guest_dax(run):
     """Its power is cut in the last case, which so says nothing; the next boot tells."""
     need_criu()
     nvdimm = os.path.join(run.directory, "nvdimm")
     with open(nvdimm, "wb") as file:
         file.truncate(guest.NVDIMM_MIB << 20)
-    sent, environment = moves.send(run)
-    environment += [f"{dax.NVDIMM}=1", f"STRATA_CRIU={CRIU}"]
-    files = {*dax.files(run), *vm.files(run.tool("qemu-system-x86_64")), *sent}
+    files = dax.files(run)
 
     def boot(runs, names):
-        return in_guest(run, can_manage, runs, names, environment,
-                        [*guest.nodes(), *guest.with_nvdimm(nvdimm)], dax.MODULES,
-                        more=files, criu=CRIU)
-    run.tests = boot([only(*IN_NEW_KERNEL), only(dax.CUT)], IN_NEW_KERNEL)
-    after = [dax.AFTER, "import-from-elsewhere"]
-    run.tests += boot([only(*after)], after)
+        return in_guest(run, can_manage, runs, names, [f"{dax.NVDIMM}=1", f"STRATA_CRIU={CRIU}"],
+                        guest.with_nvdimm(nvdimm), dax.MODULES, more=files, criu=CRIU)
+    run.tests = boot([only(*BEFORE_CUT), only(dax.CUT)], BEFORE_CUT)
+    run.tests += boot([only(dax.AFTER)], [dax.AFTER])
 
 
 @case("guest-measures", native=False, daemon=False, soak=True, seconds=900)

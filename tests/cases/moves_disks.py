@@ -11,7 +11,8 @@ import subprocess
 from guest_disks import begun, ended, writes_on
 from guest_snapshots import reborn
 from moment import Moment, need_criu
-from moves_hosts import another, at, dying, guest_over, killed_guest_in_steps, move, runs_at
+from moves_hosts import (another, at, dying, for_each_side, guest_over, killed_guest_in_steps, move,
+                         on, runs_at)
 from strata import Daemon, Failure
 from suite import case
 
@@ -197,8 +198,7 @@ STEPS = (
 )
 
 
-@case("move-disks-killed", native=False, own_daemon=True, computes=True, seconds=900, takes=75)
-def killed(run):
+def killed(run, side):
     """A worker here, one there, or the command dies in each step of a guest's move with its
     disks: it runs at one side, and the images of the other are put aside or gone. The command
     dies in each of them only in the soak: what it is asked for by then is the same as without."""
@@ -214,11 +214,14 @@ def killed(run):
             for daemon in (runs, other):
                 away(daemon, *(name for name in files(daemon) if ".moved" in name))
         try:
-            killed_guest_in_steps(run, first, there, STEPS, also,
+            killed_guest_in_steps(run, first, there, on(side, STEPS), also,
                                   None if run.soak else ("mirroring", "aside", "told"))
         finally:
             ended(run, first)
             there.strata("stop", first.name, check=False)
+
+
+for_each_side("move-disks-killed", killed)
 
 
 def given_and_ended(run, guest, there):

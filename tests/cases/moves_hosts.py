@@ -66,7 +66,7 @@ def program(run):
     with all of its memory."""
     need_criu()
     with another(run) as there:
-        program = Moment(run, "plain", 48, "24MiB")
+        program = Moment(run, "plain", 24, "12MiB")
         program.pressed()
         for here, other in ((run.daemon, there), (there, run.daemon)):
             before = program.count
@@ -187,6 +187,17 @@ STEPS = (
 )
 
 
+def on(side, steps):
+    return [step for step in steps if step[0] == side]
+
+
+def for_each_side(name, body):
+    """A case for the steps of one host, and one for the other's."""
+    for side in ("here", "there"):
+        case(f"{name}-{side}", native=False, own_daemon=True, computes=True, seconds=600,
+             takes=40)(lambda run, side=side: body(run, side))
+
+
 def dying(run, name, here, there, side, step, victim):
     """Moves; in that step of that side its worker dies, or the command that carries it."""
     daemon = {"here": here, "there": there}[side]
@@ -254,7 +265,7 @@ def program_killed(run):
     """A worker here, a worker there, or the command dies in each step of a program's move."""
     need_criu()
     with another(run) as there:
-        program = Moment(run, "plain", 24, "16MiB")
+        program = Moment(run, "plain", 16, "10MiB")
         program.pressed()
 
         def goes_on(daemon, _, when):
@@ -305,8 +316,7 @@ def killed_guest_in_steps(run, first, there, steps, also, commands=None):
     killed_in_steps(run, first.name, run.daemon, there, goes_on, steps, commands)
 
 
-@case("move-guest-killed", native=False, own_daemon=True, computes=True, seconds=600, takes=70)
-def guest_killed(run):
+def guest_killed(run, side):
     """The same with a guest, whose disks both hosts see. The command dies in each step only in
     the soak: that is a cut connection, as in the program's."""
     with another(run) as there:
@@ -316,11 +326,14 @@ def guest_killed(run):
             if (left := files(first)) != ["a.raw", "b.qcow2", "base.qcow2"]:
                 raise Failure(f"beside its disks there are {left}")
         try:
-            killed_guest_in_steps(run, first, there, GUEST_STEPS, also,
+            killed_guest_in_steps(run, first, there, on(side, GUEST_STEPS), also,
                                   None if run.soak else ("given", "told", "committed"))
         finally:
             ended(run, first)
             there.strata("stop", first.name, check=False)
+
+
+for_each_side("move-guest-killed", guest_killed)
 
 
 @case("move-refused", native=False, own_daemon=True, seconds=120, takes=15)

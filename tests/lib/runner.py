@@ -60,14 +60,14 @@ class Case:
     def built(self, program):
         return os.path.join(self.build, program)
 
-    def start(self, program, *arguments, budget="40MiB", **how):
+    def start(self, program, *arguments, budget="20MiB", **how):
         """Starts a built program, or any command given with its path."""
         path = program if "/" in program else self.built(program)
         started = Program(self, [path, *arguments], budget, **how)
         self.programs.append(started)
         return started
 
-    def run(self, program, *arguments, budget="40MiB", pressed=True, **how):
+    def run(self, program, *arguments, budget="20MiB", pressed=True, **how):
         """Starts it and sees it to its good end."""
         started = self.start(program, *arguments, budget=budget, **how)
         started.finish(pressed)
@@ -228,13 +228,12 @@ class Runner:
             outcome.verdict, outcome.reason = "flaky", f"alone it passes; before: {reason}"
         self.count(registered, outcome)
 
-    def may_begin(self, one, waiting):
-        """Those that compute leave two places to others, as long as there are others."""
+    def may_begin(self, one):
+        """Those that compute leave a place to others: most of these wait now and then."""
         if one.alone or any(other.alone for other in self.running):
             return not self.running
         computing = sum(other.computes for other in self.running)
-        left = 2 if any(not other.computes for other in waiting) else 1
-        return not one.computes or computing < max(self.options.at_once - left, 1)
+        return not one.computes or computing < max(self.options.at_once - 1, 1)
 
     def take(self, waiting):
         """The next case, when one may begin; none are left: None."""
@@ -243,7 +242,7 @@ class Runner:
                 if self.stopped or not waiting:
                     return None
                 for one in waiting:
-                    if self.may_begin(one, waiting):
+                    if self.may_begin(one):
                         waiting.remove(one)
                         self.running.append(one)
                         return one

@@ -31,7 +31,7 @@ def kill_worker(run, programs, restarts):
 def worker_killed(run):
     """Ten times (hundreds in a soak) under the load of two tenants."""
     before = run.daemon.footprint()
-    programs = [run.start("hold", "96", "load", budget="40MiB") for _ in range(2)]
+    programs = [run.start("hold", "48", "load", budget="20MiB") for _ in range(2)]
     for program in programs:
         program.gate("running")
         run.daemon.wait_until(lambda: program.stats()["faults_total"] > 500, "faults are served")
@@ -50,7 +50,7 @@ def worker_killed_at_fork(run):
     before = run.daemon.footprint()
     for which in (("fork", "generations"), ("fork", "wide"), ("mapping", "dont-need"),
                   ("mapping", "remap-move"), ("race", "slots"), ("threads", "come-and-go")):
-        program = run.start(*which, budget="72MiB" if which[0] == "fork" else "48MiB")
+        program = run.start(*which, budget="72MiB" if which[0] == "fork" else "24MiB")
         run.daemon.wait_until(
             lambda: (s := run.daemon.stats(program.name)) and s["evictions_total"] > 0,
             "pages are evicted")
@@ -94,7 +94,7 @@ def kill_all_of_it(run):
 @case("daemon-killed", native=False, own_daemon=True)
 def daemon_killed(run):
     """Supervisor and worker at once: tenants wait, they do not read zeroes."""
-    program = run.start("hold", "96", "load", budget="40MiB")
+    program = run.start("hold", "48", "load", budget="20MiB")
     program.gate("running")
     run.daemon.wait_until(lambda: program.stats()["faults_total"] > 500, "faults are served")
     program.assert_pressed()

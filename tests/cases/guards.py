@@ -23,7 +23,7 @@ def ready(program):
 def register(name, which):
     @case(name)
     def body(run):
-        program = run.start("guards", which, budget="32MiB")
+        program = run.start("guards", which, budget="16MiB")
         ready(program)
         program.answer()
         # Before, pages were only evicted; in the end they have come back, too.
@@ -40,7 +40,7 @@ register("limit-unseen-guards", "unseen")
 def guards_snapshot(run):
     """Guards in stacks and in memory that is evicted: a snapshot is taken of them, and
     they are guards again in what is brought back."""
-    program = run.start("guards", "forever", budget="32MiB")
+    program = run.start("guards", "forever", budget="16MiB")
     tenant = Snapshots(run, program)
     names = ("rounds", "remove", "removed", "clone", "cloned")
     path = {name: os.path.join(run.directory, name) for name in names}

@@ -16,7 +16,7 @@ def beside_a_neighbour(run, act):
     """Runs `act` beside a tenant under load that must go on being served."""
     daemon = run.daemon
     before = daemon.footprint()
-    neighbour = run.start("hold", "64", "load", budget="24MiB", name="neighbour")
+    neighbour = run.start("hold", "32", "load", budget="12MiB", name="neighbour")
     neighbour.gate("running")
     daemon.wait_until(lambda: neighbour.stats()["faults_total"] > 100, "the neighbour is served")
     act()
@@ -32,7 +32,7 @@ def beside_a_neighbour(run, act):
 def register(mode):
     def body(run):
         def act():
-            program = run.start("hostile", mode, budget="32MiB", name="hostile")
+            program = run.start("hostile", mode, budget="16MiB", name="hostile")
             program.gate("acted")
             neighbour = run.programs[0]
             faults = neighbour.stats()["faults_total"]
@@ -57,7 +57,7 @@ for mode in ("garbage", "crowd", "hoarder", "half", "wrong-descriptor", "imposto
 def refuse_release(mode):
     def body(run):
         def act():
-            program = run.start("hostile", mode, budget="32MiB", name="hostile")
+            program = run.start("hostile", mode, budget="16MiB", name="hostile")
             program.gate("acted")
             done = run.daemon.strata("release", "hostile", check=False,
                                      timeout_s=run.seconds_left())
@@ -97,7 +97,7 @@ def control_garbage(run):
                               timeout=run.seconds_left(), check=False)
         if done.returncode:
             raise Failure((done.stderr.splitlines() or ["garbage.py failed"])[-1])
-        if (budget := run.programs[0].stats()["budget_bytes"]) != 24 << 20:
+        if (budget := run.programs[0].stats()["budget_bytes"]) != 12 << 20:
             raise Failure(f"garbage changed the neighbour's budget to {budget} bytes")
     beside_a_neighbour(run, act)
 

@@ -9,7 +9,7 @@ from machine import read
 from strata import Failure, Skip
 from suite import CASES, ROOT, case
 
-BYTES = 96 << 20
+BYTES = 48 << 20
 PAGE = 4096
 
 

@@ -164,7 +164,7 @@ def storm_killed(run):
 def hostile(run):
     """Ranges that are not its own, overflows, and millions of tiny hints: each has
     its documented result, and a neighbour is served all the while."""
-    neighbour = run.start("hold", "64", "load", budget="24MiB", name="neighbour")
+    neighbour = run.start("hold", "32", "load", budget="12MiB", name="neighbour")
     neighbour.gate("running")
     run.daemon.wait_until(lambda: neighbour.stats()["faults_total"] > 100, "it is served")
     before = run.daemon.footprint()

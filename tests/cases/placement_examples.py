@@ -135,7 +135,7 @@ def of_others(run):
     """A process names its own memory only: there is no way to say another's, a
     process of nobody is refused, and so is whoever has ended and left its
     connection to somebody else."""
-    program = run.start("hold", "64", "load", budget="24MiB", name="victim")
+    program = run.start("hold", "32", "load", budget="12MiB", name="victim")
     program.gate("running")
     request = {"request": "where", "start": 1 << 46, "pages": 1}
     place = {"request": "place", "wish": "pin", "ranges": [[4096, 8192]]}

@@ -5,7 +5,7 @@ from strata import Failure, Skip
 from suite import case
 
 
-def register(name, program, *arguments, budget="40MiB", seconds=60, directory=False, **how):
+def register(name, program, *arguments, budget="20MiB", seconds=60, directory=False, **how):
     def body(run):
         more = [run.directory] if directory else []
         run.run(program, *arguments, *more, budget=budget, **how)
@@ -28,35 +28,35 @@ def raw_clone_in_namespace(run):
 
 for which in ("copy-on-write", "generations", "wide", "advice", "after-churn"):
     register(f"fork-{which}", "fork", which, budget="72MiB")
-register("exec-itself", "exec", "3", budget="32MiB")
+register("exec-itself", "exec", "3", budget="16MiB")
 
 for which in ("same-page", "different-pages", "come-and-go", "detached", "own-stacks",
               "signal-stack", "jumps", "coroutines"):
     register(f"threads-{which}", "threads", which,
-             budget="72MiB" if which in ("own-stacks", "signal-stack") else "40MiB")
+             budget="36MiB" if which in ("own-stacks", "signal-stack") else "20MiB")
 
 for which in ("dont-need", "lazy-free", "unmap", "map-over", "remap-move", "remap-grow", "protect",
               "arena", "heap-end", "lock", "grows-down", "sparse"):
     register(f"memory-{which}", "mapping", which,
-             budget="64MiB" if which in ("remap-grow", "lock") else "48MiB")
-register("memory-remap-keep", "mapping", "remap-keep", budget="64MiB")
+             budget="32MiB" if which in ("remap-grow", "lock") else "24MiB")
+register("memory-remap-keep", "mapping", "remap-keep", budget="32MiB")
 
 for which in ("anywhere", "slots", "neighbours", "discard"):
-    register(f"race-{which}", "race", which, budget="32MiB")
+    register(f"race-{which}", "race", which, budget="16MiB")
 
 register("syscalls-buffers", "syscalls", "buffers", directory=True)
-register("syscalls-direct", "syscalls", "direct", directory=True, budget="48MiB")
-register("uring-fixed", "uring", "fixed", directory=True, budget="32MiB")
-register("uring-plain", "uring", "plain", directory=True, budget="32MiB")
+register("syscalls-direct", "syscalls", "direct", directory=True, budget="24MiB")
+register("uring-fixed", "uring", "fixed", directory=True, budget="16MiB")
+register("uring-plain", "uring", "plain", directory=True, budget="16MiB")
 
 for which in ("wait-wake", "pi-mutex", "conditions"):
-    register(f"futex-{which}", "futex", which)
+    register(f"futex-{which}", "futex", which, budget="40MiB")
 for which in ("lock-pi", "wake-op", "robust"):
-    register(f"limit-{which}", "futex", which)
+    register(f"limit-{which}", "futex", which, budget="40MiB")
 
 def register_sandbox(which):
     def body(run):
-        program = run.start("sandbox", which, budget="28MiB")
+        program = run.start("sandbox", which, budget="14MiB")
         program.gate("ready")
         program.assert_pressed()
         program.answer()
@@ -68,11 +68,11 @@ for which in ("drop-privileges", "change-root", "few-descriptors", "no-more-thre
               "little-address-space", "pid-namespace", "mount-namespace", "filter-own",
               "filter-all", "overwrite-environment"):
     register_sandbox(which)
-register("limit-user-namespace", "sandbox", "user-namespace", budget="28MiB")
+register("limit-user-namespace", "sandbox", "user-namespace", budget="14MiB")
 
-register("heap-churn", "heap", "churn", budget="32MiB")
-register("heap-brk", "heap", "brk", budget="32MiB")
-register("heap-grow", "heap", "grow", budget="32MiB")
+register("heap-churn", "heap", "churn", budget="16MiB")
+register("heap-brk", "heap", "brk", budget="16MiB")
+register("heap-grow", "heap", "grow", budget="16MiB")
 
 
 @case("heap-jemalloc")
@@ -82,16 +82,16 @@ def heap_jemalloc(run):
     found = glob.glob("/usr/lib/*/libjemalloc.so.2")
     if not found:
         raise Skip("libjemalloc2 is not installed")
-    run.run("heap", "churn", budget="32MiB", env={"LD_PRELOAD": found[0]})
+    run.run("heap", "churn", budget="16MiB", env={"LD_PRELOAD": found[0]})
 
 
 @case("memory-huge")
 def memory_huge(run):
     """Huge pages filled while the budget is far, then squeezed."""
-    program = run.start("mapping", "huge", budget="256MiB")
+    program = run.start("mapping", "huge", budget="128MiB")
     program.gate("filled")
     if not run.native:
-        run.daemon.strata("set", program.name, "--dram", "48MiB")
+        run.daemon.strata("set", program.name, "--dram", "24MiB")
     program.answer()
     program.finish()
 
@@ -101,7 +101,7 @@ def memory_in_order(run):
     """A reader that goes through its memory again and again: pages come ahead of
     it, and pages that it does not write are evicted without packing them anew.
     What it writes in between it finds again."""
-    program = run.start("hold", "160", budget="64MiB")
+    program = run.start("hold", "80", budget="32MiB")
     program.gate("ready")
     for _ in range(3):
         program.answer("check")
@@ -109,7 +109,7 @@ def memory_in_order(run):
     stats = program.stats()
     for figure in ("prefetched_pages_total", "evictions_unchanged_total"):
         if stats[figure] < 1000:
-            raise Failure(f"{figure} is {stats[figure]} after three passes over 160 MiB in 64")
+            raise Failure(f"{figure} is {stats[figure]} after three passes over 80 MiB in 32")
     run.note(f"{stats['prefetched_pages_total']} pages came ahead, "
              f"{stats['evictions_unchanged_total']} of {stats['evictions_total']} left unchanged")
     program.answer("write")

@@ -132,7 +132,7 @@ def reload(run):
             if found != expected << 20:
                 raise Failure(f"{name} has a budget of {found >> 20} MiB")
 
-        program = run.start("hold", "96", "load", budget="24MiB")
+        program = run.start("hold", "48", "load", budget="12MiB")
         program.gate("running")
         run.daemon.wait_until(lambda: program.stats()["faults_total"] > 500, "faults are served")
         worker = worker_of(pid)

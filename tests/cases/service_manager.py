@@ -13,7 +13,7 @@ from strata import Failure
 from suite import case
 from takeover import goes_on, waits
 
-SIZE, BUDGET = "96", "24MiB"
+SIZE, BUDGET = "48", "12MiB"
 
 
 def assert_managed(run, program):

@@ -7,7 +7,7 @@ from suite import case
 def register(name, *arguments):
     @case(name, seconds=90)
     def body(run):
-        run.run(*arguments, budget="48MiB")
+        run.run(*arguments, budget="24MiB")
 
 
 register("small-mappings", "small", "16")
@@ -17,4 +17,4 @@ register("smallest-mappings", "small", "4")
 @case("unmanaged-kinds")
 def unmanaged_kinds(run):
     """Shared memory, files, /dev/zero, code, and a few small mappings."""
-    run.run("kinds", budget="40MiB")
+    run.run("kinds", budget="20MiB")

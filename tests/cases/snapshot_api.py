@@ -14,7 +14,7 @@ from suite import ROOT, case
 class Caller(Snapshots):
     """The program, and the journal that all its lives write."""
 
-    def __init__(self, run, *what, env=None, budget="24MiB"):
+    def __init__(self, run, *what, env=None, budget="12MiB"):
         self.journal = os.path.join(run.directory, f"journal-{len(run.programs)}")
         program = run.start("snapshot_api", self.journal, *what, budget=budget, env=env)
         super().__init__(run, program)

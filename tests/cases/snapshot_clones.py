@@ -254,7 +254,7 @@ def register(mode, megabytes, budget, processes, *options):
             run.daemon.wait_until(lambda: not one.pids(), "the clone ends when its program does")
 
 
-register("threads", 48, "20MiB", 1)
+register("threads", 24, "10MiB", 1)
 register("processes", 16, "36MiB", 3)
 # Both ends of their TCP connections are in the clone, so they go on.
 register("connections", 24, "44MiB", 5, "--net", "new")
@@ -264,18 +264,18 @@ register("connections", 24, "44MiB", 5, "--net", "new")
 def clone_again(run):
     """A clone is a tenant: it keeps a budget, its own, and has snapshots, clones
     of which go on from where *it* was. All of it is given back."""
-    original = Moment(run, "plain", 48, "20MiB")
+    original = Moment(run, "plain", 24, "10MiB")
     original.pressed()
     footprint = run.daemon.footprint()
     snapshot = original.take()
     (clone,) = clones.of_moment(original, snapshot, 1, "--name", "second")
     clones.assert_moment(original, snapshot, [clone])
     clone.pressed()
-    run.daemon.strata("set", clone.name, "--dram", "16MiB")
+    run.daemon.strata("set", clone.name, "--dram", "8MiB")
     run.daemon.wait_until(
-        lambda: cost(run.daemon.stats(clone.name)) <= (16 << 20) + allowance(16 << 20),
+        lambda: cost(run.daemon.stats(clone.name)) <= (8 << 20) + allowance(8 << 20),
         "the clone keeps another budget than the original")
-    if (left := run.daemon.stats(original.name)["budget_bytes"]) != 20 << 20:
+    if (left := run.daemon.stats(original.name)["budget_bytes"]) != 10 << 20:
         raise Failure(f"the original has a budget of {left} now")
     clone.order("write")
     clone.check()
@@ -388,12 +388,12 @@ def clone_worker_killed(run):
 def clone_name_again(run):
     """A program that is started under the name of a clone that has gone is none:
     it comes back with its own process number, and its own files."""
-    original = Moment(run, "quiet", 32, "20MiB", name="first")
+    original = Moment(run, "quiet", 16, "10MiB", name="first")
     snapshot = original.take()
     (clone,) = clones.of_moment(original, snapshot, 1, "--name", "other", "--net", "new")
     clone.kill()
     run.daemon.wait_until(lambda: run.daemon.tenants() == ["first"], "the clone is forgotten")
-    plain = Moment(run, "quiet", 32, "20MiB", name="other")
+    plain = Moment(run, "quiet", 16, "10MiB", name="other")
     own = plain.take()
     if plain.list()[own]["parent"]:
         raise Failure(f"{own} of a new program comes from {plain.list()[own]['parent']}")

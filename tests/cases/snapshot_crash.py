@@ -40,7 +40,7 @@ def refused(done, *words, status=1):
 @case("snapshot-crash", native=False, own_daemon=True)
 def crash(run):
     """Killed, it comes back under its own name or another; not while it runs."""
-    program = Moment(run, "plain", 48, "20MiB")
+    program = Moment(run, "plain", 24, "10MiB")
     program.pressed()
     snapshot = program.take("--label", "good")
     refused(program.restore(snapshot, check=False), program.name, "running")
@@ -124,7 +124,7 @@ def worker_back(run, old):
 def worker_killed(run):
     """Ten times (hundreds in a soak) at random points of snapshot, rollback and
     restore; the random numbers are the same each time."""
-    program = Moment(run, "plain", 48, "20MiB")
+    program = Moment(run, "plain", 24, "10MiB")
     program.pressed()
     first = program.take()
     snapshots, kills, gone = {first}, 0, 0
@@ -142,8 +142,9 @@ def worker_killed(run):
             if kind == "snapshot" and done.returncode == 0:
                 taken = done.stdout.strip()
                 snapshots.add(taken)
-            if kind == "snapshot" and done.returncode:
-                # The answer may be lost when the work is done.
+            if kind in ("snapshot", "rollback") and done.returncode:
+                # The answer may be lost when the work is done; and what a program was when it
+                # was ended for a rollback is kept.
                 new = set(program.list()) - snapshots
                 if len(new) > 1:
                     raise Failure(f"{where}: {sorted(new)} are new")
@@ -205,7 +206,7 @@ def criu_of(run):
 def criu_killed(run):
     """CRIU is killed in the middle. In the few milliseconds in which it stands in
     the program that may end the program, but cleanly."""
-    program = Moment(run, "plain", 48, "20MiB")
+    program = Moment(run, "plain", 24, "10MiB")
     program.pressed()
     first = program.take()
     chance, kills, gone = random.Random(5), 0, 0
@@ -239,7 +240,7 @@ def criu_killed(run):
 def tenant_killed(run):
     """The tenant is killed while a snapshot of it is taken: a whole snapshot or
     none, never half of one; the older one brings it back."""
-    program = Moment(run, "plain", 48, "20MiB")
+    program = Moment(run, "plain", 24, "10MiB")
     program.pressed()
     first = program.take()
     chance, kills = random.Random(6), 0
@@ -273,7 +274,7 @@ def no_space(run):
         text = f'snapshot_dir = "{full}"\n'
         log = os.path.join(run.log_directory, "stratad-small.log")
         with configured(run.daemon, text, run.directory, log):
-            program = Moment(run, "plain", 48, "20MiB")
+            program = Moment(run, "plain", 24, "10MiB")
             program.pressed()
             first = program.take()
             ballast = os.path.join(full, "ballast")

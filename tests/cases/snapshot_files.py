@@ -57,7 +57,7 @@ def persist(run):
     machine = Machine(run, "here")
     # What a careless starter leaves to the daemon.
     with machine.daemon(mask=0):
-        program = Moment(run, "plain", 32, "16MiB")
+        program = Moment(run, "plain", 16, "8MiB")
         program.pressed()
         first = program.take("--label", "kept", "--persist")
         later = program.take()
@@ -136,7 +136,7 @@ def loaded_once(run):
     memory is read once, and nothing of it is left when they and it are gone."""
     machine = Machine(run, "here")
     with machine.daemon():
-        program = Moment(run, "plain", 32, "16MiB")
+        program = Moment(run, "plain", 16, "8MiB")
         program.pressed()
         kept = program.take("--persist")
         program.kill()
@@ -161,7 +161,7 @@ def export(run):
     here, there = Machine(run, "here"), Machine(run, "there")
     file = os.path.join(run.directory, "moment.strata")
     with here.daemon(mask=0):
-        program = Moment(run, "threads", 32, "20MiB")
+        program = Moment(run, "threads", 16, "10MiB")
         program.pressed()
         snapshot = program.take("--label", "good")
         run.daemon.strata("snapshot", "export", snapshot, file)
@@ -309,7 +309,7 @@ def no_space(run):
         kept = os.path.join(full, "kept")
         machine = Machine(run, "here", kept)
         with machine.daemon():
-            program = Moment(run, "plain", 32, "16MiB")
+            program = Moment(run, "plain", 16, "8MiB")
             program.pressed()
             first = program.take("--persist")
             second = program.take()

@@ -19,7 +19,7 @@ SOCKET = "lazy-pages.socket"
 def pid_taken(run):
     """Its process number belongs to somebody else by now: a refusal that says
     so, and when the number is free the restore works."""
-    program = Moment(run, "plain", 48, "20MiB")
+    program = Moment(run, "plain", 24, "10MiB")
     program.pressed()
     snapshot = program.take()
     program.report()
@@ -44,7 +44,7 @@ def thread_taken(run):
     """Between the end of a program and its return somebody else gets the number of a
     thread of it. Whoever lets go of it soon is waited for, before CRIU is started and after;
     if not, what it was and what it was to be are both kept, and can be had later."""
-    program = Moment(run, "threads", 48, "20MiB")
+    program = Moment(run, "threads", 24, "10MiB")
     program.pressed()
     snapshot = program.take()
     places = os.path.join(os.path.dirname(run.daemon.socket_path), "**", SOCKET)

@@ -38,7 +38,7 @@ def snapshot_python(run):
     """With NumPy where the system's Python has it."""
     need_criu()
     python, with_numpy = python_with_numpy()
-    program = Moment(run, "job", 64, "64MiB",
+    program = Moment(run, "job", 32, "32MiB",
                      command=(python, "-B", os.path.join(SOURCES, "arrays.py")))
     back_and_forth(run, program)
     program.order("fork")
@@ -53,7 +53,7 @@ def snapshot_cpp(run):
     if not os.path.exists(built) or os.path.getmtime(built) < os.path.getmtime(source):
         subprocess.run([compiler, "-std=c++17", "-O2", "-g", "-Wall", "-Wextra", "-Werror",
                         "-pthread", source, "-o", built], check=True)
-    back_and_forth(run, Moment(run, "map", 64, "40MiB", command=(built,)))
+    back_and_forth(run, Moment(run, "map", 32, "20MiB", command=(built,)))
 
 
 PIPELINE = """

@@ -81,8 +81,8 @@ def schedule(run):
 
 
 def follow(run, directory):
-    kept = Moment(run, "plain", 24, "16MiB", name="kept")
-    written = Moment(run, "quiet", 24, "16MiB", name="written")
+    kept = Moment(run, "plain", 16, "10MiB", name="kept")
+    written = Moment(run, "quiet", 16, "10MiB", name="written")
     kept.pinned, written.pinned = set(), set()
     by_hand = {kept.take(), kept.take("--label", "mine")}
     own = written.take("--persist")

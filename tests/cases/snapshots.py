@@ -37,19 +37,19 @@ def register(mode, megabytes, budget, processes=1):
         program.assert_clean()
 
 
-register("plain", 64, "24MiB")
-register("threads", 64, "24MiB")
-register("processes", 32, "64MiB", processes=3)
-register("connections", 32, "64MiB", processes=5)
-register("storm", 64, "24MiB")
-register("wipe", 64, "40MiB")
+register("plain", 32, "12MiB")
+register("threads", 32, "12MiB")
+register("processes", 16, "32MiB", processes=3)
+register("connections", 16, "32MiB", processes=5)
+register("storm", 32, "12MiB")
+register("wipe", 32, "20MiB")
 
 
 @case("snapshot-idle", native=False, own_daemon=True)
 def idle(run):
     """Threads that sleep while everything else is evicted again and again. CRIU
     wants to read their thread-local variables, and cannot wait for a page."""
-    program = Moment(run, "idle", 64, "24MiB")
+    program = Moment(run, "idle", 32, "12MiB")
     for _ in range(2):
         # Evicted by now, if that may be; else a wait for it has no end.
         for _ in range(20):
@@ -68,7 +68,7 @@ def faults(run):
     """A restored program's faults are served as they were: beside the thread that
     waits, wherever it runs, and ahead of who reads in order. CRIU's userfaultfds do
     not say whose fault it is."""
-    program = Moment(run, "plain", 64, "24MiB")
+    program = Moment(run, "plain", 32, "12MiB")
     program.pressed()
     program.crash(program.take())
     worker, [pid] = run.daemon.worker(), program.pids()
@@ -86,8 +86,8 @@ def faults(run):
     before = program.daemon.stats(program.name)["prefetched_pages_total"]
     program.check()
     after = program.daemon.stats(program.name)["prefetched_pages_total"]
-    if after < before + 1000:
-        raise Failure(f"{after - before} pages came ahead of a pass over 64 MiB in 24")
+    if after < before + 500:
+        raise Failure(f"{after - before} pages came ahead of a pass over 32 MiB in 12")
     program.assert_clean()
 
 
@@ -95,7 +95,7 @@ def faults(run):
 def refilled(run):
     """Memory that was offered to the kernel (MADV_FREE), not taken, and written
     again: no fault tells that it is there."""
-    program = Moment(run, "quiet", 64, "24MiB")
+    program = Moment(run, "quiet", 32, "12MiB")
     program.pressed()
     program.order("refill")
     snapshot = program.take()
@@ -109,7 +109,7 @@ def refilled(run):
 def reserved(run):
     """8 TiB of address space that nothing is in, as MariaDB reserves it: CRIU
     would want 32 GiB of memory to list its pages. Named, and nothing is frozen."""
-    program = Moment(run, "reserved", 48, "20MiB")
+    program = Moment(run, "reserved", 24, "10MiB")
     program.pressed()
     try:
         program.take()
@@ -146,7 +146,7 @@ def unmanaged(run):
 def removed(run):
     """Three snapshots, removed in every order: what nothing refers to is freed,
     and what is left is whole."""
-    program = Moment(run, "quiet", 32, "20MiB")
+    program = Moment(run, "quiet", 16, "10MiB")
     program.pressed()
     stored = lambda: program.daemon.stats(program.name)["compressed_bytes"]  # noqa: E731
     before, most = stored(), 0
@@ -177,7 +177,7 @@ def removed(run):
 @case("snapshot-fork-after", native=False, own_daemon=True)
 def fork_after(run):
     """What was restored forks at once; the child's memory is right, and managed."""
-    program = Moment(run, "plain", 64, "48MiB")
+    program = Moment(run, "plain", 32, "24MiB")
     program.pressed()
     snapshot = program.take()
     for _ in range(2):
@@ -192,7 +192,7 @@ def fork_after(run):
 @case("snapshot-exec-after", native=False, own_daemon=True)
 def exec_after(run):
     """What was restored becomes another program, which is managed as well."""
-    program = Moment(run, "plain", 64, "24MiB")
+    program = Moment(run, "plain", 32, "12MiB")
     program.pressed()
     snapshot = program.take()
     program.roll(snapshot)
@@ -237,7 +237,7 @@ def gives_back(run):
 def memory_taken_down(run):
     """The memory of what is rolled back is taken down beside the restore, by a
     thread that ends with it, and nothing of it is left."""
-    program = Moment(run, "processes", 96, "96MiB")
+    program = Moment(run, "processes", 48, "48MiB")
     snapshot = program.take()
     for _ in range(run.times(3)):
         program.roll(snapshot)
@@ -252,7 +252,7 @@ def memory_taken_down(run):
 @case("snapshot-generations", native=False, own_daemon=True, seconds=120)
 def generations(run):
     """Restored, pressed, taken again, and so on; then back through all of them."""
-    program = Moment(run, "plain", 64, "24MiB")
+    program = Moment(run, "plain", 32, "12MiB")
     program.pressed()
     taken = []
     for number in range(5):

@@ -15,7 +15,7 @@ from strata import Daemon, Failure, kill_together
 from suite import case
 from tenants import held
 
-SIZE, BUDGET = "96", "24MiB"
+SIZE, BUDGET = "48", "12MiB"
 
 
 def loaded(run):
@@ -174,7 +174,7 @@ def holder_lost(run):
 @case("takeover-snapshots", native=False, own_daemon=True, seconds=120)
 def snapshots(run):
     """A snapshot of before brings its moment back after."""
-    program = Moment(run, "plain", 48, "20MiB")
+    program = Moment(run, "plain", 24, "10MiB")
     program.pressed()
     snapshot = program.take("--label", "before")
     program.goes_on()
@@ -195,7 +195,7 @@ def library_before(run):
     taken over by the next worker and the next daemon; strata stats says that it is older."""
     new = Moment(run, "quiet", 16, "16MiB")
     environment = {**os.environ, "STRATA_AGENT_PROTOCOL": "5"}
-    program = Moment(run, "plain", 48, "20MiB", env=environment)
+    program = Moment(run, "plain", 24, "10MiB", env=environment)
     program.pressed()
     program.order("fork")
     snapshot = program.take()

@@ -33,7 +33,7 @@ def kill_whole(run, manager):
 
 def filed(run):
     """A program with pages in the file tier."""
-    program = run.start("hold", "96", "load", budget="20MiB")
+    program = run.start("hold", "48", "load", budget="10MiB")
     program.gate("running")
 
     def reads():

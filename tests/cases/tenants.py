@@ -180,16 +180,16 @@ def set_both_ways(run):
 @case("release", native=False)
 def release(run):
     """Everything is given back, the program goes on without Strata."""
-    program = run.start("hold", "128", budget="48MiB")
+    program = run.start("hold", "64", budget="24MiB")
     program.gate("ready")
-    run.daemon.wait_until(lambda: program.stats()["stored_bytes"] > 40 * MIB, "pages are stored")
+    run.daemon.wait_until(lambda: program.stats()["stored_bytes"] > 36 * MIB, "pages are stored")
     program.assert_pressed()
     run.daemon.strata("release", program.name, timeout_s=60)
     def given_back():
         stats = run.daemon.stats(program.name)
         return stats is None or stats["stored_bytes"] == 0
     run.daemon.wait_until(given_back, "nothing is stored any more", 30)
-    if machine.resident_anonymous_bytes(program.pid) < 127 * MIB:
+    if machine.resident_anonymous_bytes(program.pid) < 63 * MIB:
         raise Failure("the program's memory is not back")
     program.answer("write")
     program.gate("ready")
@@ -200,7 +200,7 @@ def release(run):
 @case("release-under-load", native=False)
 def release_under_load(run):
     """The same while two threads read and write."""
-    program = run.start("hold", "128", "load", budget="48MiB")
+    program = run.start("hold", "64", "load", budget="24MiB")
     program.gate("running")
     run.daemon.wait_until(lambda: program.stats()["faults_total"] > 1000, "faults are served")
     run.daemon.strata("release", program.name, timeout_s=60)
@@ -216,7 +216,7 @@ def release_under_load(run):
 def stop(run):
     """`strata stop` ends the program and its children, everything is reclaimed."""
     before = run.daemon.footprint()
-    program = run.start("hold", "96", "forever", budget="40MiB")
+    program = run.start("hold", "48", "forever", budget="20MiB")
     program.gate("running")
     run.daemon.wait_until(lambda: program.stats()["evictions_total"] > 0, "pages are evicted")
     run.daemon.strata("stop", program.name, timeout_s=30)
@@ -253,7 +253,7 @@ def kill_reclaims(run):
     """kill -9 in the middle of load: the same."""
     before = run.daemon.footprint()
     for _ in range(run.times(4)):
-        program = run.start("hold", "96", "forever", budget="40MiB")
+        program = run.start("hold", "48", "forever", budget="20MiB")
         program.gate("running")
         run.daemon.wait_until(lambda: program.stats()["faults_total"] > 100, "faults are served")
         os.kill(program.pid, signal.SIGKILL)
@@ -303,13 +303,13 @@ def tenants_by_hundreds(run):
 @case("tenants-side-by-side", native=False)
 def tenants_side_by_side(run):
     """Three under pressure at once; each keeps its budget and its bytes."""
-    programs = [run.start("hold", "64", "load", budget="24MiB") for _ in range(3)]
+    programs = [run.start("hold", "32", "load", budget="12MiB") for _ in range(3)]
     for program in programs:
         program.gate("running")
     for program in programs:
         run.daemon.wait_until(lambda: program.stats()["faults_total"] > 3000, "faults are served")
         # At each moment is what a kernel behind it promises: `budget-rush-small`.
-        run.daemon.wait_until(lambda: cost(program.stats()) <= 24 * MIB + allowance(24 * MIB),
+        run.daemon.wait_until(lambda: cost(program.stats()) <= 12 * MIB + allowance(12 * MIB),
                               f"{program.name} costs no more than its budget")
     for program in programs:
         program.answer()
@@ -325,7 +325,7 @@ def tenant_stopped(run):
     os.kill(still.pid, signal.SIGSTOP)
     # Now the daemon wants pages of it that it cannot have.
     run.daemon.strata("set", still.name, "--dram", "32MiB")
-    other = run.start("hold", "64", "load", budget="24MiB")
+    other = run.start("hold", "32", "load", budget="12MiB")
     other.gate("running")
     run.daemon.wait_until(lambda: other.stats()["faults_total"] > 3000, "the other is served")
     other.answer()

@@ -81,7 +81,7 @@ def other_user_named(run):
                                 ("set", "--dram", "64MiB")):
                     refused(run, as_nobody(run, published.strata, *command, "roots", **socket),
                             "no tenant is named roots")
-                program = run.start(os.path.join(place, "hold"), "96", "load", budget="40MiB",
+                program = run.start(os.path.join(place, "hold"), "48", "load", budget="20MiB",
                                     name="theirs", uid=NOBODY)
                 program.gate("running")
                 stats = run.daemon.wait_until(

@@ -153,7 +153,7 @@ class Moment(Snapshots):
     has_group = False
     COMMANDS = {"check": 1, "fork": 2, "exec": 3, "end": 4, "refill": 5, "write": 6}
 
-    def __init__(self, run, mode, megabytes=64, budget="24MiB", name=None,
+    def __init__(self, run, mode, megabytes=32, budget="12MiB", name=None,
                  more=(), command=("moment",), env=None):
         need_criu()
         path = os.path.join(run.directory, f"board-{len(run.programs)}")

@@ -8,7 +8,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#define BYTES (96 * MIB)
+#define BYTES (48 * MIB)
 
 static char **next;
 

@@ -21,7 +21,7 @@
 #define MADV_GUARD_REMOVE 103
 #endif
 
-#define BYTES (64 * MIB)
+#define BYTES (32 * MIB)
 #define PAGES (BYTES / PAGE)
 #define RUN (500 * PAGE)
 #define WIPED (2 * MIB)

@@ -9,7 +9,7 @@
 #include <pthread.h>
 #include <sys/stat.h>
 
-#define BYTES (96 * MIB)
+#define BYTES (48 * MIB)
 
 static char *memory;
 

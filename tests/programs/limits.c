@@ -20,7 +20,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define BYTES (96 * MIB)
+#define BYTES (48 * MIB)
 #define PAGES (BYTES / PAGE)
 
 static char *memory;

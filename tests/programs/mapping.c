@@ -11,7 +11,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#define BYTES (112 * MIB)
+#define BYTES (56 * MIB)
 #define PAGES (BYTES / PAGE)
 #define PIECE (16 * PAGE)
 #define PIECES (BYTES / PIECE)
@@ -167,7 +167,7 @@ static void remap_keep(void)
 
 static void remap_grow(void)
 {
-    size_t room = 64 * MIB;
+    size_t room = 32 * MIB;
     char *start = t_map(BYTES + room);
     T_SYS(munmap(start + BYTES, room));
     t_fill(start, BYTES, 5);
@@ -291,7 +291,7 @@ static size_t locked_absent(char *start, size_t bytes)
 static void lock(void)
 {
     /* The first locked range is partly evicted when it is locked. */
-    size_t bytes = 6 * MIB;
+    size_t bytes = 3 * MIB;
     char *early = memory, *late = memory + BYTES / 2;
     T_SYS(mlock(early, bytes));
     T_ASSERT(t_absent(early, bytes) == 0, "mlock returned with pages out");
@@ -332,7 +332,7 @@ static unsigned long huge_kib(const void *address)
 static void huge(void)
 {
     /* No pressure yet: the runner gives this case a budget for the start. */
-    size_t bytes = 96 * MIB;
+    size_t bytes = 48 * MIB;
     char *start = t_map_huge(bytes);
     t_fill(start, bytes, 6);
     unsigned long before = huge_kib(start);

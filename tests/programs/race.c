@@ -9,7 +9,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#define BALLAST (80 * MIB)
+#define BALLAST (40 * MIB)
 #define THREADS 4
 #define SLOTS 24
 #define SLOT (64 * PAGE)

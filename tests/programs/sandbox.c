@@ -15,7 +15,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define BYTES (64 * MIB)
+#define BYTES (32 * MIB)
 #define PAGES (BYTES / PAGE)
 #define NOBODY 65534
 

@@ -7,7 +7,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#define TOTAL (96 * MIB)
+#define TOTAL (48 * MIB)
 
 static char *block(size_t bytes)
 {

@@ -24,7 +24,7 @@
 #include <sys/time.h>
 #include <unistd.h>
 
-#define PAGES (48 * MIB / PAGE)
+#define PAGES (24 * MIB / PAGE)
 
 static int (*snapshot)(const char *);
 static const char *(*reason)(void);

@@ -22,7 +22,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define BYTES (112 * MIB)
+#define BYTES (56 * MIB)
 #define PAGES (BYTES / PAGE)
 #define CHUNK (16 * PAGE)
 
@@ -307,9 +307,9 @@ static void *direct_reader(void *number)
 {
     int fd = T_SYS(open(path, O_RDONLY | O_DIRECT | O_CLOEXEC));
     uint64_t random = (uintptr_t)number << 40;
-    char *area = memory + (uintptr_t)number * 16 * MIB;
+    char *area = memory + (uintptr_t)number * 8 * MIB;
     for (unsigned n = 0; n < t_times(150); n++) {
-        char *to = area + t_next(&random) % 16 * MIB;
+        char *to = area + t_next(&random) % 8 * MIB;
         size_t from = t_next(&random) % (FILE_BYTES / READ) * READ;
         T_ASSERT(pread(fd, to, READ, (off_t)from) == (ssize_t)READ, "%s", t_error());
         for (size_t i = 0; i < READ / PAGE; i++)

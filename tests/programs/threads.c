@@ -15,7 +15,7 @@
 #include <ucontext.h>
 #include <unistd.h>
 
-#define BYTES (112 * MIB)
+#define BYTES (56 * MIB)
 #define PAGES (BYTES / PAGE)
 #define THREADS 8
 

@@ -14,7 +14,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#define BYTES (80 * MIB)
+#define BYTES (40 * MIB)
 #define PAGES (BYTES / PAGE)
 #define ENTRIES 16
 #define BUFFERS 8

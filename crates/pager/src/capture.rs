@@ -21,6 +21,7 @@
 mod background;
 pub(crate) mod clean;
 mod freeze;
+mod leaves;
 pub(crate) mod pace;
 
 #[cfg(test)]

@@ -38,7 +38,6 @@ pub use regions::place::{Refused, Whereabouts, Wish};
 pub use snapshot::held_memory::HeldMemory;
 pub use snapshot::in_file::{Filed, OpenPageFile, SnapshotFile};
 pub use snapshot::lent::{Differences, Lent};
-pub use snapshot::prepared::Prepared;
 pub use strata_store::{GetError, PageFile, ReadBytes, StoreStats, Wait};
 pub use tenant::advisor::{Advice, AdviceState};
 pub use tenant::claim::{Claim, Demand};
@@ -47,6 +46,7 @@ pub use tenant::orders::{
     Captured, Carried, Carry, Filling, Freeze, Only, SnapshotError, SnapshotRequest, Standing,
 };
 pub use tenant::share::SnapshotSize;
+pub use tenant::snapshots::Prepared;
 pub use tenant::space::Space;
 pub use tenant::stall::Stalled;
 pub use tenant::surveyed::{Survey, Unattended, Unmanaged};

@@ -2,6 +2,7 @@
 //! tenants, settings and counters. All of it lies in memory files.
 
 pub(crate) mod address;
+pub(crate) mod by_many;
 pub(crate) mod counters;
 pub(crate) mod entry;
 pub(crate) mod page_map;

@@ -31,6 +31,7 @@ use super::freezing::Manner;
 use super::gone::{LOOK_EVERY, ends};
 use super::guest_disks::{FrozenDisk, Image};
 use super::held_images::Held;
+use super::preparing::Preparing;
 use super::revive::{At, Hold, Revived};
 use super::take::{FEW_PAGES, Numbers};
 use super::{Snapshots, Tell, lock, wish_of};
@@ -273,6 +274,7 @@ impl Snapshots {
         let id = &known.info.id;
         let process = known.processes.first().ok_or("it has no memory")?;
         let memory = SpaceId(process.memory.ok_or("its memory is not loaded")?);
+        let mut preparing = Preparing::of_guest(tenant, &origin, pid, memory)?;
         let bytes = self.state_of(id, &part)?;
         let _alone = self.guests.alone(tenant)?;
         let mut talk = self.waiting(tenant, pid, rollback)?;
@@ -299,7 +301,8 @@ impl Snapshots {
         };
         guest_swap::given(&known, &part.spec, &origin, (&directory, tenant.record().uid))?;
         self.guests.step("swap");
-        tenant.fill(&origin, Filling { pid, memory, from, to, wanted: process.wanted() })?;
+        let filling = Filling { pid, memory, from, to, wanted: process.wanted() };
+        tenant.fill(&origin, filling, Some(preparing.of(pid)?))?;
         self.guests.step("filled");
         give_state(&mut talk, bytes)?;
         self.guests.step("given");
@@ -319,6 +322,8 @@ impl Snapshots {
             state::go_on(&mut talk.monitor).map_err(said)?;
         }
         self.descends(tenant, id);
+        // What was ready is used up.
+        self.ready_is_due();
         if let Some(space) = tenant.space_of(pid) {
             self.remember_touched(
                 id,

@@ -1,4 +1,4 @@
-//! Page maps of processes to come.
+//! Page maps of processes to come, and of memory that comes into one.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -13,13 +13,17 @@ use super::disk::{Known, Process};
 
 type Copied = (u32, io::Result<Prepared>);
 
-/// The page maps of processes to come, copied while CRIU makes them. Until it is
+/// Of a tenant, as the other one, which it shares its pages with, has it in a snapshot.
+type Prepare = fn(&Arc<Tenant>, &Arc<Tenant>, SpaceId) -> io::Result<Prepared>;
+
+/// The page maps of processes to come, copied while somebody makes them. Until it is
 /// dropped their tenant is coming back.
 pub(super) struct Preparing {
     /// Who comes, and whose pages these are.
     tenant: Arc<Tenant>,
     origin: Arc<Tenant>,
     memories: Vec<(u32, SpaceId)>,
+    prepare: Prepare,
     thread: Option<JoinHandle<()>>,
     copied: Option<Receiver<Copied>>,
     ready: BTreeMap<u32, io::Result<Prepared>>,
@@ -35,10 +39,31 @@ impl Preparing {
         let memory_of = |process: &Process| Some((process.pid, SpaceId(process.memory?)));
         let memories: Option<Vec<_>> = known.processes.iter().map(memory_of).collect();
         let memories = memories.ok_or("its memory is not loaded")?;
+        let prepare: Prepare = |tenant, origin, memory| tenant.prepare_restore(origin, memory);
+        Self::begin_all(tenant, origin, memories, prepare)
+    }
+
+    /// For the memory of a guest, whose QEMU has the number `pid` by then.
+    pub(super) fn of_guest(
+        tenant: &Arc<Tenant>,
+        origin: &Arc<Tenant>,
+        pid: u32,
+        memory: SpaceId,
+    ) -> Result<Self, String> {
+        Self::begin_all(tenant, origin, vec![(pid, memory)], Tenant::prepare_fill)
+    }
+
+    fn begin_all(
+        tenant: &Arc<Tenant>,
+        origin: &Arc<Tenant>,
+        memories: Vec<(u32, SpaceId)>,
+        prepare: Prepare,
+    ) -> Result<Self, String> {
         let mut preparing = Self {
             tenant: Arc::clone(tenant),
             origin: Arc::clone(origin),
             memories,
+            prepare,
             thread: None,
             copied: None,
             ready: BTreeMap::new(),
@@ -53,11 +78,11 @@ impl Preparing {
         self.end();
         self.ready.clear();
         let (tenant, origin) = (Arc::clone(&self.tenant), Arc::clone(&self.origin));
-        let memories = self.memories.clone();
+        let (memories, prepare) = (self.memories.clone(), self.prepare);
         let (send, copied) = mpsc::channel();
         let thread = Builder::new().name("prepare".into()).spawn(move || {
             for (pid, memory) in memories {
-                let prepared = tenant.prepare_restore(&origin, memory);
+                let prepared = prepare(&tenant, &origin, memory);
                 // Whoever restores it has given up.
                 if send.send((pid, prepared)).is_err() {
                     break;
@@ -92,7 +117,7 @@ impl Preparing {
                 return prepared.map_err(|error| error.to_string());
             }
             let next = self.copied.as_ref().and_then(|copied| copied.recv().ok());
-            let (pid, prepared) = next.ok_or("CRIU restores a process twice")?;
+            let (pid, prepared) = next.ok_or("a process is restored twice")?;
             self.ready.insert(pid, prepared);
         }
     }

@@ -1,5 +1,5 @@
-//! The newest snapshot of each tenant is kept ready: whoever is restored from it does
-//! not wait for a page map.
+//! The newest snapshot of each tenant is kept ready: whoever is restored from it, or is a
+//! clone of it and a guest, does not wait for a page map.
 
 use std::io;
 use std::sync::{Arc, PoisonError};
@@ -65,11 +65,14 @@ impl Snapshots {
         let known = lock(&self.known);
         let own = known
             .values()
-            // A guest's memory has its place when its QEMU runs.
-            .filter(|known| known.guest.is_none())
             .filter(|known| known.info.tenant == tenant.record().name && known.is_in_memory());
         let newest = own.max_by(|a, b| a.info.taken.total_cmp(&b.info.taken));
-        let processes = newest.into_iter().flat_map(|known| &known.processes);
+        // A guest's first is its memory; beside it is what it has swapped.
+        let count = newest.map_or(0, |known| match known.guest {
+            Some(_) => 1,
+            None => known.processes.len(),
+        });
+        let processes = newest.into_iter().flat_map(|known| &known.processes).take(count);
         processes.filter_map(|process| process.memory.map(SpaceId)).collect()
     }
 }

@@ -3,18 +3,18 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use strata_store::Put;
 use strata_sys::{Fill, Mapping, Process, Range, Registration};
-use strata_units::{Handle, LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber, SpaceId};
+use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber, SpaceId};
 
+use super::leaves::Seized;
 use super::{BLOCK_BYTES, Capture, RUN_PAGES};
-use crate::map::address::{add_run, address_of, one_page, piece_of};
+use crate::map::address::{add_run, piece_of};
 use crate::map::entry::Entry;
 use crate::map::lock;
 use crate::map::page_map::Piece;
-use crate::map::page_set::{Bits, PageSet};
+use crate::map::page_set::PageSet;
 use crate::tenant::Tenant;
 use crate::tenant::capture::CleanPages;
 use crate::tenant::copied::Copied;
@@ -154,14 +154,14 @@ impl Space {
             }
         }
         // Protected pages are captured later; all others now.
-        let mut now = Vec::new();
-        for (piece, leaf, _) in gate.pages_in(wanted) {
-            let there = present.take(piece);
-            capture.copy_leaf(tenant, piece, Some(leaf), there, &mut now)?;
-        }
-        for piece in present.pieces() {
-            capture.copy_leaf(tenant, piece, None, present.of(piece), &mut now)?;
-        }
+        let mut pieces: Vec<Seized> = gate
+            .pages_in(wanted)
+            .into_iter()
+            .map(|(piece, leaf, _)| Seized { piece, leaf: Some(leaf), there: present.take(piece) })
+            .collect();
+        let others = present.pieces();
+        pieces.extend(others.map(|piece| Seized { piece, leaf: None, there: present.of(piece) }));
+        let mut now = capture.copy_leaves(tenant, &pieces)?;
         for mapping in maps.iter().filter(|mapping| mapping.private && mapping.fileless) {
             now.extend(gate.unregistered(both(mapping.range, wanted)));
         }
@@ -192,10 +192,7 @@ impl Capture {
         let leaf = match self.directory.get(&piece) {
             Some(&leaf) => leaf,
             None => {
-                let leaf = tenant
-                    .map
-                    .take(self.snapshot, piece)
-                    .ok_or_else(|| failed("its page map is full"))?;
+                let leaf = self.new_leaf(tenant, piece)?;
                 self.directory.insert(piece, leaf);
                 leaf
             }
@@ -203,69 +200,14 @@ impl Capture {
         Ok(PageId::new(leaf, page.0 as usize % PAGES_PER_LEAF))
     }
 
-    /// Copies what one leaf of the space says of registered memory. The kernel's
-    /// page table has the last word: a page that is `there` is what the program
-    /// sees, whatever the entry says (discarded and written again without a
-    /// fault, or put in place a moment ago).
-    ///
-    /// Whoever waits for a page can be stopped before it comes, and the handler does
-    /// not wait: what comes after the page table was read is not `there` and not
-    /// protected. It is added to `late`.
-    fn copy_leaf(
-        &mut self,
+    /// Not in its directory yet.
+    pub(super) fn new_leaf(
+        &self,
         tenant: &Tenant,
         piece: Piece,
-        leaf: Option<LeafIndex>,
-        there: Bits,
-        late: &mut Vec<Range>,
-    ) -> Result<(), SnapshotError> {
-        let mut target = None;
-        let known = self.clean.pages.of(piece);
-        if let Some(leaf) = leaf {
-            tenant.prefetch_counts(leaf);
-        }
-        for index in 0..PAGES_PER_LEAF {
-            if !self.wanted.contains(address_of(piece, index)) {
-                continue;
-            }
-            let from = leaf.map(|leaf| PageId::new(leaf, index));
-            let entry = from.map_or(Entry::Untouched, |from| tenant.map.get(from));
-            let is_there = there.has(index);
-            let copy = match entry {
-                Entry::Leaving { .. } => {
-                    return Err(failed("pages of it are on their way; try again"));
-                }
-                _ if is_there => Entry::Pending,
-                Entry::Stored(handle) => {
-                    tenant.store.retain(handle);
-                    entry
-                }
-                Entry::Arriving(handle) if retains_arriving(tenant, from, handle) => {
-                    Entry::Stored(handle)
-                }
-                Entry::Lost | Entry::Pending | Entry::Copied => Entry::Lost,
-                Entry::Untouched | Entry::Discarded => continue,
-                Entry::Arriving(_) | Entry::Resident { .. } | Entry::Kept(_) | Entry::OnNode => {
-                    add_run(late, one_page(address_of(piece, index)));
-                    continue;
-                }
-            };
-            let target = match target {
-                Some(target) => target,
-                None => *target.insert(self.page_or_new(tenant, address_of(piece, 0))?.leaf()),
-            };
-            let page = PageId::new(target, index);
-            if copy == Entry::Pending {
-                self.pending += 1;
-                self.unknown += u64::from(!known.has(index));
-            }
-            if let Some(from) = from {
-                let age = tenant.map.age(from).load(Ordering::Relaxed);
-                tenant.map.age(page).store(age, Ordering::Relaxed);
-            }
-            tenant.map.set(page, copy);
-        }
-        Ok(())
+    ) -> Result<LeafIndex, SnapshotError> {
+        let leaf = tenant.map.take(self.snapshot, piece);
+        leaf.ok_or_else(|| failed("its page map is full"))
     }
 
     /// Reads what is there in `ranges` and stores it at once.
@@ -303,18 +245,4 @@ impl Capture {
         }
         Ok(())
     }
-}
-
-/// Takes a reference to what the handler is just putting in place, which gives its
-/// own up when it has. False: it has done so. Nobody else changes the entry while the
-/// gate is held, so if it is what it was, it was this page's reference all the time.
-fn retains_arriving(tenant: &Tenant, page: Option<PageId>, handle: Handle) -> bool {
-    if !tenant.store.try_retain(handle) {
-        return false;
-    }
-    let is_it = page.is_some_and(|page| tenant.map.get(page) == Entry::Arriving(handle));
-    if !is_it {
-        tenant.store.release(handle);
-    }
-    is_it
 }

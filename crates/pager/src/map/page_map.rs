@@ -38,6 +38,11 @@ pub(crate) const LEAF_BYTES: u64 = LEAF_ENTRIES_BYTES + LEAF_AGES_BYTES + OWNER_
 /// The number of an aligned 2 MiB piece of an address space.
 pub(crate) type Piece = u32;
 
+/// What a leaf's owner word says.
+fn owner_of(space: SpaceId, piece: Piece) -> u64 {
+    (u64::from(space.0) + 1) << 32 | u64::from(piece)
+}
+
 #[derive(Debug, Default)]
 struct Free {
     /// Leaves below this were in use at some time.
@@ -161,9 +166,13 @@ impl PageMap {
                 LeafIndex(leaf)
             }
         };
-        let word = (u64::from(space.0) + 1) << 32 | u64::from(piece);
-        self.owner_word(leaf).store(word, Ordering::Release);
+        self.hand_over(leaf, space, piece);
         Some(leaf)
+    }
+
+    /// Gives a leaf, with all of its pages, to another space, or another piece of one.
+    pub(crate) fn hand_over(&self, leaf: LeafIndex, space: SpaceId, piece: Piece) {
+        self.owner_word(leaf).store(owner_of(space, piece), Ordering::Release);
     }
 
     /// Has the memory of the next `count` leaves ready, so that whoever takes them

@@ -1,11 +1,12 @@
 //! Memory of a living process that comes from a snapshot of another one: a guest's, whose
 //! QEMU has mapped it, has not used it, and waits.
 //!
-//! The page map of the part is copied, page by page, at another address. What the process
-//! has touched there already is overwritten in place; everything else is stored, and comes
+//! The page map of the part is at another address then: leaf by leaf it is one that was
+//! prepared, and page by page a copy, where there is none, or the process has touched
+//! something already. That is overwritten in place; everything else is stored, and comes
 //! when it is asked for. Runs on the keeper: nobody evicts meanwhile.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -13,14 +14,15 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 
 use strata_sys::{Process, Range};
-use strata_units::{Handle, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageId, PageNumber};
+use strata_units::{Handle, LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageId, PageNumber};
 
 use crate::map::address::{address_of, ids_in, piece_of};
 use crate::map::entry::Entry;
 use crate::map::lock;
+use crate::map::page_map::Piece;
 use crate::tenant::Tenant;
 use crate::tenant::orders::{FillOrder, Filling, Order};
-use crate::tenant::snapshots::Memory;
+use crate::tenant::snapshots::{Memory, Prepared};
 use crate::tenant::space::{Gate, Space};
 
 /// How often pages that came while others were overwritten are overwritten too.
@@ -28,11 +30,17 @@ const MOST_TURNS: u32 = 8;
 
 impl Tenant {
     /// Has memory of one of its processes come from a snapshot of `origin`, which it
-    /// shares its pages with. The process must not use that memory meanwhile.
+    /// shares its pages with. The process must not use that memory meanwhile. `prepared`: of
+    /// that snapshot ([`Self::prepare_fill`]).
     ///
     /// # Errors
     /// What is in the memory is not known: the process must not run.
-    pub fn fill(&self, origin: &Self, filling: Filling) -> Result<(), String> {
+    pub fn fill(
+        &self,
+        origin: &Self,
+        filling: Filling,
+        prepared: Option<Prepared>,
+    ) -> Result<(), String> {
         if let Some(problem) = filling.problem() {
             return Err(problem.to_owned());
         }
@@ -42,7 +50,7 @@ impl Tenant {
         let known = lock(&origin.snapshots).get(&filling.memory).cloned();
         let known = known.ok_or("there is no such snapshot")?;
         let (answer, receiver) = mpsc::channel();
-        self.order(Order::Fill(Box::new(FillOrder { filling, known, answer })));
+        self.order(Order::Fill(Box::new(FillOrder { filling, known, prepared, answer })));
         receiver.recv().unwrap_or_else(|_| Err("the tenant has ended".to_owned()))
     }
 }
@@ -64,9 +72,9 @@ impl FillOrder {
 
     /// Does it, for a space in which nothing is on its way.
     pub(crate) fn carry_out(self, tenant: &Tenant, space: &Space) {
-        let Self { filling, known, answer } = self;
+        let Self { filling, known, prepared, answer } = self;
         let outcome = match space.process() {
-            Some(process) => space.fill(tenant, &process, &known, &filling),
+            Some(process) => space.fill(tenant, &process, &known, &filling, prepared),
             None => Err("its process has ended".to_owned()),
         };
         drop(known);
@@ -82,6 +90,7 @@ impl Space {
         process: &Process,
         known: &Memory,
         filling: &Filling,
+        mut prepared: Option<Prepared>,
     ) -> Result<(), String> {
         let failed = |error: io::Error| format!("its memory cannot be written: {error}");
         let memory = process.open_memory_to_write().map_err(failed)?;
@@ -100,7 +109,8 @@ impl Space {
             }
             let there = present(process, filling.to)?;
             if there.iter().all(|address| written.contains(address)) {
-                return self.enter(tenant, &mut gate, known, filling, &there);
+                let leaves = prepared.as_mut().map(Prepared::take_directory).unwrap_or_default();
+                return self.enter(tenant, &mut gate, (known, leaves), filling, &there);
             }
         }
         Err("its memory is in use".to_owned())
@@ -128,12 +138,13 @@ impl Space {
             .map_err(|error| format!("its memory cannot be written at {address:#x}: {error}"))
     }
 
-    /// Copies the page map of the part. `there` is in place, as the snapshot has it.
+    /// Enters the page map of the part, with copies of leaves that were `prepared`. `there`
+    /// is in place, as the snapshot has it.
     fn enter(
         &self,
         tenant: &Tenant,
         gate: &mut Gate,
-        known: &Memory,
+        (known, prepared): (&Memory, BTreeMap<Piece, LeafIndex>),
         filling: &Filling,
         there: &BTreeSet<u64>,
     ) -> Result<(), String> {
@@ -154,7 +165,7 @@ impl Space {
                 tenant.now_resident(page);
             }
         }
-        self.copy_pages(tenant, gate, known, filling, there)?;
+        self.copy_pages(tenant, gate, (known, prepared), filling, there)?;
         *lock(&self.touched) = Some(Vec::new());
         let wanted = filling.wanted.iter().filter_map(|range| {
             let start = filling.target(range.start)?;
@@ -169,7 +180,7 @@ impl Space {
         &self,
         tenant: &Tenant,
         gate: &mut Gate,
-        known: &Memory,
+        (known, mut prepared): (&Memory, BTreeMap<Piece, LeafIndex>),
         filling: &Filling,
         there: &BTreeSet<u64>,
     ) -> Result<(), String> {
@@ -178,6 +189,14 @@ impl Space {
         let mut copied: Vec<(PageId, PageId, Entry)> = Vec::with_capacity(PAGES_PER_LEAF);
         let mut handles: Vec<Handle> = Vec::with_capacity(PAGES_PER_LEAF);
         for (&piece, &leaf) in known.directory.range(first..=last) {
+            let target = filling.piece_for(piece);
+            if let Some(target) = target.filter(|target| !gate.directory.contains_key(target))
+                && let Some(leaf) = prepared.remove(&piece)
+            {
+                tenant.map.hand_over(leaf, self.id, target);
+                gate.directory.insert(target, leaf);
+                continue;
+            }
             copied.clear();
             handles.clear();
             for index in 0..PAGES_PER_LEAF {

@@ -5,59 +5,21 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::num::NonZero;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
-use std::thread::{self, available_parallelism};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use strata_store::Retained;
 use strata_units::{LeafIndex, PAGES_PER_LEAF, PageId, SpaceId};
 
+use crate::map::by_many::{self, by_many};
 use crate::map::entry::Entry;
 use crate::map::lock;
-use crate::map::page_map::Piece;
 use crate::tenant::Tenant;
-use crate::tenant::snapshots::{MapCopy, Memory};
+use crate::tenant::snapshots::{MapCopy, Memory, Prepared};
 
-/// Threads that copy a page map: mostly each waits for memory, because counts of
-/// references lie far apart.
-const MOST_COPIERS: usize = 4;
-/// Leaves that one of them takes at a time; few, because whoever makes the process
-/// has the same CPUs.
+/// Leaves that a thread takes at a time; few, because whoever makes the process has the
+/// same CPUs.
 const PART: usize = 8;
-
-/// The page map of a process that is about to be restored. Dropped, it was not
-/// needed.
-pub struct Prepared {
-    tenant: Arc<Tenant>,
-    slot: SpaceId,
-    directory: BTreeMap<Piece, LeafIndex>,
-    taken: bool,
-}
-
-impl Prepared {
-    pub(crate) fn slot(&self) -> SpaceId {
-        self.slot
-    }
-
-    /// Once.
-    pub(crate) fn take_directory(&mut self) -> BTreeMap<Piece, LeafIndex> {
-        std::mem::take(&mut self.directory)
-    }
-
-    /// The slot is a process's from now on.
-    pub(crate) fn keep(mut self) {
-        self.taken = true;
-    }
-}
-
-impl Drop for Prepared {
-    fn drop(&mut self) {
-        if !self.taken {
-            self.tenant.forget_slot(self.slot);
-        }
-    }
-}
 
 impl Tenant {
     /// Copies the page map of the snapshot `memory` of `origin`, which this tenant
@@ -81,13 +43,28 @@ impl Tenant {
         let ready = if is_own { self.take_ready(memory) } else { None };
         let copied = match ready {
             Some(ready) => ready,
-            None => {
-                let threads = available_parallelism().map_or(1, NonZero::get).min(MOST_COPIERS);
-                self.copy_map(&known, is_own, threads)?
-            }
+            None => self.copy_map(&known, is_own, by_many::threads())?,
         };
-        let MapCopy { slot, directory, .. } = copied;
-        Ok(Prepared { tenant: Arc::clone(self), slot, directory, taken: false })
+        Ok(Prepared::of(self, copied))
+    }
+
+    /// The same for memory that goes to another address ([`Tenant::fill`]): its leaves
+    /// change their owner then, and so what is ready of `origin` serves any tenant.
+    ///
+    /// # Errors
+    /// As it.
+    ///
+    /// # Panics
+    /// As it.
+    pub fn prepare_fill(
+        self: &Arc<Self>,
+        origin: &Arc<Self>,
+        memory: SpaceId,
+    ) -> io::Result<Prepared> {
+        match origin.take_ready(memory) {
+            Some(ready) => Ok(Prepared::of(origin, ready)),
+            None => self.prepare_restore(origin, memory),
+        }
     }
 
     /// Has page maps for these of its snapshots ready, and for no others.
@@ -131,11 +108,6 @@ impl Tenant {
         others.into_iter().for_each(|memory| self.forget_ready(memory));
     }
 
-    fn forget_slot(&self, slot: SpaceId) {
-        self.forget_leaves(slot);
-        self.registry.remove_space(slot);
-    }
-
     /// Copies a snapshot's page map. `with_ages`: the tenant's time is that of the
     /// snapshot.
     fn copy_map(&self, known: &Memory, with_ages: bool, threads: usize) -> io::Result<MapCopy> {
@@ -154,22 +126,10 @@ impl Tenant {
             leaves.push((leaf, target));
         }
         let parts: Vec<_> = leaves.chunks(PART).collect();
-        let next = AtomicUsize::new(0);
-        let retained = Mutex::new(Retained::default());
-        let copy = || {
-            while let Some(part) = parts.get(next.fetch_add(1, Ordering::Relaxed)) {
-                let part = self.copy_leaves(part, with_ages);
-                *lock(&retained) += part;
-            }
-        };
-        thread::scope(|scope| {
-            for _ in 1..threads.min(parts.len()) {
-                // Without it there is one less.
-                let _ = thread::Builder::new().name("prepare".into()).spawn_scoped(scope, copy);
-            }
-            copy();
-        });
-        let retained = *lock(&retained);
+        let copied =
+            by_many(("prepare", threads), &parts, |part| self.copy_leaves(part, with_ages));
+        let mut retained = Retained::default();
+        copied.into_iter().for_each(|part| retained += part);
         Ok(MapCopy { slot, directory, retained })
     }
 

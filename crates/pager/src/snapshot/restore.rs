@@ -26,7 +26,7 @@ use crate::map::lock;
 use crate::map::registry::SpaceField;
 use crate::regions::eligibility::eligibility;
 use crate::regions::registration::stacks_of;
-use crate::snapshot::prepared::Prepared;
+use crate::tenant::snapshots::Prepared;
 use crate::tenant::space::{Agent, Space};
 use crate::tenant::{Hail, Tenant};
 

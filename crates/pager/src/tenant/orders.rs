@@ -5,11 +5,13 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use strata_sys::Range;
-use strata_units::{PAGE, SpaceId};
+use strata_units::{PAGE, PAGES_PER_LEAF, PageNumber, SpaceId};
 
+use crate::map::address::{address_of, piece_of};
+use crate::map::page_map::Piece;
 use crate::map::settings::Setting;
 use crate::tenant::ReleaseRefused;
-use crate::tenant::snapshots::Memory;
+use crate::tenant::snapshots::{Memory, Prepared};
 
 /// What the keeper is asked to do.
 pub(crate) enum Order {
@@ -216,11 +218,20 @@ impl Filling {
     pub(crate) fn target(&self, source: u64) -> Option<u64> {
         self.from.contains(source).then(|| source - self.from.start + self.to.start)
     }
+
+    /// The process's piece that is all of one of the snapshot's; none: there is none such.
+    pub(crate) fn piece_for(&self, piece: Piece) -> Option<Piece> {
+        let [first, last] = [0, PAGES_PER_LEAF - 1].map(|index| address_of(piece, index));
+        let (first, _) = self.target(first).zip(self.target(last))?;
+        let page = PageNumber::containing(first);
+        (page.0 as usize).is_multiple_of(PAGES_PER_LEAF).then(|| piece_of(page))
+    }
 }
 
 /// To the keeper.
 pub(crate) struct FillOrder {
     pub(crate) filling: Filling,
     pub(crate) known: Arc<Memory>,
+    pub(crate) prepared: Option<Prepared>,
     pub(crate) answer: mpsc::Sender<Result<(), String>>,
 }

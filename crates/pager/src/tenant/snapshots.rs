@@ -34,6 +34,44 @@ pub(crate) struct MapCopy {
     pub(crate) retained: Retained,
 }
 
+/// The page map of a process that is about to be restored. Dropped, what of it was not
+/// needed is forgotten.
+pub struct Prepared {
+    tenant: Arc<Tenant>,
+    slot: SpaceId,
+    directory: BTreeMap<Piece, LeafIndex>,
+    taken: bool,
+}
+
+impl Prepared {
+    pub(crate) fn of(tenant: &Arc<Tenant>, copied: MapCopy) -> Self {
+        let MapCopy { slot, directory, .. } = copied;
+        Self { tenant: Arc::clone(tenant), slot, directory, taken: false }
+    }
+
+    pub(crate) fn slot(&self) -> SpaceId {
+        self.slot
+    }
+
+    /// Once.
+    pub(crate) fn take_directory(&mut self) -> BTreeMap<Piece, LeafIndex> {
+        std::mem::take(&mut self.directory)
+    }
+
+    /// The slot is a process's from now on.
+    pub(crate) fn keep(mut self) {
+        self.taken = true;
+    }
+}
+
+impl Drop for Prepared {
+    fn drop(&mut self) {
+        if !self.taken {
+            self.tenant.forget_slot(self.slot);
+        }
+    }
+}
+
 impl Tenant {
     /// A snapshot that an earlier worker took.
     pub(crate) fn know_snapshot(&self, id: SpaceId, directory: BTreeMap<Piece, LeafIndex>) {
@@ -59,5 +97,10 @@ impl Tenant {
     /// Slots of page maps that are nobody's yet.
     pub(crate) fn ready_slots(&self) -> Vec<SpaceId> {
         lock(&self.ready).values().map(|copied| copied.slot).collect()
+    }
+
+    pub(crate) fn forget_slot(&self, slot: SpaceId) {
+        self.forget_leaves(slot);
+        self.registry.remove_space(slot);
     }
 }

@@ -9,6 +9,8 @@ pub(crate) mod streams;
 pub(crate) mod unattended;
 
 #[cfg(test)]
+mod fork_tests;
+#[cfg(test)]
 mod read_tests;
 #[cfg(test)]
 mod ring_tests;

@@ -297,7 +297,7 @@ impl Settling<'_> {
 }
 
 /// What a batch brought, for spaces that were forked in the middle of it: their
-/// leaving pages have the same content, or were left in place too.
+/// leaving pages have the same content.
 struct Inheritance {
     /// By slot: what came of the move, and the page in the store.
     slots: Vec<(Moved, Option<Handle>)>,
@@ -345,24 +345,17 @@ impl Inheritance {
             let Some(page) = page else { continue };
             let leaving = tenant.map.get(page);
             let Entry::Leaving { wanted: waits, .. } = leaving else { continue };
-            let outcome = self.slots.get(slot).copied();
-            let entry = match outcome {
-                Some((Moved::Yes, Some(handle))) => {
-                    tenant.store.retain(handle);
-                    Entry::Stored(handle)
-                }
-                Some((Moved::Yes, None)) => {
-                    left = true;
-                    continue;
-                }
-                Some((Moved::No(_), _)) | None => Entry::Resident { shared: true },
+            // Without a content from here it is in the heir's own transfer range: what had
+            // stayed in place was its own from the fork on.
+            let Some(&(Moved::Yes, Some(handle))) = self.slots.get(slot) else {
+                left = true;
+                continue;
             };
+            tenant.store.retain(handle);
             gate.slots[slot] = 0;
-            tenant.overwrite(page, leaving, entry);
-            if waits && entry.handle().is_some() {
+            tenant.overwrite(page, leaving, Entry::Stored(handle));
+            if waits {
                 wanted.push(address);
-            } else if waits {
-                heir.uffd.wake(Range { start: address, end: address + PAGE });
             }
         }
         heir.has_shared.store(true, Ordering::Release);

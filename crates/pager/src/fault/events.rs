@@ -8,6 +8,7 @@
 //! Everything here can be done twice: the messages stay in the ring until all of
 //! them were acted on, and a new worker begins with those that it finds there.
 
+use std::cell::LazyCell;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -16,7 +17,7 @@ use std::time::Duration;
 use strata_policy::gap;
 use strata_sys::{Event, EventFd, Range, Userfaultfd, adopt_fd, futex_wait, futex_wake};
 use strata_units::wire::{Control, READER_BUSY};
-use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
+use strata_units::{LeafIndex, PAGE, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
 
 use crate::map::address::{address_of, ids_in};
 use crate::map::counters::Counter;
@@ -249,7 +250,7 @@ impl Space {
     }
 
     /// A fork: the child has the same pages, the stored ones too.
-    fn forked(&self, tenant: &Arc<Tenant>, gate: &mut Gate, fd: RawFd) {
+    pub(super) fn forked(&self, tenant: &Arc<Tenant>, gate: &mut Gate, fd: RawFd) {
         let Some(uffd) = adopt_fd(fd) else {
             return;
         };
@@ -307,7 +308,26 @@ impl Space {
         }
     }
 
+    /// Which of the first `count` transfer slots have a page. None: this space has no agent, or
+    /// its page tables cannot be read.
+    ///
+    /// Nothing moves while a fork's message is acted on, and nothing has since the fork: so a page
+    /// that is leaving is in its slot, in the child as well, or still in place in both.
+    fn moved_slots(&self, count: usize) -> Option<Vec<bool>> {
+        let agent = self.agent()?;
+        let start = agent.ranges.transfer.start;
+        let slots = Range { start, end: start + count as u64 * PAGE };
+        let mut moved = vec![false; count];
+        agent.process.page_presence(slots, |slot, _| moved[slot as usize] = true).ok()?;
+        Some(moved)
+    }
+
     /// The child's space with a copy of this one's page map.
+    ///
+    /// A page that is on its way out and has not left its place is the child's at once: what
+    /// comes of the move in its parent says nothing about the child, since the parent may drop
+    /// the page and have another one at that address before anybody looks. What was moved waits
+    /// for its content, from the parent's batch or from its own transfer range.
     fn copy_for_child(
         &self,
         tenant: &Tenant,
@@ -329,11 +349,17 @@ impl Space {
         let space = Space::new(child, Userfaultfd::adopt(uffd), kick);
         space.unadjusted.store(true, Ordering::Release);
         let mut child_gate = crate::map::lock(&space.gate);
+        let moved = LazyCell::new(|| self.moved_slots(gate.slots.len()));
         for (piece, leaf, copy) in leaves {
             tenant.prefetch_counts(leaf);
             for index in 0..PAGES_PER_LEAF {
                 let (from, to) = (PageId::new(leaf, index), PageId::new(copy, index));
-                let entry = tenant.map.get(from).inherited();
+                let mut entry = tenant.map.get(from).inherited();
+                if let Entry::Leaving { slot, .. } = entry
+                    && moved.as_ref().is_some_and(|moved| !moved[usize::from(slot)])
+                {
+                    entry = Entry::Resident { shared: true };
+                }
                 match entry {
                     Entry::Untouched => continue,
                     Entry::Leaving { slot, .. } => {

@@ -269,5 +269,6 @@ def after_power_cut(run):
                 lambda: run.daemon.stats(program.name)["file_faults_total"],
                 "pages come back from the tier", 60)
             program.check()
+            program.roll(snapshot)
             program.assert_clean()
             program.kill()

@@ -50,7 +50,7 @@ def worker_killed_at_fork(run):
     before = run.daemon.footprint()
     for which in (("fork", "generations"), ("fork", "wide"), ("mapping", "dont-need"),
                   ("mapping", "remap-move"), ("race", "slots"), ("threads", "come-and-go")):
-        program = run.start(*which, budget="72MiB" if which[0] == "fork" else "24MiB")
+        program = run.start(*which, budget="36MiB" if which[0] == "fork" else "24MiB")
         run.daemon.wait_until(
             lambda: (s := run.daemon.stats(program.name)) and s["evictions_total"] > 0,
             "pages are evicted")
@@ -112,7 +112,7 @@ def daemon_killed(run):
 @case("daemon-killed-with-children", native=False, own_daemon=True)
 def daemon_killed_with_children(run):
     """The same for a forked child: fork returned only after it was safe."""
-    program = run.start("fork", "background-save", budget="64MiB")
+    program = run.start("fork", "background-save", budget="32MiB")
     run.daemon.wait_until(
         lambda: (s := run.daemon.stats(program.name)) and len(s["pids"]) == 2,
         "parent and child belong to the tenant")
@@ -129,7 +129,7 @@ def daemon_killed_with_children(run):
 def raw_clone_orphan(run):
     """A child without an agent: nothing of its own holds its userfaultfd. It waits
     all the same, and the next daemon serves it."""
-    program = run.start("fork", "raw-clone-orphan", budget="40MiB")
+    program = run.start("fork", "raw-clone-orphan", budget="20MiB")
     program.gate("running")
     child = program.peer
     program.pids.add(child)

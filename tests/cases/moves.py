@@ -104,7 +104,9 @@ def import_from_elsewhere(run):
     program.pressed()
     own = program.take()
     program.check()
+    program.roll(snapshot)
     program.roll(own)
+    program.crash(own)
     program.pressed()
     program.assert_clean()
 

@@ -15,19 +15,19 @@ def register(name, program, *arguments, budget="20MiB", seconds=60, directory=Fa
 # What a family of processes holds that differs must fit into the budget when it
 # is compressed (to a little less than a fifth).
 for which in ("same", "again", "raw-clone", "raw-clone-wiped", "daemon", "vfork", "spawn"):
-    register(f"fork-{which}", "fork", which, budget="48MiB")
+    register(f"fork-{which}", "fork", which, budget="24MiB")
 
 
 @case("fork-raw-clone-in-namespace", native=False)
 def raw_clone_in_namespace(run):
     """Where a message's thread has another number than here."""
     program = run.start(run.tool("unshare"), "--pid", "--fork", "--mount-proc",
-                        run.built("fork"), "raw-clone-wiped", budget="48MiB")
+                        run.built("fork"), "raw-clone-wiped", budget="24MiB")
     program.finish()
 
 
 for which in ("copy-on-write", "generations", "wide", "advice", "after-churn"):
-    register(f"fork-{which}", "fork", which, budget="72MiB")
+    register(f"fork-{which}", "fork", which, budget="36MiB")
 register("exec-itself", "exec", "3", budget="16MiB")
 
 for which in ("same-page", "different-pages", "come-and-go", "detached", "own-stacks",

@@ -124,8 +124,8 @@ def budget_rush_small(run):
 @case("budget-fork", seconds=90)
 def budget_fork(run):
     """A child reads everything while its parent writes: one budget for both."""
-    budget = 64 * MIB
-    program = run.start("fork", "background-save", budget="64MiB")
+    budget = 32 * MIB
+    program = run.start("fork", "background-save", budget="32MiB")
     sampler = None if run.native else Sampler(run, program, shared=True)
     program.gate("saved")
     backstop = has_backstop(run, program)
@@ -267,7 +267,7 @@ def kill_reclaims(run):
 def kill_forked_reclaims(run):
     """A family of processes, killed while children share evicted pages."""
     before = run.daemon.footprint()
-    program = run.start("fork", "background-save", budget="64MiB")
+    program = run.start("fork", "background-save", budget="32MiB")
     run.daemon.wait_until(
         lambda: (s := run.daemon.stats(program.name)) and len(s["pids"]) == 2,
         "parent and child belong to the tenant")

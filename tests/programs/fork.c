@@ -16,7 +16,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#define BYTES (112 * MIB)
+#define BYTES (56 * MIB)
 #define PAGES (BYTES / PAGE)
 #define MANY 30 /* percent that must be out before a case means anything */
 
@@ -148,7 +148,7 @@ static void advice(void)
 }
 
 #define PIECE (64 * PAGE)
-#define PIECES (80 * MIB / PIECE)
+#define PIECES (40 * MIB / PIECE)
 static char *pieces[PIECES];
 static uint64_t piece_seed[PIECES];
 
@@ -275,7 +275,7 @@ static void daemonise(void)
 
 /* Argument strings, their vector and the path of one start, each in a page of
  * its own, far from each other, written long before they are used. */
-#define STARTS 100
+#define STARTS 50
 #define STRIDE 64
 
 static char **prepare_start(const char *self, unsigned start)

@@ -176,6 +176,7 @@ impl Space {
     /// `range` reads as zero from now on.
     pub(crate) fn discarded(&self, tenant: &Tenant, gate: &mut Gate, range: Range, unmapped: bool) {
         gate.tear_capture(tenant, range);
+        gate.discards += 1;
         let mut emptied: Vec<(Piece, LeafIndex)> = Vec::new();
         let mut given_back = 0;
         for (piece, leaf, part) in gate.pages_in(range) {

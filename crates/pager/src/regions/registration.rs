@@ -207,11 +207,12 @@ pub(crate) fn stand_down(space: &Space, tenant: &Tenant) -> bool {
 
 /// Enters pages of `range` that are in the address space already.
 ///
-/// The page table is read without the gate, so an answer may be old by the time
-/// it is entered: a page believed resident that is not reads as zero, which is
-/// what a page discarded meanwhile must read as; and a page that was evicted
-/// meanwhile is not `Untouched`, so nothing is entered.
+/// The page table is read without the gate, so an answer may be old by the time it is entered.
+/// A page that was evicted meanwhile is not `Untouched`, so nothing is entered. One that was
+/// discarded is, if nothing was known of it: so where anything was discarded meanwhile the page
+/// table is read again, and a message of what is discarded after that is still to come.
 fn note_resident(space: &Space, tenant: &Tenant, process: &Process, range: Range) {
+    let discards = lock(&space.gate).discards;
     let mut parts = Vec::new();
     // Gone, then: there is nothing to enter.
     let _ = process.present(range, |found| {
@@ -220,16 +221,38 @@ fn note_resident(space: &Space, tenant: &Tenant, process: &Process, range: Range
             .extend(starts.map(|start| Range { start, end: (start + CHUNK_BYTES).min(found.end) }));
     });
     for part in parts {
-        let mut gate = lock(&space.gate);
-        // Unmapped meanwhile: the message has been acted on, or will be.
-        if !gate.is_registered(part) {
-            continue;
-        }
-        for address in (part.start..part.end).step_by(PAGE_SIZE) {
-            let Some(page) = gate.page_or_new(&tenant.map, space.id, address) else { return };
-            tenant.found_resident(page, Entry::Untouched);
+        if !enter_resident(space, tenant, process, part, discards) {
+            return;
         }
     }
+}
+
+/// Enters the pages of `part`, which were there when so much had been discarded. False: the page
+/// map is full.
+fn enter_resident(
+    space: &Space,
+    tenant: &Tenant,
+    process: &Process,
+    part: Range,
+    discards: u64,
+) -> bool {
+    let mut gate = lock(&space.gate);
+    // Unmapped meanwhile: the message has been acted on, or will be.
+    if !gate.is_registered(part) {
+        return true;
+    }
+    let mut still = Vec::new();
+    if gate.discards == discards {
+        still.push(part);
+    } else {
+        // Gone: as above.
+        let _ = process.present(part, |found| still.push(found));
+    }
+    for address in still.iter().flat_map(|part| (part.start..part.end).step_by(PAGE_SIZE)) {
+        let Some(page) = gate.page_or_new(&tenant.map, space.id, address) else { return false };
+        tenant.found_resident(page, Entry::Untouched);
+    }
+    true
 }
 
 /// A forked child's agent has come, and the child still waits for it: makes its
@@ -317,7 +340,33 @@ mod tests {
     use strata_sys::OwnMemory;
 
     use super::*;
+    use crate::map::address::one_page;
     use crate::testing;
+
+    #[test]
+    fn what_was_discarded_since_it_was_seen_is_not_taken_for_resident() {
+        let memory = OwnMemory::create(4).expect("memory");
+        let Some(uffd) = testing::userfaultfd() else { return };
+        let tenant = testing::tenant();
+        let space = testing::space(&tenant, uffd);
+        let process = testing::own_process();
+        (0..4).for_each(|page| memory.write_page(page, &testing::page(1 + page as u8)));
+        let (whole, one) = (memory.range(), one_page(memory.address(1)));
+        let discards = lock(&space.gate).discards;
+        // As a program does whose message is acted on just then.
+        memory.discard(1, 1).expect("madvise");
+        space.discarded(&tenant, &mut lock(&space.gate), one, false);
+        let registered = register(&space, &process, &[whole]).expect("it lives");
+        assert_eq!(registered, [whole]);
+        assert!(enter_resident(&space, &tenant, &process, whole, discards));
+        let gate = lock(&space.gate);
+        let entry = |page| gate.page(memory.address(page)).map(|id| tenant.map.get(id));
+        let resident = Some(Entry::Resident { shared: false });
+        let entries = [entry(0), entry(1), entry(2), entry(3)];
+        assert_eq!(entries, [resident, Some(Entry::Untouched), resident, resident]);
+        drop(gate);
+        space.uffd.unregister(whole);
+    }
 
     #[test]
     fn a_range_with_a_hole_is_not_taken_for_registered() {

@@ -57,6 +57,8 @@ pub(crate) struct Gate {
     pub(crate) of_freeze: Vec<bool>,
     /// Registered ranges, in order, apart from each other.
     pub(crate) registered: Vec<Range>,
+    /// How often pages were discarded.
+    pub(crate) discards: u64,
     /// The snapshot that is being taken of it.
     pub(crate) capture: Option<Capture>,
     /// The snapshot for which what is write-protected here was captured last.
@@ -133,6 +135,7 @@ impl Gate {
             slots: vec![0; TRANSFER_PAGES],
             of_freeze: vec![false; TRANSFER_PAGES],
             registered: Vec::new(),
+            discards: 0,
             capture: None,
             base: None,
             clean: CleanPages::default(),

@@ -92,12 +92,13 @@ def brought_back(run, names, *command):
 
 
 def right(run, name):
-    """Every byte of it. Told more than once: a guest that has just come back may lose a line."""
+    """Every byte of it. What it was told until it answered may reach it only now, and of the last
+    line a part: that is ended first, and it is told again until it does."""
     line = reborn(run, name)
-    while not line.said:
+    while "round" not in line.said:
         if run.seconds_left() < 0:
             raise line.failure("hung: it does not go on")
-        line.tell("go on")
+        line.tell("\ngo on")
         with contextlib.suppress(TimeoutError):
             line.more(GOES_ON_SECONDS)
     line.rounds(1)

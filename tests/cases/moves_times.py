@@ -110,8 +110,9 @@ def by_qemu(run):
 @case("move-times", native=False, own_daemon=True, alone=True, soak=True, seconds=400)
 def times(run):
     """How long they stand still, and what is sent: a guest of 320 MiB that has filled 64 MiB and
-    rewrites a part of that all the time, which moves as always and at once, and a program that
-    writes all its 64 MiB over and over; and what QEMU's own migration takes for that guest, without Strata."""
+    rewrites a part of that all the time, and a program that writes all its 64 MiB over and over,
+    which move as always and at once; and what QEMU's own migration takes for that guest, without
+    Strata."""
     need_criu()
     with another(run) as there:
         guest = Guest(run, "first", ["--memory", MEMORY, "--dram", "400MiB"], ["-machine", "q35"])
@@ -127,6 +128,7 @@ def times(run):
         try:
             with program.reaper_running():
                 there_and_back(run, "program", there)
+                there_and_back(run, "program", there, ["--at-once"])
         finally:
             program.kill()
     by_qemu(run)

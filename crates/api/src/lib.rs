@@ -31,8 +31,8 @@ pub use guest::{GuestDisk, GuestSpec, GuestStats, Identified, Identity, Launch, 
 pub use mark::{MARK_NAME, MOST_MARK_BYTES, Mark};
 pub use moves::{
     FrameKind, MAX_FRAME_BYTES, MOST_MOVE_DISKS, MOVE_AT_ONCE_VERSION, MOVE_DISKS_VERSION,
-    MOVE_LENT, MOVE_SERVED_VERSION, MOVE_UNSETTLED, MOVE_VERSION, MoveDisk, MoveImage, MoveNear,
-    MoveWord, read_frame, write_frame,
+    MOVE_LENT, MOVE_PROGRAM_AT_ONCE_VERSION, MOVE_SERVED_VERSION, MOVE_UNSETTLED, MOVE_VERSION,
+    MoveDisk, MoveImage, MoveNear, MoveWord, read_frame, write_frame,
 };
 pub use place::{MAX_PLACE_PAGES, MAX_PLACE_RANGES, PlaceOutcome, PlaceWish, tier_letters};
 pub use pool::{PoolAdmission, PoolStats};

@@ -28,6 +28,8 @@ pub const MOVE_DISKS_VERSION: u32 = 3;
 pub const MOVE_SERVED_VERSION: u32 = 4;
 /// What is said in its place where pages come after the switch (`--at-once`).
 pub const MOVE_AT_ONCE_VERSION: u32 = 5;
+/// And where it is a program that they are of.
+pub const MOVE_PROGRAM_AT_ONCE_VERSION: u32 = 6;
 /// Disks that go along with one guest; each has a connection of its own.
 pub const MOST_MOVE_DISKS: usize = 6;
 /// Images that one disk is an overlay of, over each other.

@@ -203,8 +203,8 @@ pub(crate) enum Command {
         /// nothing is. The images here are put aside, as IMAGE.moved
         #[arg(long, conflicts_with = "settle")]
         copy_disks: bool,
-        /// Have a guest run there before all of its memory has come: it stands still for
-        /// less, and depends on both hosts until the last page is there
+        /// Have it run there before all of its memory has come: it stands still for less,
+        /// and depends on both hosts until the last page is there
         #[arg(long, conflicts_with_all = ["settle", "copy_disks"])]
         at_once: bool,
     },

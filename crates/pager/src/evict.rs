@@ -198,6 +198,15 @@ impl Space {
         }
     }
 
+    /// Whether the agent of a process that is stopped does nothing: it is idle, or has been told
+    /// to go on when it is not stopped any more, and has not heard that.
+    pub(crate) fn stands_aside(&self) -> bool {
+        self.agent().is_some_and(|agent| {
+            let command = agent.control.control().command.load(Ordering::Relaxed);
+            agent.is_idle() || command == Command::Continue as u32
+        })
+    }
+
     /// It obeys again.
     pub(crate) fn unpark(&self) {
         if let Some(agent) = self.agent().filter(|agent| agent.is_idle()) {

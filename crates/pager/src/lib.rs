@@ -43,7 +43,8 @@ pub use tenant::advisor::{Advice, AdviceState};
 pub use tenant::claim::{Claim, Demand};
 pub use tenant::ending::Revival;
 pub use tenant::orders::{
-    Captured, Carried, Carry, Filling, Freeze, Only, SnapshotError, SnapshotRequest, Standing,
+    Captured, Carried, Carry, Filling, Freeze, Frozen, Only, SnapshotError, SnapshotRequest, Stand,
+    Standing,
 };
 pub use tenant::share::SnapshotSize;
 pub use tenant::snapshots::Prepared;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use strata_api::{GuestDisk, GuestSpec, Launch};
 use strata_guest::moment::Taken;
-use strata_pager::{Freeze, Only, SnapshotError, SnapshotRequest, Standing, Tenant};
+use strata_pager::{Freeze, Only, SnapshotError, SnapshotRequest, Stand, Standing, Tenant};
 use strata_sys::Range;
 use strata_units::SpaceId;
 use strata_vm::disks::WrittenDisk;
@@ -180,7 +180,7 @@ impl Freezable<'_> {
                 Ok(())
             }),
             most_frozen_pages: manner.most_frozen_pages,
-            stay,
+            stand: if stay { Stand::UntilCaptured } else { Stand::Briefly },
             urgent: manner.urgent,
             only: Some(Only { pid, range: self.range }),
             carry: manner.once.map(Once::carry),

@@ -20,6 +20,7 @@ mod given;
 mod into;
 mod lend;
 mod lending;
+mod lent;
 mod memories;
 mod out;
 mod owed;

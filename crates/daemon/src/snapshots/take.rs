@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use strata_api::{Progress, SnapshotId, SnapshotInfo, SnapshotState, Unit};
-use strata_pager::{Captured, Freeze, SnapshotError, SnapshotRequest, Tenant};
+use strata_pager::{Captured, Freeze, SnapshotError, SnapshotRequest, Stand, Tenant};
 use strata_snapshot::{Criu, Dump, DumpOptions, FrozenProcess, is_ending, process_tree};
 use strata_sys::{Pidfd, Priority, log};
 use strata_units::PAGE_SIZE;
@@ -133,7 +133,7 @@ impl Snapshots {
     /// still from the moment that it has, and all of it is there. It is on disk, and
     /// in no list: whoever asked offers it, or forgets it.
     pub(super) fn take_standing(&self, tenant: &Arc<Tenant>) -> Result<Standing, String> {
-        let mut standing = self.stand_still(tenant, None)?;
+        let mut standing = self.stand_still(tenant, &Whither::Nowhere)?;
         if let Err(why) = self.disk.write(&standing.known) {
             // It runs on.
             standing.frozen = None;
@@ -143,16 +143,16 @@ impl Snapshots {
         Ok(standing)
     }
 
-    /// The same, and not all of it is on disk; `once`: who sends it elsewhere meanwhile.
+    /// The same, and not all of it is on disk.
     pub(super) fn stand_still(
         &self,
         tenant: &Arc<Tenant>,
-        once: Option<&Once>,
+        whither: &Whither<'_>,
     ) -> Result<Standing, String> {
         let known = self.capturing(tenant, self.number_to_come(&tenant.record().name));
         let criu = self.criu()?;
         let held = Arc::new(Mutex::new(None));
-        let until = Until::Ended(&held, once);
+        let until = Until::Ended(&held, whither);
         let taken = self.take_restless(tenant, &criu, &known.info.id, &until, &mut |_| ());
         let mut standing = Standing { known, frozen: lock(&held).take() };
         let failed = |error| match error {
@@ -161,6 +161,10 @@ impl Snapshots {
         };
         let written = taken.map_err(failed).and_then(|(freeze, numbers)| {
             standing.known.is_captured(&freeze, &numbers);
+            if matches!(whither, Whither::Lent(_)) {
+                // That is the lender's.
+                standing.known.processes.iter_mut().for_each(|process| process.memory = None);
+            }
             let frozen = standing.frozen.as_ref().ok_or("it does not stand still")?;
             frozen.complete().map_err(|error| error.to_string())
         });
@@ -349,8 +353,19 @@ enum Until<'a> {
     /// Until all is captured, if that is no more than so many pages; else until it is
     /// known what is to be; whether the rest is urgent.
     Captured(u64, bool),
-    /// Until whoever asked has ended them, or drops this; who sends them elsewhere.
-    Ended(&'a Arc<Mutex<Option<FrozenProcess>>>, Option<&'a Once>),
+    /// Until whoever asked has ended them, or drops this.
+    Ended(&'a Arc<Mutex<Option<FrozenProcess>>>, &'a Whither<'a>),
+}
+
+/// Where the memory of a program goes that stands still.
+pub(super) enum Whither<'a> {
+    /// All of it is captured.
+    Nowhere,
+    /// Elsewhere, while it is read.
+    Sent(&'a Once),
+    /// Elsewhere, by and by. Whoever lends it takes the snapshot, and returns when it is known
+    /// what is to be captured.
+    Lent(&'a dyn Fn(SnapshotRequest) -> Result<Freeze, SnapshotError>),
 }
 
 /// The process of a tenant that is no other's descendant.
@@ -376,12 +391,13 @@ fn take_once(
     tell: Tell<'_>,
 ) -> Result<(Freeze, Numbers), SnapshotError> {
     let (root, pids) = (pids[0], pids.to_vec());
-    let (frozen, stay, most_frozen_pages, urgent) = match until {
-        &Until::Captured(most, urgent) => (Arc::new(Mutex::new(None)), false, most, urgent),
-        Until::Ended(held, _) => (Arc::clone(held), true, u64::MAX, true),
+    let (frozen, stand, most_frozen_pages, urgent) = match until {
+        &Until::Captured(most, urgent) => (Arc::default(), Stand::Briefly, most, urgent),
+        Until::Ended(held, Whither::Lent(_)) => (Arc::clone(held), Stand::Meanwhile, 0, true),
+        Until::Ended(held, _) => (Arc::clone(held), Stand::UntilCaptured, u64::MAX, true),
     };
     let carry = match until {
-        Until::Ended(_, Some(once)) => Some(once.carry()),
+        Until::Ended(_, Whither::Sent(once)) => Some(once.carry()),
         _ => None,
     };
     let held = Arc::clone(&frozen);
@@ -422,7 +438,7 @@ fn take_once(
             Ok(strata_pager::Standing { pids, since })
         }),
         thaw: Box::new(move || {
-            if stay {
+            if stand != Stand::Briefly {
                 return Ok(());
             }
             let process = lock(&frozen).take();
@@ -431,13 +447,17 @@ fn take_once(
             })
         }),
         most_frozen_pages,
-        stay,
+        stand,
         urgent,
         only: None,
         carry,
         frozen: None,
     };
-    tenant.snapshot(request, |done, total| tell(captured(done, total))).map(|freeze| {
+    let taken = match until {
+        Until::Ended(_, Whither::Lent(take)) => take(request),
+        _ => tenant.snapshot(request, |done, total| tell(captured(done, total))),
+    };
+    taken.map(|freeze| {
         let numbers = std::mem::take(&mut *lock(&numbers));
         (freeze, numbers)
     })

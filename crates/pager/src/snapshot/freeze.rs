@@ -15,7 +15,8 @@ use crate::map::lock;
 use crate::tenant::Tenant;
 use crate::tenant::excluded::Excluded;
 use crate::tenant::orders::{
-    Captured, Carried, Carry, Freeze, SnapshotError, SnapshotRequest, Standing, failed, restless,
+    Captured, Carried, Carry, Freeze, SnapshotError, SnapshotRequest, Stand, Standing, failed,
+    restless,
 };
 use crate::tenant::space::Space;
 
@@ -37,7 +38,7 @@ pub(super) fn take(
         let Some(process) = space.process() else {
             return Err(restless("a process of it has no agent"));
         };
-        if request.only.is_none() {
+        if request.only.is_none() && request.stand != Stand::Already {
             bring_threads(tenant, space, &process)?;
         }
         leaves += space.arm(&process, part, &excluded(space))?;
@@ -46,7 +47,11 @@ pub(super) fn take(
     // For all of them at once: until the freeze none is taken.
     tenant.map.prepare(leaves).map_err(failed)?;
     for space in spaces {
-        if !space.park() {
+        let is_parked = match request.stand {
+            Stand::Already => space.stands_aside(),
+            _ => space.park(),
+        };
+        if !is_parked {
             unpark(spaces);
             let ends = space.agent().is_none_or(|agent| agent.process.has_exited());
             let what = "the agent of a process does not answer";
@@ -68,7 +73,7 @@ pub(super) fn take(
     let pending_pages = taken.spaces.iter().filter_map(|(s, _)| s.capture_state()).map(|s| s.0);
     let pending_pages = pending_pages.sum();
     let unknown: u64 = taken.spaces.iter().map(|(space, _)| space.unknown_pages()).sum();
-    if outcome.is_ok() && request.stay {
+    if outcome.is_ok() && request.stand == Stand::UntilCaptured {
         outcome = match request.carry.as_mut() {
             Some(carry) => taken.carry_all(carry, buffer),
             None => taken.capture_all(pending_pages, buffer),
@@ -76,7 +81,7 @@ pub(super) fn take(
     } else if outcome.is_ok() && unknown > 0 && unknown <= request.most_frozen_pages {
         outcome = taken.capture_unknown(buffer);
     }
-    let stay = request.stay && outcome.is_ok();
+    let stay = request.stand != Stand::Briefly && outcome.is_ok();
     let thawed = (request.thaw)();
     let whole_freeze = began.elapsed();
     if stay {
@@ -89,12 +94,12 @@ pub(super) fn take(
         taken.undo();
         return Err(error);
     }
-    if let Some(frozen) = request.frozen {
-        frozen();
-    }
     let Taken { processes, spaces, .. } = taken;
     let freeze =
         Freeze { processes, frozen: whole_freeze, captured: Duration::ZERO, copied_pages: 0 };
+    if let Some(frozen) = request.frozen {
+        frozen(&freeze);
+    }
     Ok((freeze, spaces, pending_pages))
 }
 

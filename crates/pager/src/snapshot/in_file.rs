@@ -109,8 +109,8 @@ impl Tenant {
         })
     }
 
-    /// Takes pages of `file` into the memory `id` of a snapshot that nobody restores yet: page
-    /// n of it to the n-th of `addresses`. `gone` is as for [`Self::update_memory`].
+    /// Takes pages of `file`, from `first` on, into the memory `id` of a snapshot that nobody
+    /// restores yet, to one of `addresses` each. `gone` is as for [`Self::update_memory`].
     ///
     /// # Errors
     /// As for that.
@@ -119,12 +119,12 @@ impl Tenant {
     /// `file` is not this tenant's.
     pub fn adopt_over(
         &self,
-        (id, file): (SpaceId, &SnapshotFile),
+        (id, file, first): (SpaceId, &SnapshotFile, u32),
         gone: &[(u64, u64)],
         addresses: &[u64],
     ) -> io::Result<()> {
         assert!(Arc::ptr_eq(&file.store, &self.store), "a file of another tenant");
-        let mut pages = (0..).zip(addresses);
+        let mut pages = (first..).zip(addresses);
         self.take_in_over(id, gone, &mut || {
             let Some((page, &address)) = pages.next() else { return Ok(None) };
             let handle = Store::in_page_file(file.number, page);

@@ -42,16 +42,20 @@ pub enum Lent {
 
 impl Tenant {
     /// How the memory of the process `pid`, which stands still and of which a snapshot is
-    /// being taken, differs from the snapshot `before`.
+    /// being taken, differs from the snapshot `before`; none: from nothing.
     ///
     /// # Errors
     /// There is no such snapshot.
-    pub fn differences(&self, pid: u32, before: SpaceId) -> io::Result<Differences> {
+    pub fn differences(&self, pid: u32, before: Option<SpaceId>) -> io::Result<Differences> {
         let space = self.space_of(pid).ok_or_else(missing)?;
         self.differences_in(&space, before)
     }
 
-    pub(super) fn differences_in(&self, space: &Space, before: SpaceId) -> io::Result<Differences> {
+    pub(super) fn differences_in(
+        &self,
+        space: &Space,
+        before: Option<SpaceId>,
+    ) -> io::Result<Differences> {
         let (id, directory) = {
             let gate = lock(&space.gate);
             let capture = gate.capture.as_ref().ok_or_else(missing)?;
@@ -71,27 +75,33 @@ impl Tenant {
     ///
     /// # Errors
     /// There is no such snapshot.
-    pub fn differences_of(&self, after: SpaceId, before: SpaceId) -> io::Result<Differences> {
+    pub fn differences_of(
+        &self,
+        after: SpaceId,
+        before: Option<SpaceId>,
+    ) -> io::Result<Differences> {
         let after = lock(&self.snapshots).get(&after).cloned().ok_or_else(missing)?;
         self.compare(before, &after.directory, |_, _| ())
     }
 
     fn compare(
         &self,
-        before: SpaceId,
+        before: Option<SpaceId>,
         directory: &BTreeMap<Piece, LeafIndex>,
         prepare: impl Fn(Piece, LeafIndex),
     ) -> io::Result<Differences> {
-        let before = lock(&self.snapshots).get(&before).cloned().ok_or_else(missing)?;
-        let pieces: BTreeSet<Piece> =
-            before.directory.keys().chain(directory.keys()).copied().collect();
+        let known = |id| lock(&self.snapshots).get(&id).cloned().ok_or_else(missing);
+        let before = before.map(known).transpose()?;
+        let nothing = BTreeMap::new();
+        let before = before.as_ref().map_or(&nothing, |before| &before.directory);
+        let pieces: BTreeSet<Piece> = before.keys().chain(directory.keys()).copied().collect();
         let mut found = Differences::default();
         for piece in pieces {
             let new = directory.get(&piece).copied();
             if let Some(leaf) = new {
                 prepare(piece, leaf);
             }
-            let old = before.directory.get(&piece).copied();
+            let old = before.get(&piece).copied();
             for index in 0..PAGES_PER_LEAF {
                 let entry = |leaf: Option<_>| {
                     leaf.map_or(Entry::Untouched, |leaf| self.map.get(PageId::new(leaf, index)))

@@ -26,7 +26,7 @@ fn what_is_lent_is_what_differs_and_is_read_at_any_time() {
     world.write(30, 130);
     world.evict_all(&[30]);
     let mut second = Taken::of(&world);
-    let found = world.tenant.differences_in(&world.space, first.id).expect("a snapshot");
+    let found = world.tenant.differences_in(&world.space, Some(first.id)).expect("a snapshot");
     let changed = [(3, 4), (20, 20), (30, 30), (50, 50)];
     let changed = changed.map(|(first, last)| range(&world, first, last)).to_vec();
     assert_eq!(found, Differences { changed: changed.clone(), gone: Vec::new(), pages: 5 });
@@ -51,7 +51,7 @@ fn what_is_lent_is_what_differs_and_is_read_at_any_time() {
         assert_eq!(world.tenant.lent_page(second.id, at, &mut page), Lent::Bytes, "{number}");
         assert!(page.0 == testing::page(seed).0, "page {number}");
     }
-    let found = world.tenant.differences_of(second.id, first.id).expect("both are whole");
+    let found = world.tenant.differences_of(second.id, Some(first.id)).expect("both are whole");
     assert_eq!(found, Differences { changed, gone: Vec::new(), pages: 5 });
     let at = world.memory.address(60);
     assert_eq!(world.tenant.lent_page(second.id, at, &mut page), Lent::Zero);

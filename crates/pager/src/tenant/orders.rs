@@ -60,9 +60,8 @@ pub struct SnapshotRequest {
     /// Pages that may be captured before `thaw`, if that is all: slow, but nothing
     /// can tear it.
     pub most_frozen_pages: u64,
-    /// `thaw` does not let them run on: whoever asked ends them, or lets them go
-    /// himself. All is captured while they stand.
-    pub stay: bool,
+    /// How they stand.
+    pub stand: Stand,
     /// Somebody waits for it to be whole, and has more to do the later it is: its capture
     /// does not give way to the tenant. So it is with the next one, for which what is written
     /// from now on is marked page by page.
@@ -73,7 +72,25 @@ pub struct SnapshotRequest {
     /// the store. The snapshot does not have those pages then (they are lost in it).
     pub carry: Option<Carry>,
     /// Hears that all of it is known: what it was at the freeze is captured, or will be.
-    pub frozen: Option<Box<dyn FnOnce() + Send>>,
+    pub frozen: Option<Frozen>,
+}
+
+/// Hears of what stands still, or did for a moment.
+pub type Frozen = Box<dyn FnOnce(&Freeze) + Send>;
+
+/// How processes stand still of which a snapshot is taken.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Stand {
+    /// Until `thaw`, which lets them run on.
+    Briefly,
+    /// `thaw` does not let them run on: whoever asked ends them, or lets them go himself.
+    /// All is captured before.
+    UntilCaptured,
+    /// The same, but for what is captured after that.
+    Meanwhile,
+    /// As that, and they have stood before `freeze`, stopped by signal, since another worker
+    /// took a snapshot of them: whoever stopped them has looked that they still do.
+    Already,
 }
 
 /// What stands still, on its way elsewhere.

@@ -8,7 +8,8 @@ use std::sync::mpsc::sync_channel;
 use std::thread;
 
 use strata_api::{
-    Launch, MOVE_AT_ONCE_VERSION, MOVE_VERSION, MoveNear, MoveWord, SnapshotId, name_problem,
+    Launch, MOVE_PROGRAM_AT_ONCE_VERSION, MOVE_VERSION, MoveNear, MoveWord, SnapshotId,
+    name_problem,
 };
 use strata_pager::Tenant;
 use strata_snapshot::Terminals;
@@ -26,6 +27,7 @@ use super::super::revive::{At, How};
 use super::super::{SnapshotState, Snapshots};
 use super::asked::undecided;
 use super::disks::Making;
+use super::lend::lent_name;
 use super::memories::{forget_memories, memory_in, piece_in};
 use super::out::gone_name;
 use super::owed::{self, Owed};
@@ -86,7 +88,7 @@ impl Snapshots {
             MoveWord::Hello { version, .. }
             | MoveWord::Ask { version, .. }
             | MoveWord::Way { version, .. }
-                if !(MOVE_VERSION..=MOVE_AT_ONCE_VERSION).contains(&version) =>
+                if !(MOVE_VERSION..=MOVE_PROGRAM_AT_ONCE_VERSION).contains(&version) =>
             {
                 Err(format!("moves have version {MOVE_VERSION} here, and {version} there"))
             }
@@ -452,7 +454,9 @@ impl Snapshots {
             None => {
                 extract(reader, &images)?;
                 for process in &known.processes {
-                    let _ = std::fs::remove_file(images.join(gone_name(process.pid)));
+                    for name in [gone_name(process.pid), lent_name(process.pid)] {
+                        let _ = std::fs::remove_file(images.join(name));
+                    }
                 }
             }
         }

@@ -1,33 +1,37 @@
-//! A guest leaves at once: it runs there before all of its memory is there, and what is
+//! A tenant leaves at once: it runs there before all of its memory is there, and what is
 //! missing is lent from here.
 //!
 //! ```text
 //! here                                                 there
-//! stands still: which pages changed, its devices ────▶ a file of pages that have not come, restored
+//! stands still: which pages changed, its state ──────▶ a file of pages that have not come, restored
 //!                                                ◀──── ready
 //! lent: written down                      ── go ─────▶ decided, it runs
 //! asked for, or in order                  ◀──────────▶ stored
 //!                                                ◀──── running: all of it is there
 //! ended
 //! ```
-//! Its QEMU here stays stopped, and what it has is captured meanwhile: from then on its pages
-//! are here even if that ends.
+//! What stands still here stays so, and what it has is captured meanwhile: from then on its
+//! pages are here even if that ends. A guest's QEMU stays stopped; of a program all processes
+//! do, as CRIU has left them, and from when it is given up on by signal as well.
 
+use std::cell::RefCell;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use strata_api::MoveWord;
-use strata_pager::{Differences, Tenant};
+use strata_api::{GuestSpec, MoveWord};
+use strata_pager::{SnapshotError, Tenant};
 use strata_snapshot::archive::Writer;
 use strata_sys::{Priority, log};
-use strata_units::{ByteSize, PAGE_SIZE, SpaceId};
+use strata_units::{ByteSize, PAGE_SIZE};
 
 use super::super::disk::Known;
 use super::super::lineage::life_of;
+use super::super::take::Whither;
 use super::super::{Snapshots, lock};
-use super::lending::{Lending, Said, TORN};
-use super::out::gone_name;
+use super::lending::{Changes, Lending, Said, TORN, in_words};
+use super::lent::Of;
+use super::out::{gone_name, memories};
 use super::record::Out;
 use super::standstill::Standstill;
 use super::still::{ASKED_WITHIN, StandingGuest, Still};
@@ -48,20 +52,23 @@ impl Snapshots {
     ) -> Result<String, String> {
         let name = &tenant.record().name;
         let mut attempts = 1..ATTEMPTS;
-        let (guest, mut lending, differences) = loop {
-            match self.stand_lent(tenant, id, last) {
+        let (still, mut lending, changes) = loop {
+            let stood = match self.guests.spec(tenant) {
+                Some(spec) => self.guest_lent(tenant, id, last, spec),
+                None => self.program_lent(tenant, id, last),
+            };
+            match stood {
                 Err(why) if why == TORN && attempts.next().is_some() => {}
                 outcome => break outcome?,
             }
         };
         self.guests.step("still");
-        let mut took = Standstill::begin(guest.since);
+        let mut took = Standstill::begin(still.since());
         took.step("to stop it", Instant::now());
-        let still = Still::Guest(Box::new(guest));
-        let sent = self.send_lent(still.known(), &differences, wire);
+        let sent = self.send_lent(still.known(), &changes, wire);
         let ready = sent.map_err(Said::Failed).and_then(|()| {
             self.guests.step("all-sent");
-            took.step("for its devices and what changed", Instant::now());
+            took.step("for its state and what changed", Instant::now());
             match lending.give(wire, ANSWERED_WITHIN) {
                 Said::Word(MoveWord::Ready) => Ok(()),
                 other => Err(other),
@@ -78,7 +85,7 @@ impl Snapshots {
         self.guests.step("ready");
         took.step("until it stood there", Instant::now());
         let life = life_of(tenant);
-        let lent = lending.lent(still.known())?;
+        let lent = lending.lent();
         let (id, host) = (id.to_owned(), host.to_owned());
         let asides = Vec::new();
         let mut out = Out { id, host, life, is_given: false, asides, lent: Some(lent) };
@@ -125,47 +132,47 @@ impl Snapshots {
 
     /// Has a guest stand still; how it differs from what is there, and what is about to be
     /// captured of it.
-    fn stand_lent<'a>(
+    fn guest_lent<'a>(
         &'a self,
         tenant: &Arc<Tenant>,
         id: &str,
         last: &Known,
-    ) -> Result<(StandingGuest<'a>, Lending, Differences), String> {
-        let mut spec = self.guests.spec(tenant).ok_or("it is no guest any more")?;
+        mut spec: GuestSpec,
+    ) -> Result<(Still<'a>, Lending, Changes), String> {
         let guest = self.freezable(tenant, &spec, ASKED_WITHIN)?;
         spec.disks = guest.own.iter().map(|own| own.disk.clone()).collect();
         let in_place: Vec<String> = spec.disks.iter().map(|disk| disk.path.clone()).collect();
         let stopped = Arc::new(Mutex::new(None));
         let (stops, kept) = (Arc::clone(&guest.stoppable), Arc::clone(&stopped));
         let freeze = move || {
-            let (since, state) = lock(&stops).stop(true)?;
+            let (since, state) = lock(&stops).stop(true).map_err(SnapshotError::Failed)?;
             *lock(&kept) = Some((since, state));
             Ok(since)
         };
-        let (mut lending, outcome) = Lending::begin(tenant, &self.moves, id, guest.place(), freeze);
+        let of = Of::guest(guest.place());
+        let first = of.request(freeze);
+        let (mut lending, outcome) = Lending::begin(tenant, &self.moves, id, of, first);
         let (since, state) = match (outcome, lock(&stopped).take()) {
-            (Ok(()), Some(taken)) => taken,
+            (Ok(_), Some(taken)) => taken,
             (outcome, taken) => {
                 lending.forget();
                 if taken.is_some() {
                     lock(&guest.stoppable).go_on()?;
                 }
-                return Err(outcome.err().unwrap_or_else(|| "it does not stand still".to_owned()));
+                return Err(outcome.err().map_or("it does not stand still".to_owned(), in_words));
             }
         };
         let mut known = last.clone();
         // That is the round's, and forgotten with it.
         known.processes.iter_mut().for_each(|process| process.memory = None);
         known.guest = Some(guest.part(spec, &state, Vec::new()));
+        lending.is_known_by(known.processes.iter().map(|process| process.pid).collect());
         let standing = StandingGuest::new(known.clone(), since, guest);
-        let before = last.processes.first().and_then(|process| process.memory);
-        let before = before.ok_or_else(|| "its memory is not loaded".to_owned());
-        let kept = before.and_then(|before| lending.differs(SpaceId(before)));
-        let kept = kept.and_then(|differences| {
-            self.keep_beside(&mut known, &state, (&in_place, true), None).map(|()| differences)
+        let kept = lending.differs(&memories(last)).and_then(|changes| {
+            self.keep_beside(&mut known, &state, (&in_place, true), None).map(|()| changes)
         });
         match kept {
-            Ok(differences) => Ok((standing.with(known), lending, differences)),
+            Ok(changes) => Ok((Still::Guest(Box::new(standing.with(known))), lending, changes)),
             Err(why) => {
                 lending.forget();
                 // It runs on.
@@ -175,13 +182,55 @@ impl Snapshots {
         }
     }
 
+    /// The same of a program.
+    fn program_lent<'a>(
+        &'a self,
+        tenant: &Arc<Tenant>,
+        id: &str,
+        last: &Known,
+    ) -> Result<(Still<'a>, Lending, Changes), String> {
+        let lent = RefCell::new(None::<Lending>);
+        let begin = |request| {
+            if let Some(before) = lent.take() {
+                before.forget();
+            }
+            let (lending, outcome) =
+                Lending::begin(tenant, &self.moves, id, Of::program(), request);
+            *lent.borrow_mut() = Some(lending);
+            outcome
+        };
+        let standing = self.stand_still(tenant, &Whither::Lent(&begin));
+        let mut lending = lent.take().ok_or("its memory cannot be captured");
+        let changes = match (&standing, &mut lending) {
+            (Ok(standing), Ok(lending)) => {
+                let numbers = standing.known.processes.iter().map(|process| process.pid);
+                lending.is_known_by(numbers.collect());
+                lending.differs(&memories(last))
+            }
+            (Err(why), _) => Err(why.clone()),
+            (_, Err(why)) => Err((*why).to_owned()),
+        };
+        match (standing, lending, changes) {
+            (Ok(standing), Ok(lending), Ok(changes)) => {
+                Ok((Still::Program(Box::new(standing)), lending, changes))
+            }
+            (standing, lending, changes) => {
+                if let Ok(lending) = lending {
+                    lending.forget();
+                }
+                if let Ok(standing) = standing {
+                    let known = standing.known.clone();
+                    // It runs on.
+                    drop(standing);
+                    self.forget_memory(tenant, &known);
+                }
+                Err(changes.err().unwrap_or_default())
+            }
+        }
+    }
+
     /// Sends what is not memory, and which pages are lent.
-    fn send_lent(
-        &self,
-        known: &Known,
-        differences: &Differences,
-        wire: &mut Wire,
-    ) -> Result<(), String> {
+    fn send_lent(&self, known: &Known, changes: &Changes, wire: &mut Wire) -> Result<(), String> {
         wire.say(&MoveWord::Archive { last: true })?;
         let mut send = || -> Result<(), Box<dyn std::error::Error>> {
             let mut writer = Writer::to(Sent(wire), Path::new("to the other side"), random()?)?;
@@ -189,15 +238,18 @@ impl Snapshots {
             for (name, file) in self.files_of(known, false)? {
                 writer.file(&name, file)?;
             }
-            let process = known.processes.first().ok_or("it has no memory")?;
-            writer.process(process.pid, process.restart)?;
-            for (name, ranges) in [
-                (gone_name(process.pid), &differences.gone),
-                (lent_name(process.pid), &differences.changed),
-            ] {
-                let numbers = ranges.iter().flat_map(|&(start, end)| [start, end]);
-                let bytes: Vec<u8> = numbers.flat_map(u64::to_le_bytes).collect();
-                writer.file(&name, &*bytes)?;
+            for process in &known.processes {
+                writer.process(process.pid, process.restart)?;
+            }
+            for (number, differences) in changes {
+                for (name, ranges) in [
+                    (gone_name(*number), &differences.gone),
+                    (lent_name(*number), &differences.changed),
+                ] {
+                    let numbers = ranges.iter().flat_map(|&(start, end)| [start, end]);
+                    let bytes: Vec<u8> = numbers.flat_map(u64::to_le_bytes).collect();
+                    writer.file(&name, &*bytes)?;
+                }
             }
             writer.finish()?;
             Ok(())

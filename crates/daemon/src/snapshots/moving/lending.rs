@@ -1,21 +1,21 @@
-//! Memory that is lent: pages of a guest that stands still here and runs elsewhere. It is
-//! captured whoever asks meanwhile: first its QEMU has it, then a snapshot.
+//! Memory that is lent: pages of a tenant that stands still here and runs elsewhere. It is
+//! captured whoever asks meanwhile: first its processes have it (a guest's its QEMU), then a
+//! snapshot.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::collections::BTreeMap;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use serde::{Deserialize, Serialize};
 use strata_api::{FrameKind, MoveWord, Progress, Unit};
-use strata_pager::{Differences, Lent as Read, Only, SnapshotError, SnapshotRequest, Tenant};
+use strata_pager::{Differences, Freeze, Lent as Read, SnapshotError, SnapshotRequest, Tenant};
 use strata_snapshot::archive::{MOST_SENT_PAGES, SentPage, pack_pages};
-use strata_sys::{Priority, Range, log};
-use strata_units::{ByteSize, PAGE_SIZE, PageBuffer, SpaceId};
+use strata_sys::{Priority, log};
+use strata_units::{PAGE_SIZE, PageBuffer, SpaceId};
 
-use super::super::disk::Known;
 use super::super::lock;
+use super::lent::{Lent, Of};
 use super::record::{Moves, Out};
 use super::{ANSWERED_WITHIN, TAKEN_WITHIN, Wire};
 use crate::tenants::chain;
@@ -29,25 +29,17 @@ const CAPTURE_EVERY: Duration = Duration::from_millis(200);
 pub(super) const TORN: &str = "it gave back memory at that moment";
 /// How often it is told how far it is.
 const TELL_EVERY: Duration = Duration::from_millis(100);
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Lent {
-    /// Its QEMU.
-    pid: u32,
-    /// The guest's memory in it: first byte, end.
-    memory: (u64, u64),
-    /// Pages that are lent.
-    pages: u64,
-    /// The pager's number of a snapshot that has all of it.
-    whole: Option<u32>,
-}
+
+/// By number of a process, as it is known elsewhere, how its memory differs from what is there.
+pub(super) type Changes = Vec<(u32, Differences)>;
 
 /// Where its pages are.
 #[derive(Debug)]
 pub(super) enum Pages {
     /// In its QEMU, or in the snapshot that is being taken of that.
     Captured,
-    /// In this snapshot.
-    Whole(SpaceId),
+    /// In a snapshot: of each process.
+    Whole(Vec<SpaceId>),
     /// Some of them are nowhere.
     Lost(String),
     /// Nobody wants them.
@@ -60,7 +52,9 @@ pub(super) struct Lending {
     moves: Moves,
     /// Of the move.
     id: String,
-    pid: u32,
+    of: Of,
+    /// Of each process, its number as it is known elsewhere.
+    numbers: Vec<u32>,
     total: u64,
     given: u64,
     told: Instant,
@@ -73,203 +67,203 @@ pub(super) enum Said {
     Failed(String),
 }
 
-impl Lent {
-    pub(super) fn bytes(&self) -> ByteSize {
-        ByteSize(self.pages * PAGE_SIZE as u64)
-    }
-
-    pub(super) fn is_captured(&mut self, memory: SpaceId) {
-        self.whole = Some(memory.0);
-    }
-
-    /// Whether the pager's memory of this number is what is lent.
-    pub(super) fn is_in(&self, memory: SpaceId) -> bool {
-        self.whole == Some(memory.0)
+/// Why there is no snapshot, in words.
+pub(super) fn in_words(error: SnapshotError) -> String {
+    match error {
+        SnapshotError::Torn => TORN.to_owned(),
+        SnapshotError::Failed(why) | SnapshotError::Restless(why) => why,
     }
 }
 
-fn request(
-    (pid, range): (u32, Range),
-    freeze: impl FnOnce() -> Result<Instant, String> + Send + 'static,
-    frozen: Option<Box<dyn FnOnce() + Send>>,
-) -> SnapshotRequest {
-    SnapshotRequest {
-        freeze: Box::new(move || {
-            let since = freeze().map_err(SnapshotError::Failed)?;
-            Ok(strata_pager::Standing { pids: vec![pid], since })
-        }),
-        thaw: Box::new(|| Ok(())),
-        most_frozen_pages: 0,
-        stay: false,
-        urgent: true,
-        only: Some(Only { pid, range }),
-        carry: None,
-        frozen,
-    }
-}
-
-/// Keeps capturing what stands still until it is whole, from the snapshot `first` on.
+/// Keeps capturing what stands still until it is whole.
 struct Capturing {
     tenant: Arc<Tenant>,
     moves: Moves,
     /// Of the move.
     id: String,
-    at: (u32, Range),
     pages: Arc<Mutex<Pages>>,
-    is_known: Arc<AtomicBool>,
-    /// Hears why nothing is known of it.
-    failed: Option<Sender<Result<(), String>>>,
 }
 
+/// How the first snapshot of what stands still begins.
+type Begun = Sender<Result<Freeze, SnapshotError>>;
+
 impl Capturing {
-    fn go_on(self, first: SnapshotRequest) {
+    /// From the snapshot `first` on; `begun` hears how that begins, if it is one of what runs,
+    /// which it does on if nothing comes of it.
+    fn go_on(self, of: Of, mut first: SnapshotRequest, begun: Option<Begun>) {
         let name = &self.tenant.record().name;
+        let known = Arc::new(Mutex::new((begun.is_none(), of)));
+        if let Some(begun) = begun.clone() {
+            let known = Arc::clone(&known);
+            first.frozen = Some(Box::new(move |freeze: &Freeze| {
+                let mut known = lock(&known);
+                known.0 = true;
+                known.1.pids = freeze.processes.iter().map(|process| process.pid).collect();
+                let _ = begun.send(Ok(freeze.clone()));
+            }));
+        }
         let mut outcome = self.tenant.snapshot(first, |_, _| ());
         loop {
             let why = match outcome {
                 Ok(freeze) => {
-                    let memory = freeze.processes.first().map(|process| process.memory);
-                    return memory.into_iter().for_each(|memory| self.is_whole(memory));
+                    let memories = freeze.processes.iter().map(|process| process.memory);
+                    return self.is_whole(memories.collect());
                 }
-                Err(SnapshotError::Torn) => TORN.to_owned(),
-                Err(SnapshotError::Failed(why) | SnapshotError::Restless(why)) => why,
+                Err(why) => why,
             };
-            if let Some(failed) = &self.failed
-                && !self.is_known.load(Ordering::Acquire)
-            {
-                let _ = failed.send(Err(why));
+            let (is_known, of) = lock(&known).clone();
+            if let Some(begun) = begun.as_ref().filter(|_| !is_known) {
+                let _ = begun.send(Err(why));
                 return;
             }
             if matches!(*lock(&self.pages), Pages::Unwanted) {
                 return;
             }
-            if self.tenant.space_of(self.at.0).is_none() {
-                let why = "its QEMU has ended before all of its memory was captured".to_owned();
+            if of.pids.iter().any(|&pid| self.tenant.space_of(pid).is_none()) {
+                let whose = if of.range.is_some() { "its QEMU" } else { "a process of it" };
+                let why = format!("{whose} has ended before all of its memory was captured");
                 log(Priority::Error, format_args!("{name}: {why}"));
                 *lock(&self.pages) = Pages::Lost(why);
                 return;
             }
+            let why = in_words(why);
             log(Priority::Warning, format_args!("{name}: what is lent is captured again: {why}"));
             thread::sleep(CAPTURE_EVERY);
-            let again = request(self.at, || Ok(Instant::now()), None);
-            outcome = self.tenant.snapshot(again, |_, _| ());
+            outcome = self.tenant.snapshot(of.again(), |_, _| ());
         }
     }
 
-    fn is_whole(&self, memory: SpaceId) {
+    fn is_whole(&self, memories: Vec<SpaceId>) {
         let mut pages = lock(&self.pages);
         if matches!(*pages, Pages::Unwanted) {
             drop(pages);
-            return self.tenant.remove_snapshot_memory(memory);
+            return memories.into_iter().for_each(|memory| {
+                self.tenant.remove_snapshot_memory(memory);
+            });
         }
-        *pages = Pages::Whole(memory);
+        *pages = Pages::Whole(memories.clone());
         drop(pages);
-        self.moves.is_captured(&self.tenant.record().name, &self.id, memory);
+        self.moves.is_captured(&self.tenant.record().name, &self.id, &memories);
+    }
+}
+
+impl Capturing {
+    /// See [`Self::go_on`].
+    fn start(self, of: Of, first: SnapshotRequest, begun: Option<Begun>) -> Result<(), String> {
+        let thread = thread::Builder::new().name("lent".into());
+        let begun = thread.spawn(move || self.go_on(of, first, begun));
+        begun.map(drop).map_err(|error| format!("no thread to capture it: {error}"))
     }
 }
 
 impl Lending {
-    /// Begins to capture a guest that `freeze` has stand still; and why it does not, or is not
-    /// captured. Else how it differs from before is known to the pager from here on.
+    /// Begins to capture what `first` has stand still; and why it does not, or is not captured.
+    /// Else how it differs from before is known to the pager from here on.
     pub(super) fn begin(
         tenant: &Arc<Tenant>,
         moves: &Moves,
         id: &str,
-        at: (u32, Range),
-        freeze: impl FnOnce() -> Result<Instant, String> + Send + 'static,
-    ) -> (Self, Result<(), String>) {
-        let (says, heard) = channel();
-        let is_known = Arc::new(AtomicBool::new(false));
+        of: Of,
+        first: SnapshotRequest,
+    ) -> (Self, Result<Freeze, SnapshotError>) {
+        let (begun, heard) = channel();
         let pages = Arc::new(Mutex::new(Pages::Captured));
-        let capturing = Capturing {
-            tenant: Arc::clone(tenant),
-            moves: moves.clone(),
-            id: id.to_owned(),
-            at,
-            pages: Arc::clone(&pages),
-            is_known: Arc::clone(&is_known),
-            failed: Some(says.clone()),
+        let mut lending = Self::of(tenant, (moves, id), of.clone(), pages);
+        let outcome = match lending.capturing().start(of, first, Some(begun)) {
+            Ok(()) => heard
+                .recv()
+                .unwrap_or_else(|_| Err(SnapshotError::Failed("the tenant has ended".to_owned()))),
+            Err(why) => Err(SnapshotError::Failed(why)),
         };
-        let frozen = move || {
-            is_known.store(true, Ordering::Release);
-            let _ = says.send(Ok(()));
-        };
-        let first = request(at, freeze, Some(Box::new(frozen)));
-        let thread = thread::Builder::new().name("lent".into());
-        let outcome = match thread.spawn(move || capturing.go_on(first)) {
-            Ok(_) => heard.recv().unwrap_or_else(|_| Err("the tenant has ended".to_owned())),
-            Err(error) => Err(format!("no thread to capture it: {error}")),
-        };
-        (Self::of(tenant, (moves, id), (at.0, 0), pages), outcome)
+        if let Ok(freeze) = &outcome {
+            lending.of.pids = freeze.processes.iter().map(|process| process.pid).collect();
+            lending.numbers.clone_from(&lending.of.pids);
+        }
+        (lending, outcome)
     }
 
-    /// How it differs from the snapshot `before`: that is what it lends.
-    pub(super) fn differs(&mut self, before: SpaceId) -> Result<Differences, String> {
+    /// Its processes, in the order in which they were captured, have these numbers elsewhere.
+    pub(super) fn is_known_by(&mut self, numbers: Vec<u32>) {
+        self.numbers = numbers;
+    }
+
+    /// How it differs from the snapshots `before`: that is what it lends.
+    pub(super) fn differs(&mut self, before: &BTreeMap<u32, SpaceId>) -> Result<Changes, String> {
+        let whose = self.numbers.iter().enumerate();
+        let found = whose.map(|(which, number)| {
+            let found = self.differences(which, before.get(number).copied())?;
+            Ok((*number, found))
+        });
+        let found = found.collect::<Result<Changes, String>>()?;
+        self.total = found.iter().map(|(_, differences)| differences.pages).sum();
+        Ok(found)
+    }
+
+    fn differences(&self, which: usize, before: Option<SpaceId>) -> Result<Differences, String> {
         let until = Instant::now() + LOOKED_FOR;
-        let found = loop {
+        loop {
             let found = match &*lock(&self.pages) {
-                Pages::Whole(memory) => self.tenant.differences_of(*memory, before),
+                Pages::Whole(memories) => self.tenant.differences_of(memories[which], before),
                 Pages::Lost(why) => return Err(why.clone()),
-                Pages::Captured | Pages::Unwanted => self.tenant.differences(self.pid, before),
+                Pages::Captured | Pages::Unwanted => {
+                    self.tenant.differences(self.of.pids[which], before)
+                }
             };
             match found {
-                Ok(found) => break found,
+                Ok(found) => return Ok(found),
                 Err(error) if Instant::now() > until => return Err(chain(&error)),
                 // It becomes whole just now.
                 Err(_) => thread::sleep(LOOK_EVERY),
             }
-        };
-        self.total = found.pages;
-        Ok(found)
+        }
     }
 
     /// What was lent before, by a worker or a command that is gone.
     pub(super) fn again(tenant: &Arc<Tenant>, out: &Out, lent: &Lent, moves: &Moves) -> Self {
-        let named = (moves, &*out.id);
         let known = lock(&moves.lent).get(&out.id).cloned();
-        if let Some(pages) = known {
-            return Self::of(tenant, named, (lent.pid, lent.pages), pages);
-        }
-        let whole = lent.whole.map(SpaceId).filter(|&memory| tenant.has_snapshot_memory(memory));
-        let pages = Arc::new(Mutex::new(whole.map_or(Pages::Captured, Pages::Whole)));
-        let at = (lent.pid, Range { start: lent.memory.0, end: lent.memory.1 });
-        if whole.is_none() {
-            let capturing = Capturing {
-                tenant: Arc::clone(tenant),
-                moves: moves.clone(),
-                id: out.id.clone(),
-                at,
-                pages: Arc::clone(&pages),
-                is_known: Arc::default(),
-                failed: None,
-            };
-            let begun = thread::Builder::new().name("lent".into()).spawn(move || {
-                capturing.go_on(request(at, || Ok(Instant::now()), None));
-            });
-            if let Err(error) = begun {
-                *lock(&pages) = Pages::Lost(format!("no thread to capture it: {error}"));
+        let is_known = known.is_some();
+        let is_there = |memories: &Vec<SpaceId>| {
+            memories.iter().all(|&memory| tenant.has_snapshot_memory(memory))
+        };
+        let pages = known.unwrap_or_else(|| {
+            let whole = lent.memories().filter(is_there);
+            Arc::new(Mutex::new(whole.map_or(Pages::Captured, Pages::Whole)))
+        });
+        let is_to_come = !is_known && matches!(*lock(&pages), Pages::Captured);
+        let mut lending = Self::of(tenant, (moves, &out.id), lent.of(), pages);
+        (lending.numbers, lending.total) = (lent.numbers(), lent.pages());
+        if is_to_come {
+            let (of, first) = (lending.of.clone(), lending.of.again());
+            if let Err(why) = lending.capturing().start(of, first, None) {
+                *lock(&lending.pages) = Pages::Lost(why);
             }
         }
-        Self::of(tenant, named, (lent.pid, lent.pages), pages)
+        lending
     }
 
     fn of(
         tenant: &Arc<Tenant>,
         (moves, id): (&Moves, &str),
-        (pid, total): (u32, u64),
+        of: Of,
         pages: Arc<Mutex<Pages>>,
     ) -> Self {
         lock(&moves.lent).insert(id.to_owned(), Arc::clone(&pages));
         let (tenant, moves, id) = (Arc::clone(tenant), moves.clone(), id.to_owned());
-        Self { tenant, moves, id, pid, total, given: 0, told: Instant::now(), pages }
+        let numbers = of.pids.clone();
+        Self { tenant, moves, id, of, numbers, total: 0, given: 0, told: Instant::now(), pages }
+    }
+
+    fn capturing(&self) -> Capturing {
+        let (tenant, moves) = (Arc::clone(&self.tenant), self.moves.clone());
+        Capturing { tenant, moves, id: self.id.clone(), pages: Arc::clone(&self.pages) }
     }
 
     /// Nobody wants what was captured.
     pub(super) fn forget(&self) {
         lock(&self.moves.lent).remove(&self.id);
         let pages = std::mem::replace(&mut *lock(&self.pages), Pages::Unwanted);
-        if let Pages::Whole(memory) = pages {
-            self.tenant.remove_snapshot_memory(memory);
+        if let Pages::Whole(memories) = pages {
+            memories.into_iter().for_each(|memory| self.tenant.remove_snapshot_memory(memory));
         }
     }
 
@@ -277,8 +271,10 @@ impl Lending {
     pub(super) fn give(&mut self, wire: &mut Wire, within: Duration) -> Said {
         loop {
             let word = match wire.hear(within) {
-                Ok(MoveWord::Pages { pid, ranges }) if pid == self.pid => {
-                    self.answer(wire, &ranges)
+                Ok(MoveWord::Pages { pid, ranges }) => {
+                    let which = self.numbers.iter().position(|&number| number == pid);
+                    let wrong = || "the other side asks for what is not lent".to_owned();
+                    which.ok_or_else(wrong).and_then(|which| self.answer(wire, which, &ranges))
                 }
                 Ok(word) => return Said::Word(word),
                 Err(why) => Err(why),
@@ -304,7 +300,12 @@ impl Lending {
         }
     }
 
-    fn answer(&mut self, wire: &mut Wire, ranges: &[(u64, u32)]) -> Result<(), String> {
+    fn answer(
+        &mut self,
+        wire: &mut Wire,
+        which: usize,
+        ranges: &[(u64, u32)],
+    ) -> Result<(), String> {
         let count: u64 = ranges.iter().map(|&(_, count)| u64::from(count)).sum();
         if count > MOST_SENT_PAGES as u64 {
             return Err("the other side asks for too much".to_owned());
@@ -313,7 +314,7 @@ impl Lending {
         for &(start, count) in ranges {
             for number in 0..u64::from(count) {
                 let address = start.saturating_add(number * PAGE_SIZE as u64);
-                pages.push(self.page(address)?);
+                pages.push(self.page(which, address)?);
             }
         }
         self.given += count;
@@ -322,12 +323,12 @@ impl Lending {
     }
 
     /// An error: it cannot be had now, and may be later.
-    fn page(&self, address: u64) -> Result<SentPage, String> {
+    fn page(&self, which: usize, address: u64) -> Result<SentPage, String> {
         let mut page = PageBuffer::zeroed();
         let until = Instant::now() + LOOKED_FOR;
         loop {
             let whole = match &*lock(&self.pages) {
-                Pages::Whole(memory) => Some(*memory),
+                Pages::Whole(memories) => Some(memories[which]),
                 Pages::Captured => None,
                 Pages::Lost(why) => {
                     log(Priority::Error, format_args!("the page at {address:#x} is lost: {why}"));
@@ -337,7 +338,7 @@ impl Lending {
             };
             let read = match whole {
                 Some(memory) => self.tenant.lent_page(memory, address, &mut page),
-                None => self.tenant.lent_page_of(self.pid, address, &mut page),
+                None => self.tenant.lent_page_of(self.of.pids[which], address, &mut page),
             };
             match read {
                 Read::Bytes => return Ok(SentPage::Bytes(Box::new(page.0))),
@@ -368,23 +369,23 @@ impl Said {
 }
 
 impl Lending {
-    pub(super) fn lent(&self, known: &Known) -> Result<Lent, String> {
-        let memory = known.guest.as_ref().ok_or("it is no guest any more")?.memory;
-        let whole = match &*lock(&self.pages) {
-            Pages::Whole(memory) => Some(memory.0),
-            _ => None,
-        };
-        Ok(Lent { pid: self.pid, memory, pages: self.total, whole })
+    /// What is to be on record.
+    pub(super) fn lent(&self) -> Lent {
+        let mut lent = Lent::new(&self.of, &self.numbers, self.total);
+        if let Pages::Whole(memories) = &*lock(&self.pages) {
+            lent.is_captured(memories);
+        }
+        lent
     }
 
     /// It is on record: if it was captured meanwhile, that is as well from here on.
     pub(super) fn is_lent(&self) {
         let whole = match &*lock(&self.pages) {
-            Pages::Whole(memory) => Some(*memory),
+            Pages::Whole(memories) => Some(memories.clone()),
             _ => None,
         };
-        if let Some(memory) = whole {
-            self.moves.is_captured(&self.tenant.record().name, &self.id, memory);
+        if let Some(memories) = whole {
+            self.moves.is_captured(&self.tenant.record().name, &self.id, &memories);
         }
     }
 

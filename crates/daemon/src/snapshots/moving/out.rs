@@ -7,8 +7,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use strata_api::{
-    MOVE_AT_ONCE_VERSION, MOVE_DISKS_VERSION, MOVE_SERVED_VERSION, MOVE_VERSION, MoveWord,
-    Progress, Unit,
+    MOVE_AT_ONCE_VERSION, MOVE_DISKS_VERSION, MOVE_PROGRAM_AT_ONCE_VERSION, MOVE_SERVED_VERSION,
+    MOVE_VERSION, MoveWord, Progress, Unit,
 };
 use strata_pager::Tenant;
 use strata_snapshot::archive::Writer;
@@ -94,9 +94,6 @@ impl Snapshots {
                 "it is a clone with a network or directories of its own, which are here".into()
             );
         }
-        if how.at_once && self.guests.spec(tenant).is_none() {
-            return Err("it is no guest: leave out --at-once".into());
-        }
         let away = how.copy_disks.then(|| self.disks_away(tenant)).transpose()?;
         // Without disks there is nothing that another version does not know.
         let mut away = away.filter(|away| !away.is_empty());
@@ -109,6 +106,7 @@ impl Snapshots {
         let id = format!("{:016x}", random()?);
         let hello = MoveWord::Hello {
             version: match (is_served, how.at_once, away.is_some()) {
+                (_, true, _) if self.guests.spec(tenant).is_none() => MOVE_PROGRAM_AT_ONCE_VERSION,
                 (_, true, _) => MOVE_AT_ONCE_VERSION,
                 (true, ..) => MOVE_SERVED_VERSION,
                 (false, false, true) => MOVE_DISKS_VERSION,
@@ -402,7 +400,7 @@ pub(super) fn gone_name(pid: u32) -> String {
     format!("gone-{pid}")
 }
 
-fn memories(known: &Known) -> There {
+pub(super) fn memories(known: &Known) -> There {
     let one = |process: &super::super::disk::Process| Some((process.pid, SpaceId(process.memory?)));
     known.processes.iter().filter_map(one).collect()
 }

@@ -42,9 +42,19 @@ pub(super) struct Head {
     pub(super) name: String,
     /// The host that has the pages.
     pub(super) from: String,
-    /// Whose they are there.
+    /// Whose the first of them are there, and from which page on others'.
     pub(super) pid: u32,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) others: Vec<(u32, u32)>,
     pub(super) pages: u32,
+}
+
+impl Head {
+    /// Whose a page is.
+    fn pid_of(&self, page: usize) -> u32 {
+        let after = self.others.partition_point(|&(first, _)| first as usize <= page);
+        after.checked_sub(1).map_or(self.pid, |which| self.others[which].1)
+    }
 }
 
 /// See the module's text.
@@ -160,7 +170,7 @@ impl Owed {
         bytes.extend((text.len() as u32).to_le_bytes());
         bytes.extend(text);
         if bytes.len() as u64 > HEAD_BYTES {
-            return Err(io::Error::other("its names are too long"));
+            return Err(io::Error::other("it has too many processes, or its names are too long"));
         }
         file.write_all_at(&bytes, 0)?;
         let table: Vec<u8> = addresses.iter().flat_map(|one| one.to_le_bytes()).collect();

@@ -1,4 +1,4 @@
-//! A guest runs here before all of its memory is here: what is said of that on the way, and
+//! A tenant runs here before all of its memory is here: what is said of that on the way, and
 //! until it is whole.
 
 use strata_api::MoveWord;
@@ -16,6 +16,9 @@ use super::memories::ranges_in;
 use super::owed::{Came, Head, Owed};
 use crate::tenants::chain;
 
+/// Where programs' memory ends.
+const HIGHEST: u64 = 1 << 47;
+
 impl Snapshots {
     /// Takes in which pages come later: they are there from here on, and whoever needs one
     /// waits for it.
@@ -27,30 +30,37 @@ impl Snapshots {
         holder: &Tenant,
     ) -> Result<(), String> {
         let wrong = || "what arrived contradicts itself".to_owned();
-        let (part, process) =
-            known.guest.as_ref().zip(known.processes.first()).ok_or_else(wrong)?;
-        let ranges = ranges_in(reader, &lent_name(process.pid))?;
-        let (first, end) = part.memory;
         let page = PAGE_SIZE as u64;
+        let (first, end) = known.guest.as_ref().map_or((page, HIGHEST), |part| part.memory);
         let is_its = |&(start, end_of): &(u64, u64)| {
             start.is_multiple_of(page)
                 && end_of.is_multiple_of(page)
                 && first <= start
                 && end_of <= end
         };
-        if !ranges.iter().all(is_its) || end.saturating_sub(first) / page > u64::from(u32::MAX) {
-            return Err(wrong());
+        let (mut addresses, mut parts) = (Vec::new(), Vec::new());
+        for process in &known.processes {
+            let ranges = ranges_in(reader, &lent_name(process.pid))?;
+            let sum =
+                |sum: u64, &(start, end): &(u64, u64)| sum.saturating_add((end - start) / page);
+            let all = ranges.iter().fold(addresses.len() as u64, sum);
+            if !ranges.iter().all(is_its) || all > u64::from(u32::MAX) {
+                return Err(wrong());
+            }
+            let before = addresses.len();
+            let each = |&(start, end): &(u64, u64)| (start..end).step_by(PAGE_SIZE);
+            addresses.extend(ranges.iter().flat_map(each));
+            if addresses.len() > before {
+                parts.push((before, process.pid));
+            }
         }
-        let addresses: Vec<u64> =
-            ranges.iter().flat_map(|&(start, end)| (start..end).step_by(PAGE_SIZE)).collect();
-        if addresses.is_empty() {
-            return Ok(());
-        }
+        let Some(&(_, pid)) = parts.first() else { return Ok(()) };
         let head = Head {
             id: coming.id.clone(),
             name: coming.name.clone(),
             from: coming.lender.clone().unwrap_or_default(),
-            pid: process.pid,
+            pid,
+            others: parts[1..].iter().map(|&(first, pid)| (first as u32, pid)).collect(),
             pages: addresses.len() as u32,
         };
         let file = self.disk.nameless(&coming.id)?;
@@ -58,10 +68,14 @@ impl Snapshots {
         let pages = Owed::create(file.try_clone().map_err(failed)?, head, addresses.clone());
         let pages = pages.map_err(failed)?.known();
         let file = holder.open_snapshot_file(file, Box::new(pages)).map_err(failed)?;
-        // One that cannot be updated is no more.
-        let memory = coming.memories.remove(&process.pid).ok_or_else(wrong)?;
-        holder.adopt_over((memory, &file), &[], &addresses).map_err(failed)?;
-        coming.memories.insert(process.pid, memory);
+        let ends = parts.iter().skip(1).map(|&(first, _)| first).chain([addresses.len()]);
+        for (&(first, pid), end) in parts.iter().zip(ends) {
+            // One that cannot be updated is no more.
+            let memory = coming.memories.remove(&pid).ok_or_else(wrong)?;
+            let into = (memory, &file, first as u32);
+            holder.adopt_over(into, &[], &addresses[first..end]).map_err(failed)?;
+            coming.memories.insert(pid, memory);
+        }
         Ok(())
     }
 

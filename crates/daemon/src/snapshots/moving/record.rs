@@ -18,7 +18,8 @@ use strata_units::SpaceId;
 use super::super::disk::Disk;
 use super::super::lock;
 use super::disks::{Aside, Room};
-use super::lending::{Lent, Pages};
+use super::lending::Pages;
+use super::lent::Lent;
 
 /// A tenant that was given up.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -136,12 +137,12 @@ impl Moves {
     }
 
     /// What is lent by this move is whole in a snapshot's memory.
-    pub(super) fn is_captured(&self, name: &str, id: &str, memory: SpaceId) {
+    pub(super) fn is_captured(&self, name: &str, id: &str, memories: &[SpaceId]) {
         let _deciding = lock(&self.deciding);
         let record = self.disk.read_move::<Out>(&out(name)).filter(|record| record.id == id);
         let Some(mut record) = record else { return };
         let Some(lent) = &mut record.lent else { return };
-        lent.is_captured(memory);
+        lent.is_captured(memories);
         if let Err(why) = self.disk.write_move(&out(name), &record, false) {
             // Then the next worker captures it anew.
             log(Priority::Error, format_args!("{name}: {why}"));

@@ -12,7 +12,7 @@ use super::super::disk::Known;
 use super::super::freezing::{Freezable, Manner};
 use super::super::gone::ends;
 use super::super::guest_disks::{Image, OwnDisk};
-use super::super::take::{FEW_PAGES, Numbers, Standing};
+use super::super::take::{FEW_PAGES, Numbers, Standing, Whither};
 use super::super::{Snapshots, Tell, guest_swap, lock};
 use super::disks::Away;
 use super::pieces::Once;
@@ -139,7 +139,7 @@ impl Snapshots {
     ) -> Result<Still<'a>, String> {
         if self.guests.spec(tenant).is_none() {
             return self
-                .stand_still(tenant, Some(once))
+                .stand_still(tenant, &Whither::Sent(once))
                 .map(|still| Still::Program(Box::new(still)));
         }
         let known = self.capturing(tenant, self.number_to_come(&tenant.record().name));

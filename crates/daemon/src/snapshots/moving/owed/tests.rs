@@ -30,9 +30,15 @@ fn address(page: usize) -> u64 {
 
 /// Owed pages, and their file.
 fn owed(id: &str, pages: usize) -> (OwedPages, File) {
+    owed_of(id, pages, Vec::new())
+}
+
+/// The same, those from some pages on of other processes.
+fn owed_of(id: &str, pages: usize, others: Vec<(u32, u32)>) -> (OwedPages, File) {
     let file = file();
     let (name, from) = (format!("tenant-{id}"), "other".to_owned());
-    let head = Head { id: id.to_owned(), name, from, pid: 7, pages: pages as u32 };
+    let count = pages as u32;
+    let head = Head { id: id.to_owned(), name, from, pid: 7, others, pages: count };
     let addresses = (0..pages).map(address).collect();
     let owed = Owed::create(file.try_clone().expect("a descriptor"), head, addresses);
     (owed.expect("made").known(), file)
@@ -65,12 +71,19 @@ impl Lender {
 
     /// The pages of the next question.
     fn asked(&self) -> Vec<usize> {
+        let (pid, pages) = self.asked_of();
+        assert_eq!(pid, 7);
+        pages
+    }
+
+    /// The same, and of which process.
+    fn asked_of(&self) -> (u32, Vec<usize>) {
         let frame = read_frame(&self.0).expect("a frame").expect("asked");
         let word = serde_json::from_slice(&frame.1).expect("a word");
-        let MoveWord::Pages { pid: 7, ranges } = word else { panic!("{word:?}") };
+        let MoveWord::Pages { pid, ranges } = word else { panic!("{word:?}") };
         let page = |at: u64| ((at - FIRST) as usize) / (2 * PAGE_SIZE);
         assert!(ranges.iter().all(|&(_, count)| count == 1), "{ranges:?}");
-        ranges.into_iter().map(|(at, _)| page(at)).collect()
+        (pid, ranges.into_iter().map(|(at, _)| page(at)).collect())
     }
 
     fn answer(&self, pages: &[SentPage]) {
@@ -118,6 +131,29 @@ fn pages_come_in_order_and_those_that_are_waited_for_first() {
     assert_eq!(read(&pages, &file, fifth[0] as u32).expect("sound"), ZERO);
     assert_eq!(read(&pages, &file, 130).expect("sound"), [131; PAGE_SIZE]);
     assert!(refusal("tenant-order").is_none(), "nothing is owed any more");
+}
+
+#[test]
+fn each_process_is_asked_for_its_own_pages() {
+    let (pages, file) = owed_of("several", 70, vec![(2, 8), (68, 9)]);
+    let owed = of("several").expect("known");
+    owed.runs(true);
+    let (lender, _wire, way) = Lender::connect(&owed);
+    let mut asked = Vec::new();
+    while asked.iter().map(|(_, pages): &(u32, Vec<usize>)| pages.len()).sum::<usize>() < 70 {
+        let more = lender.asked_of();
+        lender.give(&more.1);
+        asked.push(more);
+    }
+    let of = |pid| asked.iter().filter(move |one| one.0 == pid).flat_map(|one| one.1.clone());
+    assert_eq!(of(7).collect::<Vec<_>>(), [0, 1]);
+    assert_eq!(of(8).collect::<Vec<_>>(), (2..68).collect::<Vec<_>>());
+    assert_eq!(of(9).collect::<Vec<_>>(), [68, 69]);
+    assert_eq!(owed.wait_whole(way), Came::Whole(0));
+    assert_eq!(read(&pages, &file, 68).expect("sound"), [69; PAGE_SIZE]);
+    // The next worker knows whose they are as well.
+    let again = Owed::again(file).expect("sound");
+    assert_eq!((&again.head, again.head.pid_of(1), again.head.pid_of(2)), (&owed.head, 7, 8));
 }
 
 #[test]

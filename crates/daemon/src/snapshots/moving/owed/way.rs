@@ -173,10 +173,15 @@ impl Owed {
             pages.iter().for_each(|&page| state.asked[page] = true);
             pages
         };
-        while !pages.is_empty() {
-            let rest = pages.split_off(pages.len().min(MOST_SENT_PAGES));
-            let word = MoveWord::Pages { pid: self.head.pid, ranges: self.ranges(&pages) };
+        while let Some(&first) = pages.first() {
+            let pid = self.head.pid_of(first);
+            let its = |&&page: &&usize| self.head.pid_of(page) == pid;
+            let together = pages.iter().take(MOST_SENT_PAGES).take_while(its).count();
+            let rest = pages.split_off(together);
+            let word = MoveWord::Pages { pid, ranges: self.ranges(&pages) };
             let text = serde_json::to_vec(&word)?;
+            // The last answer brings the next question.
+            let in_order = in_order && rest.is_empty();
             lock(&way.asked).push_back(Question { pages, in_order });
             write_frame(&*to, FrameKind::Word, &text)?;
             pages = rest;

@@ -44,7 +44,7 @@ const PATIENCE: Duration = Duration::from_millis(100);
 const ENDED_WITHIN: Duration = Duration::from_millis(10);
 /// How long it waits before a snapshot is given up: on a busy machine an agent
 /// sleeps for longer than a batch takes.
-const PARK_PATIENCE: Duration = Duration::from_secs(1);
+const PARK_PATIENCE: Duration = Duration::from_secs(3);
 /// Pages that the agent moves before it sleeps again, until they are packed. It often
 /// works on the CPU of the threads that fault, and as long as it does nobody is served:
 /// a whole batch at once was most of their longest waits (docs/measurements.md).

@@ -344,13 +344,30 @@ impl Snapshots {
                 Err(Undone::Never(why) | Undone::NotYet(why)) => Err(why),
             };
         }
-        let runs = || {
+        // Or another one has ended it meanwhile, and the mark is gone: then its QEMU is the only
+        // one, which may take a moment to be seen, and runs.
+        let status = || {
             let mut talk = self.guests.talk(tenant, &self.guests.directory(tenant), SAID_WITHIN)?;
             state::status(&mut talk.monitor).map_err(|error| error.to_string())
         };
-        match tenant.is_alone(pid).then(runs) {
-            Some(Ok(status)) if status == "running" => Ok(()),
-            _ => Err("the worker that did it has died over it, before anything was ended".into()),
+        let until = Instant::now() + SAID_WITHIN;
+        loop {
+            let has_another = tenant.processes().iter().any(|process| process.pid() != pid);
+            let status = if has_another { Ok(String::new()) } else { status() };
+            match status {
+                Ok(status) if status == "running" && tenant.is_alone(pid) => return Ok(()),
+                Ok(status) if status != "running" => {
+                    let why = "the worker that did it has died over it, before anything was ended";
+                    return Err(why.into());
+                }
+                Err(why) if Instant::now() > until => {
+                    return Err(format!("the worker that did it has died over it: {why}"));
+                }
+                Ok(_) if Instant::now() > until || is_ending(pid) => {
+                    return Err("another QEMU has taken its place".into());
+                }
+                _ => std::thread::sleep(LOOK_EVERY),
+            }
         }
     }
 

@@ -164,7 +164,7 @@ def removed(run):
         if left := program.list():
             raise Failure(f"{sorted(left)} are still listed")
         program.check()
-    if most < before + (2 << 20):
+    if most < before + (1 << 20):
         raise Failure(f"{most - before} bytes for three snapshots: nothing was tested")
     # Eighteen were taken: if one in six stays, this is exceeded.
     program.until(lambda: stored() < before + (most - before) // 2,

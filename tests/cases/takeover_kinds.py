@@ -7,7 +7,7 @@ import clones
 import machine
 from manager import managed
 from moment import Moment
-from snapshot_schedule import next_one
+from snapshot_schedule import kept_by_hand, next_one
 from strata import Failure, kill_together
 from suite import case
 from takeover import goes_on, waits
@@ -86,10 +86,8 @@ def kinds(run):
         still_filed(run, program)
         run.note("takeover-file-tier")
         # The schedule goes on, and what it takes is whole.
-        second = next_one(kept, next_one(kept, first))
-        kept.moments[second["id"]] = (0, kept.count)
-        run.daemon.strata("snapshot", "persist", second["id"])
-        kept.roll(second["id"])
+        next_one(kept, first)
+        kept.roll(kept_by_hand(run, kept)["id"])
         run.note("takeover-schedule")
         # And what was a snapshot before still is.
         third = clones.of_moment(origin, snapshot, 1, "--name", "late")

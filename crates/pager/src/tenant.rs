@@ -8,6 +8,7 @@ pub(crate) mod claim;
 pub(crate) mod copied;
 pub(crate) mod ending;
 pub(crate) mod excluded;
+pub(crate) mod gone_meanwhile;
 pub(crate) mod inbox;
 pub(crate) mod memory_hold;
 pub(crate) mod merged;

@@ -176,7 +176,7 @@ impl Space {
     /// `range` reads as zero from now on.
     pub(crate) fn discarded(&self, tenant: &Tenant, gate: &mut Gate, range: Range, unmapped: bool) {
         gate.tear_capture(tenant, range);
-        gate.discards += 1;
+        gate.gone_meanwhile.note(range);
         let mut emptied: Vec<(Piece, LeafIndex)> = Vec::new();
         let mut given_back = 0;
         for (piece, leaf, part) in gate.pages_in(range) {
@@ -210,6 +210,7 @@ impl Space {
     fn remapped(&self, tenant: &Tenant, gate: &mut Gate, from: u64, to: u64, len: u64) {
         let source = Range { start: from, end: from + len };
         gate.tear_capture(tenant, source);
+        gate.gone_meanwhile.note(source);
         gate.note_moved(Range { start: to, end: to + len });
         for (_, leaf, part) in gate.pages_in(source) {
             for (address, page) in ids_in(leaf, part) {

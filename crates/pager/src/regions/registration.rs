@@ -93,11 +93,19 @@ pub(crate) fn register_all(
     process: &Process,
     ranges: &[Range],
 ) -> bool {
-    for few in ranges.chunks(REGISTERED_AT_ONCE.max(ranges.len() / PARTS_OF_MANY)) {
-        let Some(registered) = register(space, process, few) else { return false };
-        for range in registered {
-            note_resident(space, tenant, process, range);
-        }
+    // What goes from when it is registered on is not entered.
+    lock(&space.gate).gone_meanwhile.look();
+    let is_there = ranges
+        .chunks(REGISTERED_AT_ONCE.max(ranges.len() / PARTS_OF_MANY))
+        .all(|few| register_few(space, tenant, process, few));
+    lock(&space.gate).gone_meanwhile.looked();
+    is_there
+}
+
+fn register_few(space: &Space, tenant: &Tenant, process: &Process, ranges: &[Range]) -> bool {
+    let Some(registered) = register(space, process, ranges) else { return false };
+    for range in registered {
+        note_resident(space, tenant, process, range);
     }
     true
 }
@@ -206,13 +214,7 @@ pub(crate) fn stand_down(space: &Space, tenant: &Tenant) -> bool {
 }
 
 /// Enters pages of `range` that are in the address space already.
-///
-/// The page table is read without the gate, so an answer may be old by the time it is entered.
-/// A page that was evicted meanwhile is not `Untouched`, so nothing is entered. One that was
-/// discarded is, if nothing was known of it: so where anything was discarded meanwhile the page
-/// table is read again, and a message of what is discarded after that is still to come.
 fn note_resident(space: &Space, tenant: &Tenant, process: &Process, range: Range) {
-    let discards = lock(&space.gate).discards;
     let mut parts = Vec::new();
     // Gone, then: there is nothing to enter.
     let _ = process.present(range, |found| {
@@ -220,35 +222,24 @@ fn note_resident(space: &Space, tenant: &Tenant, process: &Process, range: Range
         parts
             .extend(starts.map(|start| Range { start, end: (start + CHUNK_BYTES).min(found.end) }));
     });
-    for part in parts {
-        if !enter_resident(space, tenant, process, part, discards) {
-            return;
-        }
-    }
+    // False: the page map is full.
+    let _ = parts.into_iter().all(|part| enter_resident(space, tenant, part));
 }
 
-/// Enters the pages of `part`, which were there when so much had been discarded. False: the page
-/// map is full.
-fn enter_resident(
-    space: &Space,
-    tenant: &Tenant,
-    process: &Process,
-    part: Range,
-    discards: u64,
-) -> bool {
+/// Enters the pages of `part`, which were seen in place. A page that was evicted since is not
+/// `Untouched`, so it stays as it is; one that was discarded is, if nothing was known of it.
+/// False: the page map is full.
+fn enter_resident(space: &Space, tenant: &Tenant, part: Range) -> bool {
     let mut gate = lock(&space.gate);
     // Unmapped meanwhile: the message has been acted on, or will be.
     if !gate.is_registered(part) {
         return true;
     }
-    let mut still = Vec::new();
-    if gate.discards == discards {
-        still.push(part);
-    } else {
-        // Gone: as above.
-        let _ = process.present(part, |found| still.push(found));
-    }
-    for address in still.iter().flat_map(|part| (part.start..part.end).step_by(PAGE_SIZE)) {
+    let gone = gate.gone_meanwhile.of(part);
+    for address in (part.start..part.end).step_by(PAGE_SIZE) {
+        if gone.iter().any(|range| range.contains(address)) {
+            continue;
+        }
         let Some(page) = gate.page_or_new(&tenant.map, space.id, address) else { return false };
         tenant.found_resident(page, Entry::Untouched);
     }
@@ -344,7 +335,7 @@ mod tests {
     use crate::testing;
 
     #[test]
-    fn what_was_discarded_since_it_was_seen_is_not_taken_for_resident() {
+    fn what_went_away_since_it_was_seen_is_not_taken_for_resident() {
         let memory = OwnMemory::create(4).expect("memory");
         let Some(uffd) = testing::userfaultfd() else { return };
         let tenant = testing::tenant();
@@ -352,19 +343,25 @@ mod tests {
         let process = testing::own_process();
         (0..4).for_each(|page| memory.write_page(page, &testing::page(1 + page as u8)));
         let (whole, one) = (memory.range(), one_page(memory.address(1)));
-        let discards = lock(&space.gate).discards;
-        // As a program does whose message is acted on just then.
-        memory.discard(1, 1).expect("madvise");
-        space.discarded(&tenant, &mut lock(&space.gate), one, false);
         let registered = register(&space, &process, &[whole]).expect("it lives");
         assert_eq!(registered, [whole]);
-        assert!(enter_resident(&space, &tenant, &process, whole, discards));
-        let gate = lock(&space.gate);
-        let entry = |page| gate.page(memory.address(page)).map(|id| tenant.map.get(id));
+        {
+            // As of a program that was told to go on, and whose page the kernel has not taken yet.
+            let mut gate = lock(&space.gate);
+            gate.gone_meanwhile.look();
+            space.discarded(&tenant, &mut gate, one, false);
+        }
+        assert!(enter_resident(&space, &tenant, whole));
+        let entries = || {
+            let gate = lock(&space.gate);
+            [0, 1, 2, 3].map(|page| gate.page(memory.address(page)).map(|id| tenant.map.get(id)))
+        };
         let resident = Some(Entry::Resident { shared: false });
-        let entries = [entry(0), entry(1), entry(2), entry(3)];
-        assert_eq!(entries, [resident, Some(Entry::Untouched), resident, resident]);
-        drop(gate);
+        assert_eq!(entries(), [resident, Some(Entry::Untouched), resident, resident]);
+        // Whoever looks after that sees what is.
+        lock(&space.gate).gone_meanwhile.looked();
+        note_resident(&space, &tenant, &process, whole);
+        assert_eq!(entries(), [resident; 4]);
         space.uffd.unregister(whole);
     }
 

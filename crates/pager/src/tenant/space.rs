@@ -23,6 +23,7 @@ use crate::map::page_set::PageSet;
 use crate::map::registry::{PROCESS_FIELDS, Registry, SpaceAddress, SpaceField};
 use crate::map::settings::Settings;
 use crate::tenant::capture::{Base, Capture, CleanPages};
+use crate::tenant::gone_meanwhile::GoneMeanwhile;
 use crate::tenant::memory_hold::MemoryHold;
 
 /// First byte of the transfer range and of the agent's own memory.
@@ -57,8 +58,8 @@ pub(crate) struct Gate {
     pub(crate) of_freeze: Vec<bool>,
     /// Registered ranges, in order, apart from each other.
     pub(crate) registered: Vec<Range>,
-    /// How often pages were discarded.
-    pub(crate) discards: u64,
+    /// What went away while somebody looked which pages are in place.
+    pub(crate) gone_meanwhile: GoneMeanwhile,
     /// The snapshot that is being taken of it.
     pub(crate) capture: Option<Capture>,
     /// The snapshot for which what is write-protected here was captured last.
@@ -135,7 +136,7 @@ impl Gate {
             slots: vec![0; TRANSFER_PAGES],
             of_freeze: vec![false; TRANSFER_PAGES],
             registered: Vec::new(),
-            discards: 0,
+            gone_meanwhile: GoneMeanwhile::default(),
             capture: None,
             base: None,
             clean: CleanPages::default(),

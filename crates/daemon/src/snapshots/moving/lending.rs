@@ -88,6 +88,13 @@ struct Capturing {
 type Begun = Sender<Result<Freeze, SnapshotError>>;
 
 impl Capturing {
+    /// See [`Self::go_on`].
+    fn start(self, of: Of, first: SnapshotRequest, begun: Option<Begun>) -> Result<(), String> {
+        let thread = thread::Builder::new().name("lent".into());
+        let begun = thread.spawn(move || self.go_on(of, first, begun));
+        begun.map(drop).map_err(|error| format!("no thread to capture it: {error}"))
+    }
+
     /// From the snapshot `first` on; `begun` hears how that begins, if it is one of what runs,
     /// which it does on if nothing comes of it.
     fn go_on(self, of: Of, mut first: SnapshotRequest, begun: Option<Begun>) {
@@ -144,15 +151,6 @@ impl Capturing {
         *pages = Pages::Whole(memories.clone());
         drop(pages);
         self.moves.is_captured(&self.tenant.record().name, &self.id, &memories);
-    }
-}
-
-impl Capturing {
-    /// See [`Self::go_on`].
-    fn start(self, of: Of, first: SnapshotRequest, begun: Option<Begun>) -> Result<(), String> {
-        let thread = thread::Builder::new().name("lent".into());
-        let begun = thread.spawn(move || self.go_on(of, first, begun));
-        begun.map(drop).map_err(|error| format!("no thread to capture it: {error}"))
     }
 }
 

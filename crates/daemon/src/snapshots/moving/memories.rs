@@ -65,13 +65,44 @@ pub(super) fn ranges_in(reader: &Reader, name: &str) -> Result<Vec<(u64, u64)>, 
         return Ok(Vec::new());
     };
     let bytes = reader.file_beginning(index, MOST_GONE_BYTES).map_err(|error| chain(&error))?;
-    let numbers = bytes.as_chunks::<8>().0.iter().map(|eight| u64::from_le_bytes(*eight));
-    let numbers: Vec<u64> = numbers.collect();
-    let ranges: Vec<(u64, u64)> =
-        numbers.as_chunks::<2>().0.iter().map(|&[start, end]| (start, end)).collect();
-    let is_ordered = ranges.is_sorted_by(|a, b| a.0 < a.1 && a.1 <= b.0);
-    match is_ordered && !bytes.is_empty() || ranges.is_empty() {
+    ranges_of(&bytes)
+}
+
+fn ranges_of(bytes: &[u8]) -> Result<Vec<(u64, u64)>, String> {
+    let (pairs, rest) = bytes.as_chunks::<16>();
+    let half = |pair: &[u8; 16], at: usize| u64::from_le_bytes(pair.as_chunks::<8>().0[at]);
+    let ranges: Vec<(u64, u64)> = pairs.iter().map(|pair| (half(pair, 0), half(pair, 1))).collect();
+    let is_ordered =
+        ranges.iter().all(|&(start, end)| start < end) && ranges.is_sorted_by(|a, b| a.1 <= b.0);
+    match rest.is_empty() && is_ordered {
         true => Ok(ranges),
         false => Err("what arrived contradicts itself".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::ranges_of;
+
+    fn read(ranges: &[(u64, u64)]) -> Result<Vec<(u64, u64)>, String> {
+        let bytes = ranges.iter().flat_map(|&(start, end)| [start, end]).flat_map(u64::to_le_bytes);
+        ranges_of(&bytes.collect::<Vec<u8>>())
+    }
+
+    #[test]
+    fn ranges_that_arrive_are_in_order_and_apart_from_each_other() {
+        for fine in [&[][..], &[(4096, 8192)], &[(0, 4096), (4096, 8192), (12288, u64::MAX)]] {
+            assert_eq!(read(fine).as_deref(), Ok(fine));
+        }
+        for wrong in [
+            &[(8192, 4096)][..],
+            &[(4096, 4096)],
+            &[(0, 4096), (12288, 8192)],
+            &[(0, 8192), (4096, 12288)],
+            &[(8192, 12288), (0, 4096)],
+        ] {
+            assert!(read(wrong).is_err(), "{wrong:?}");
+        }
+        assert!(ranges_of(&[0; 15]).is_err());
     }
 }

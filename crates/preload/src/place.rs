@@ -12,7 +12,7 @@ use core::sync::atomic::Ordering;
 use core::time::Duration;
 
 use strata_units::wire::CONTROL_SOCKET_NAME;
-use strata_units::{DECIMAL_DIGITS, HintKind, PAGE, PAGE_SIZE, decimal};
+use strata_units::{ADDRESSES_END, DECIMAL_DIGITS, HintKind, PAGE, PAGE_SIZE, decimal};
 
 use crate::block::{self, Block};
 use crate::kernel::{self, Deadline, Fd, word};
@@ -32,8 +32,6 @@ const MOST_RANGES: usize = 64;
 const REQUEST_BYTES: usize = 64 + MOST_RANGES * 40;
 /// Pages of one question (`strata_api::MAX_PLACE_PAGES`).
 const MOST_PAGES: usize = 1 << 16;
-/// End of what a program can have mapped.
-const HIGHEST: u64 = 1 << 47;
 
 /// `struct strata_range`.
 #[derive(Clone, Copy)]
@@ -148,7 +146,7 @@ fn managed() -> Result<&'static Block, Failure> {
 /// The pages of a range: those that it touches, or (`shrinks`) those that are wholly
 /// in it. None: there is none.
 fn pages_of(start: u64, bytes: usize, shrinks: bool) -> Result<Option<Pages>, Failure> {
-    let end = start.checked_add(bytes as u64).filter(|end| *end <= HIGHEST);
+    let end = start.checked_add(bytes as u64).filter(|end| *end <= ADDRESSES_END);
     let end = end.ok_or(Failure::Invalid)?;
     let up = |address: u64| address.next_multiple_of(PAGE);
     let down = |address: u64| address & !(PAGE - 1);
@@ -443,7 +441,7 @@ fn allocate(bytes: usize, tier: c_int) -> Result<u64, Failure> {
         _ => return Err(Failure::Invalid),
     };
     let length = bytes.checked_next_multiple_of(PAGE_SIZE).filter(|bytes| *bytes > 0);
-    let length = length.filter(|bytes| *bytes as u64 <= HIGHEST).ok_or(Failure::Invalid)?;
+    let length = length.filter(|bytes| *bytes as u64 <= ADDRESSES_END).ok_or(Failure::Invalid)?;
     let block = managed()?;
     let protection = libc::PROT_READ | libc::PROT_WRITE;
     let start = kernel::map_anonymous(0, length, protection).ok_or(Failure::NoMemory)?;

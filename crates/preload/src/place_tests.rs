@@ -10,10 +10,15 @@ fn ranges_become_pages() {
     assert_eq!(pages_of(0x1fff, 0x1002, false), pages(0x1000, 0x4000));
     assert_eq!(pages_of(0x1fff, 0x1002, true), pages(0x2000, 0x3000));
     assert_eq!(pages_of(0x1000, 0, false), Ok(None));
-    for (start, bytes) in [(0x1000, usize::MAX), (u64::MAX, 2), (HIGHEST - 1, 2), (1 << 63, 0)] {
+    for (start, bytes) in
+        [(0x1000, usize::MAX), (u64::MAX, 2), (ADDRESSES_END - 1, 2), (1 << 63, 0)]
+    {
         assert_eq!(pages_of(start, bytes, false), Err(Failure::Invalid), "{start:#x}");
     }
-    assert_eq!(pages_of(HIGHEST - PAGE, PAGE_SIZE, true), pages(HIGHEST - PAGE, HIGHEST));
+    assert_eq!(
+        pages_of(ADDRESSES_END - PAGE, PAGE_SIZE, true),
+        pages(ADDRESSES_END - PAGE, ADDRESSES_END)
+    );
 }
 
 #[test]
@@ -25,7 +30,7 @@ fn requests_are_lines_that_the_daemon_reads() {
     let mut line = RequestLine::new();
     line.begin_place("sequential");
     for _ in 0..MOST_RANGES {
-        line.add_range(Pages { start: HIGHEST - PAGE, end: HIGHEST });
+        line.add_range(Pages { start: ADDRESSES_END - PAGE, end: ADDRESSES_END });
     }
     line.add("]}\n");
     let text = std::str::from_utf8(line.bytes()).expect("text");

@@ -10,6 +10,8 @@ use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::OnceLock;
 
+use strata_units::ADDRESSES_END;
+
 const PAGE: usize = strata_units::PAGE_SIZE;
 
 /// Why nothing, or not all, was done.
@@ -112,7 +114,7 @@ pub fn memory_tiers(start: usize, bytes: usize) -> Result<Vec<u8>, PlacementErro
         return Ok(Vec::new());
     }
     // Nothing is allocated for what cannot be mapped.
-    if end > 1 << 47 {
+    if end as u64 > ADDRESSES_END {
         return Err(PlacementError::Invalid);
     }
     let mut tiers = vec![0; (end.next_multiple_of(PAGE) - start / PAGE * PAGE) / PAGE];

@@ -3,11 +3,8 @@
 
 use core::{error, fmt};
 
-use crate::PAGE_SIZE;
 use crate::wire::{AsBytes, Hello, HelloKind, TRANSFER_PAGES, Userfaultfd, is_spoken};
-
-/// Highest address of a process that is managed (47 bits).
-const HIGHEST: u64 = 1 << 47;
+use crate::{ADDRESSES_END, PAGE_SIZE};
 
 /// What is wrong with what an agent sent.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -122,10 +119,10 @@ fn checked(hello: &Hello) -> Result<HelloKind, Amiss> {
         && aligned(hello.transfer)
         && aligned(hello.probe)
         && hello.transfer != 0
-        && transfer_end <= HIGHEST
-        && hello.probe < HIGHEST
+        && transfer_end <= ADDRESSES_END
+        && hello.probe < ADDRESSES_END
         && hello.own_start <= hello.own_end
-        && hello.own_end <= HIGHEST
+        && hello.own_end <= ADDRESSES_END
         && aligned(hello.restart)
         && (hello.restart == 0 || (hello.own_start..hello.own_end).contains(&hello.restart));
     if sane { Ok(kind) } else { Err(Amiss::Garbage) }
@@ -156,12 +153,12 @@ mod tests {
             Hello { magic: MAGIC + 1, ..HELLO },
             Hello { transfer: 0, ..HELLO },
             Hello { transfer: 4097, ..HELLO },
-            Hello { transfer: HIGHEST - 4096, ..HELLO },
+            Hello { transfer: ADDRESSES_END - 4096, ..HELLO },
             Hello { transfer: u64::MAX - 4095, ..HELLO },
             Hello { probe: 1, ..HELLO },
-            Hello { probe: HIGHEST, ..HELLO },
+            Hello { probe: ADDRESSES_END, ..HELLO },
             Hello { own_start: HELLO.own_end + 1, ..HELLO },
-            Hello { own_end: HIGHEST + 1, ..HELLO },
+            Hello { own_end: ADDRESSES_END + 1, ..HELLO },
             Hello { restart: HELLO.own_end, ..HELLO },
             Hello { restart: HELLO.restart + 8, ..HELLO },
         ];

@@ -22,7 +22,9 @@ pub use decimal::{DECIMAL_DIGITS, decimal};
 pub use hints::{HINT_SLOTS, HintKind, HintSlot, Hints};
 pub use ids::{Handle, LeafIndex, PageId, SpaceId, TenantId};
 pub use label::{MAX_LABEL_BYTES, label_problem};
-pub use page::{PAGE, PAGE_SHIFT, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageNumber};
+pub use page::{
+    ADDRESSES_END, PAGE, PAGE_SHIFT, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageNumber,
+};
 pub use size::{ByteSize, ParseByteSizeError};
 pub use sum::fnv1a;
 pub use swap::{LEAST_SWAP_BYTES, MOST_SWAP_BYTES, is_swap_size};

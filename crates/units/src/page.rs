@@ -9,6 +9,9 @@ pub const PAGE: u64 = PAGE_SIZE as u64;
 /// Entries of one page-map leaf: an aligned 2 MiB piece of an address space.
 pub const PAGES_PER_LEAF: usize = 512;
 
+/// Where the addresses that a program can have end (x86-64 with four levels of page tables).
+pub const ADDRESSES_END: u64 = 1 << 47;
+
 /// A virtual address divided by [`PAGE_SIZE`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct PageNumber(pub u64);

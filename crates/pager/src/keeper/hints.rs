@@ -13,7 +13,7 @@ use strata_store::Source;
 use strata_sys::Range;
 use strata_units::wire::BATCH_PAGES;
 use strata_units::{
-    Handle, HintKind, PAGE, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber, SpaceId,
+    ADDRESSES_END, Handle, HintKind, PAGE, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber, SpaceId,
 };
 
 use crate::fault::handler::MOST_HOT;
@@ -131,7 +131,7 @@ impl Keeper<'_> {
                     return false;
                 };
                 let end = end_kind & !(PAGE - 1);
-                let range = Range { start: start & !(PAGE - 1), end: end.min(1 << 47) };
+                let range = Range { start: start & !(PAGE - 1), end: end.min(ADDRESSES_END) };
                 heeded.current = HintKind::of(end_kind & (PAGE - 1))
                     .filter(|_| range.start < range.end)
                     .map(|kind| (kind, range));

@@ -24,7 +24,7 @@ use strata_sys::{
     ControlBlock, EventFd, PROCESS_FDS, Priority, Process, Range, SeqPacket, Urgent, Userfaultfd,
     adopt_fd, log,
 };
-use strata_units::{LeafIndex, PAGE_SIZE, SpaceId, TenantId};
+use strata_units::{ADDRESSES_END, LeafIndex, PAGE_SIZE, SpaceId, TenantId};
 
 use crate::fault::events::done_reading;
 use crate::map::address::EVERYTHING;
@@ -228,7 +228,7 @@ impl Tenant {
             if let Some(agent) = space.agent() {
                 done_reading(agent.control.control());
             }
-            let all = Range { start: PAGE_SIZE as u64, end: (1 << 47) - PAGE_SIZE as u64 };
+            let all = Range { start: PAGE_SIZE as u64, end: ADDRESSES_END - PAGE_SIZE as u64 };
             let registered = !lock(&space.gate).directory.is_empty();
             if registered {
                 tenant.under_pressure.store(true, Ordering::Relaxed);

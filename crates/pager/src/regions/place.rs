@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use strata_store::Source;
 use strata_sys::Range;
-use strata_units::{PAGE, PAGE_SIZE, PAGES_PER_LEAF};
+use strata_units::{ADDRESSES_END, PAGE, PAGE_SIZE, PAGES_PER_LEAF};
 
 use crate::map::address::ids_in;
 use crate::map::entry::Entry;
@@ -20,8 +20,6 @@ use crate::regions::registration::{register_whole, register_within};
 use crate::tenant::Tenant;
 use crate::tenant::space::{Gate, Space};
 
-/// Highest address of a process that we manage (47 bits).
-const HIGHEST: u64 = 1 << 47;
 /// Most of a tenant's budget that can be pinned: the rest is for what a program
 /// needs beside it, and for what is stored.
 const PINNED_PART: (u64, u64) = (3, 4);
@@ -81,7 +79,7 @@ pub enum Whereabouts {
 /// Whole pages below the highest address, at least one.
 fn is_sane(range: Range) -> bool {
     range.start < range.end
-        && range.end <= HIGHEST
+        && range.end <= ADDRESSES_END
         && range.start.is_multiple_of(PAGE)
         && range.end.is_multiple_of(PAGE)
 }

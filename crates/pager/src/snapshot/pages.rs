@@ -4,16 +4,15 @@ use std::collections::BTreeSet;
 use std::io;
 
 use strata_store::Put;
-use strata_units::{Handle, PAGES_PER_LEAF, PageBuffer, PageId, PageNumber, SpaceId};
+use strata_units::{
+    ADDRESSES_END, Handle, PAGES_PER_LEAF, PageBuffer, PageId, PageNumber, SpaceId,
+};
 
 use crate::map::address::{address_of, piece_of};
 use crate::map::entry::Entry;
 use crate::map::lock;
 use crate::tenant::Tenant;
 use crate::tenant::snapshots::{Memory, pages_of};
-
-/// Highest address that a managed process can have (47 bits).
-const HIGHEST: u64 = (1 << 47) - 1;
 
 /// Says the next page's address and its handle, with a reference; none: that was the last.
 pub(super) type NextPage<'a> = &'a mut dyn FnMut() -> io::Result<Option<(u64, Handle)>>;
@@ -212,7 +211,7 @@ impl Tenant {
     }
 
     fn place_in(&self, id: SpaceId, memory: &mut Memory, address: u64) -> io::Result<PageId> {
-        if address > HIGHEST {
+        if address >= ADDRESSES_END {
             return Err(io::Error::other("a page of it has no address that a program can have"));
         }
         let page = PageNumber::containing(address);

@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
 use strata_sys::{Access, Directory};
-use strata_units::PAGE_SIZE;
+use strata_units::{ADDRESSES_END, PAGE_SIZE};
 
 use crate::archive::Page;
 use crate::message::Message;
@@ -18,8 +18,6 @@ use crate::message::Message;
 const IN_PARENT: u64 = 1;
 const PRESENT: u64 = 4;
 const BYTES: u64 = PAGE_SIZE as u64;
-/// End of addresses and of files.
-const HIGHEST: u64 = 1 << 47;
 
 /// Pages that follow each other, in memory and in a file.
 #[derive(Clone, Debug, PartialEq)]
@@ -54,7 +52,7 @@ pub(super) fn runs_of(file: u64, entries: &[Message]) -> Option<Vec<Run>> {
         let count = entry.number(5).or_else(|| entry.number(2))?;
         let start = entry.number(1)?;
         let length = count.checked_mul(BYTES)?;
-        let end = start.checked_add(length).filter(|&end| end <= HIGHEST)?;
+        let end = start.checked_add(length).filter(|&end| end <= ADDRESSES_END)?;
         let follows = runs.last().is_none_or(|last| last.range.end <= start);
         if flags & IN_PARENT != 0 || !start.is_multiple_of(BYTES) || !follows {
             return None;

@@ -7,15 +7,13 @@ use std::ops::Range;
 use std::path::Path;
 
 use strata_sys::Directory;
-use strata_units::PAGE_SIZE;
+use strata_units::{ADDRESSES_END, PAGE_SIZE};
 
 use super::pages::{Pages, Run, runs_of};
 use super::{CoreError, bad};
 use crate::claims::{self, Images};
 use crate::message::{Message, Value, rows};
 
-/// End of the addresses that a program can have.
-const HIGHEST: u64 = 1 << 47;
 /// Of a path, as the kernel has them.
 const MOST_PATH_BYTES: usize = 4096;
 /// Pieces of shared memory, each counted as often as it is mapped.
@@ -203,7 +201,8 @@ fn mappings(
         let is_page = |address: u64| address.is_multiple_of(PAGE_SIZE as u64);
         let follows = mappings.last().is_none_or(|last| last.range.end <= range.start);
         let offset = long(entry, 3);
-        let is_sound = range.start < range.end && range.end <= HIGHEST && offset < HIGHEST;
+        let is_sound =
+            range.start < range.end && range.end <= ADDRESSES_END && offset < ADDRESSES_END;
         if !follows || !is_sound || ![range.start, range.end, offset].into_iter().all(is_page) {
             return Err(bad(image, "has mappings that no program has"));
         }

@@ -5,7 +5,7 @@ use strata_api::MoveWord;
 use strata_pager::Tenant;
 use strata_snapshot::archive::Reader;
 use strata_sys::{Priority, log};
-use strata_units::PAGE_SIZE;
+use strata_units::{ADDRESSES_END, PAGE_SIZE};
 
 use super::super::Snapshots;
 use super::super::disk::Known;
@@ -15,9 +15,6 @@ use super::lend::lent_name;
 use super::memories::ranges_in;
 use super::owed::{Came, Head, Owed};
 use crate::tenants::chain;
-
-/// Where programs' memory ends.
-const HIGHEST: u64 = 1 << 47;
 
 impl Snapshots {
     /// Takes in which pages come later: they are there from here on, and whoever needs one
@@ -31,7 +28,7 @@ impl Snapshots {
     ) -> Result<(), String> {
         let wrong = || "what arrived contradicts itself".to_owned();
         let page = PAGE_SIZE as u64;
-        let (first, end) = known.guest.as_ref().map_or((page, HIGHEST), |part| part.memory);
+        let (first, end) = known.guest.as_ref().map_or((page, ADDRESSES_END), |part| part.memory);
         let is_its = |&(start, end_of): &(u64, u64)| {
             start.is_multiple_of(page)
                 && end_of.is_multiple_of(page)

@@ -20,8 +20,8 @@ def ready(program):
         raise Failure(f"the program said '{word}'")
 
 
-def register(name, which):
-    @case(name)
+def register(name, which, **how):
+    @case(name, **how)
     def body(run):
         program = run.start("guards", which, budget="16MiB")
         ready(program)
@@ -33,7 +33,7 @@ def register(name, which):
 for which in ("madvise", "process-madvise", "by-number", "between", "refused", "fork",
               "raw-clone", "outside"):
     register(f"guards-{which}", which)
-register("limit-unseen-guards", "unseen")
+register("limit-unseen-guards", "unseen", loses_pages=True)
 
 
 @case("guards-snapshot", native=False, own_daemon=True)

@@ -20,6 +20,9 @@ from strata import Daemon, Failure, Skip
 
 # How many times as long what failed is waited for when it runs once more.
 PATIENCE_AGAIN = 2
+# What a daemon says when a page is missing of which it knows nothing: lost, or taken by the
+# kernel without a word.
+GONE = b"was in place and is gone"
 
 
 class Case:
@@ -38,12 +41,29 @@ class Case:
         self.deadline = time.monotonic() + registered.seconds * patience
         self.daemon_is_dead = False  # set by a case that killed its own
         self.programs = []
+        self.daemon_logs = {}  # where what its daemon says of it begins, by the log's path
         self.notes = []
         self.tests = 1  # that passed, if it passes: more where it runs others' tests
         self.flaky = []  # of these
 
     def seconds_left(self):
         return self.deadline - time.monotonic()
+
+    def note_daemon_log(self):
+        """What its daemon, which may be shared, says from now on is of this case."""
+        if self.daemon:
+            self.daemon_logs[self.daemon.log_path] = os.path.getsize(self.daemon.log_path)
+
+    def lost_page(self):
+        """What one of its daemons says of a page that it lost; else None."""
+        own = glob.glob(os.path.join(self.log_directory, "*.log"))
+        for path, begin in {**dict.fromkeys(own, 0), **self.daemon_logs}.items():
+            with open(path, "rb") as log:
+                log.seek(begin)
+                for line in log:
+                    if GONE in line:
+                        return line.decode(errors="replace").strip()
+        return None
 
     def note(self, text):
         """Shown behind the result: what was measured."""
@@ -104,6 +124,7 @@ class Runner:
         self.again = []  # (case, the reason of its failure)
         self.logs = os.path.join(build, "logs")
         self.stopped = False
+        self.broken = None  # the defect of the runner itself that ended it
         # Those that run now.
         self.running = []
         self.changed = threading.Condition(self.lock)
@@ -145,6 +166,7 @@ class Runner:
         try:
             if not self.options.native:
                 run.daemon = self.daemon_for(registered, slot)
+                run.note_daemon_log()
             registered.body(run)
         except Skip as skip:
             verdict, reason = "skipped", str(skip)
@@ -180,8 +202,12 @@ class Runner:
         return Outcome(verdict, reason, run.notes, time.monotonic() - began, run.tests)
 
     def after(self, registered, slot, run, verdict, reason):
-        """The daemon must have survived the case, unless the case killed it."""
+        """No page is lost, and the daemon must have survived the case, unless the case killed
+        it."""
         daemon = run.daemon
+        lost = None if registered.loses_pages else run.lost_page()
+        if lost:
+            reason = (reason + "; " if reason else "") + "a daemon says: " + lost
         if daemon is None:
             return reason
         if run.daemon_is_dead:
@@ -190,7 +216,7 @@ class Runner:
         well = daemon.is_well()
         if registered.own_daemon:
             daemon.end()
-        elif not well or verdict == "FAIL":
+        elif not well or lost or verdict == "FAIL":
             # The next case gets a new one, the log goes with the failure.
             daemon.end()
             self.daemons[slot] = None
@@ -256,6 +282,9 @@ class Runner:
             while registered := self.take(waiting):
                 try:
                     self.first_run(registered, slot)
+                except BaseException as error:
+                    self.broken, self.stopped = error, True
+                    raise
                 finally:
                     with self.changed:
                         self.running.remove(registered)
@@ -268,6 +297,8 @@ class Runner:
         try:
             for thread in threads:
                 thread.join()
+            if self.broken:
+                raise self.broken
             self.options.patience *= PATIENCE_AGAIN
             Daemon.patience = self.options.patience
             for registered, reason in self.again:

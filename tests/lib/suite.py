@@ -31,10 +31,11 @@ class Registered:
     """A case and what the runner has to know of it."""
 
     def __init__(self, body, name, native=True, own_daemon=False, daemon=True, alone=False,
-                 soak=False, computes=False, seconds=60, takes=5):
+                 soak=False, computes=False, loses_pages=False, seconds=60, takes=5):
         self.body, self.name, self.native = body, name, native
         self.own_daemon, self.daemon, self.alone, self.soak = own_daemon, daemon, alone, soak
-        self.computes, self.seconds, self.takes = computes, seconds, takes
+        self.computes, self.loses_pages = computes, loses_pages
+        self.seconds, self.takes = seconds, takes
 
 
 def case(name, **how):
@@ -42,7 +43,8 @@ def case(name, **how):
     `own_daemon`: it may hurt the daemon; `daemon=False`: it needs none. `alone`:
     nothing runs beside it. `soak`: it measures the machine more than the code, and
     runs only in a soak. `computes`: it keeps a processor busy all the time, as an
-    emulated guest does. `seconds`: after which it hangs. `takes`: seconds that it
+    emulated guest does. `loses_pages`: it loses pages, or the kernel takes some without a word,
+    and its daemon says so, which is right. `seconds`: after which it hangs. `takes`: seconds that it
     usually takes, where they are many: the longest begin first."""
     def register(body):
         if name in CASES:

@@ -126,8 +126,10 @@ def killed(run, libvirt, first, guest):
         guest.rounds(2)
     for name in ("filled", "given"):
         dies(name, "clone", first, "--name", "copy")
-        run.daemon.wait_until(lambda: "copy" not in libvirt.virsh("list", "--all", "--name")
-                              and "copy" not in run.daemon.tenants(), "the clone is gone")
+        # The next of its name does not wait until its tenant is taken down.
+        run.daemon.wait_until(lambda: "copy" not in libvirt.virsh("list", "--all", "--name"),
+                              "libvirt has forgotten the clone")
+    run.daemon.wait_until(lambda: "copy" not in run.daemon.tenants(), "the clone is gone")
     guest.rounds(1)
     made = [f"{NAME}.qcow2", f"{NAME}.qcow2.{first}"]
     run.daemon.wait_until(lambda: sorted(

@@ -84,7 +84,8 @@ impl Tenants {
                     "{name:?} is no name for a tenant (1 to 64 letters, digits, '.', '_', '-')"
                 ));
             }
-            if !wish.of_rule {
+            // A rule's next program joins the tenant that is there.
+            if !wish.of_rule || wish.starter.is_some() {
                 self.make_room(&Key::new(wish.uid, name))?;
             }
         }

@@ -32,6 +32,17 @@ const RESTLESS_PATIENCE: Duration = Duration::from_secs(20);
 const MOST_FAILURES: u32 = 5;
 const RESTLESS: &str = "its processes come and go all the time";
 
+/// Why nothing is known of what gave back memory when it was frozen: another attempt may do.
+pub(super) const TORN: &str = "it gave back memory at that moment";
+
+/// Why there is no snapshot.
+pub(super) fn in_words(error: SnapshotError) -> String {
+    match error {
+        SnapshotError::Torn => TORN.to_owned(),
+        SnapshotError::Failed(why) | SnapshotError::Restless(why) => why,
+    }
+}
+
 /// Processes' numbers in their own pid namespace, by their numbers here.
 pub(super) type Numbers = BTreeMap<u32, u32>;
 
@@ -155,11 +166,7 @@ impl Snapshots {
         let until = Until::Ended(&held, whither);
         let taken = self.take_restless(tenant, &criu, &known.info.id, &until, &mut |_| ());
         let mut standing = Standing { known, frozen: lock(&held).take() };
-        let failed = |error| match error {
-            SnapshotError::Torn => "its memory cannot be captured".to_owned(),
-            SnapshotError::Failed(why) | SnapshotError::Restless(why) => why,
-        };
-        let written = taken.map_err(failed).and_then(|(freeze, numbers)| {
+        let written = taken.map_err(in_words).and_then(|(freeze, numbers)| {
             standing.known.is_captured(&freeze, &numbers);
             if matches!(whither, Whither::Lent(_)) {
                 // That is the lender's.

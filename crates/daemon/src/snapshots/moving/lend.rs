@@ -27,9 +27,9 @@ use strata_units::{ByteSize, PAGE_SIZE};
 
 use super::super::disk::Known;
 use super::super::lineage::life_of;
-use super::super::take::Whither;
+use super::super::take::{TORN, Whither, in_words};
 use super::super::{Snapshots, lock};
-use super::lending::{Changes, Lending, Said, TORN, in_words};
+use super::lending::{Changes, Lending, Said};
 use super::lent::Of;
 use super::out::{gone_name, memories};
 use super::record::Out;
@@ -199,32 +199,27 @@ impl Snapshots {
             *lent.borrow_mut() = Some(lending);
             outcome
         };
-        let standing = self.stand_still(tenant, &Whither::Lent(&begin));
-        let mut lending = lent.take().ok_or("its memory cannot be captured");
-        let changes = match (&standing, &mut lending) {
-            (Ok(standing), Ok(lending)) => {
-                let numbers = standing.known.processes.iter().map(|process| process.pid);
-                lending.is_known_by(numbers.collect());
-                lending.differs(&memories(last))
-            }
-            (Err(why), _) => Err(why.clone()),
-            (_, Err(why)) => Err((*why).to_owned()),
+        let stood = self.stand_still(tenant, &Whither::Lent(&begin));
+        let Some(mut lending) = lent.take() else {
+            return Err(stood.err().unwrap_or_else(|| "its memory cannot be captured".to_owned()));
         };
-        match (standing, lending, changes) {
-            (Ok(standing), Ok(lending), Ok(changes)) => {
-                Ok((Still::Program(Box::new(standing)), lending, changes))
+        let standing = match stood {
+            Ok(standing) => standing,
+            Err(why) => {
+                lending.forget();
+                return Err(why);
             }
-            (standing, lending, changes) => {
-                if let Ok(lending) = lending {
-                    lending.forget();
-                }
-                if let Ok(standing) = standing {
-                    let known = standing.known.clone();
-                    // It runs on.
-                    drop(standing);
-                    self.forget_memory(tenant, &known);
-                }
-                Err(changes.err().unwrap_or_default())
+        };
+        lending.is_known_by(standing.known.processes.iter().map(|process| process.pid).collect());
+        match lending.differs(&memories(last)) {
+            Ok(changes) => Ok((Still::Program(Box::new(standing)), lending, changes)),
+            Err(why) => {
+                lending.forget();
+                let known = standing.known.clone();
+                // It runs on.
+                drop(standing);
+                self.forget_memory(tenant, &known);
+                Err(why)
             }
         }
     }

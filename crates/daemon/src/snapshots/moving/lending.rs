@@ -15,6 +15,7 @@ use strata_sys::{Priority, log};
 use strata_units::{PAGE_SIZE, PageBuffer, SpaceId};
 
 use super::super::lock;
+use super::super::take::in_words;
 use super::lent::{Lent, Of};
 use super::record::{Moves, Out};
 use super::{ANSWERED_WITHIN, TAKEN_WITHIN, Wire};
@@ -25,8 +26,6 @@ const LOOK_EVERY: Duration = Duration::from_millis(1);
 const LOOKED_FOR: Duration = Duration::from_secs(60);
 /// How often a capture is tried again that came to nothing.
 const CAPTURE_EVERY: Duration = Duration::from_millis(200);
-/// Why nothing is known of what gave back memory when it was frozen: another attempt may do.
-pub(super) const TORN: &str = "it gave back memory at that moment";
 /// How often it is told how far it is.
 const TELL_EVERY: Duration = Duration::from_millis(100);
 
@@ -65,14 +64,6 @@ pub(super) struct Lending {
 pub(super) enum Said {
     Word(MoveWord),
     Failed(String),
-}
-
-/// Why there is no snapshot, in words.
-pub(super) fn in_words(error: SnapshotError) -> String {
-    match error {
-        SnapshotError::Torn => TORN.to_owned(),
-        SnapshotError::Failed(why) | SnapshotError::Restless(why) => why,
-    }
 }
 
 /// Keeps capturing what stands still until it is whole.

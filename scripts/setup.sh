@@ -113,12 +113,13 @@ need_guest() {
     need_file libvirt-daemon-driver-qemu '/usr/lib/*/libvirt/connection-driver/libvirt_driver_qemu.so'
     # Its configuration, and the user whose processes its guests are.
     need_file libvirt-daemon-system /etc/libvirt/qemu.conf
+    need xz-utils xz
+    need zstd zstd
 }
 
 # What builds a disk with a Debian on it.
 need_disk() {
     need mmdebstrap mmdebstrap
-    need xz-utils xz
 }
 
 # What CRIU wants of a kernel and Debian's has in modules.
@@ -129,6 +130,25 @@ modules+=({libnvdimm,nfit,nd_btt,nd_pmem,crc16,mbcache,jbd2,ext4}.ko)
 # And for a guest's balloon, its disk, its network card, and the port of an agent in it.
 modules+=(virtio{,_ring,_pci_legacy_dev,_pci_modern_dev,_pci,_mmio,_balloon,_blk,_console,_net}.ko
     {failover,net_failover}.ko)
+
+# unpack_kernel VMLINUZ: the kernel out of what unpacks itself, beside it as vmlinux-VERSION;
+# emulated, that takes a second of each boot. The magic of what it is packed with says where it
+# begins; what follows it is no part of it, which the unpackers complain of.
+unpack_kernel() {
+    local how at unpacked=${1/vmlinuz-/vmlinux-}
+    [ -e "$unpacked" ] && return
+    for how in 'xz \xfd7zXZ\x00' 'zstd \x28\xb5\x2f\xfd'; do
+        at=$(LC_ALL=C grep -aobP -m 1 "${how#* }" "$1" | head -n 1 | cut -d : -f 1) || true
+        [ -n "$at" ] || continue
+        tail -c +$((at + 1)) "$1" | "${how%% *}" -dc >"$unpacked.new" 2>/dev/null || true
+        if [ "$(head -c 4 "$unpacked.new" | tail -c 3)" = ELF ]; then
+            mv "$unpacked.new" "$unpacked"
+            return
+        fi
+    done
+    rm -f "$unpacked.new"
+    echo "setup: $1 is packed in an unknown way; guests boot slower with it"
+}
 
 # Kernels to boot guests with: the distribution's own, and a newer one if it
 # offers that beside it; vmlinuz-VERSION, and modules-VERSION beside it, where
@@ -165,6 +185,9 @@ fetch_kernels() {
         )
     done
     compgen -G "$place/vmlinuz-*" >/dev/null || stop "no kernel package was found; is this Debian?"
+    for package in "$place"/vmlinuz-*; do
+        unpack_kernel "$package"
+    done
 }
 
 # Debian asks this file whether a package may start its services.

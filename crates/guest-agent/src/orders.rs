@@ -220,9 +220,13 @@ mod tests {
             }
         }
         fs::write(place.0.join("name"), "first\n").expect("written");
-        let path = place.0.join("hook");
-        fs::write(&path, format!("#!/bin/sh\ncd {}\n{hook}\n", place.0.display())).expect("hook");
-        fs::set_permissions(&path, PermissionsExt::from_mode(0o755)).expect("set");
+        let (text, path) = (place.0.join("text"), place.0.join("hook"));
+        fs::write(&text, format!("#!/bin/sh\ncd {}\n{hook}\n", place.0.display())).expect("hook");
+        fs::set_permissions(&text, PermissionsExt::from_mode(0o755)).expect("set");
+        // By another process: a child of another test's would have it open for writing until it
+        // executes its program, and what is open for writing is not executed.
+        let copied = Command::new("cp").arg("-p").arg(text).arg(&path).status().expect("cp");
+        assert!(copied.success());
         let mut orders = Orders::new(path);
         orders.places = Places { interfaces: place.0.join("net"), host_name: place.0.join("name") };
         (place, orders)

@@ -11,6 +11,7 @@ use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber, Spa
 use super::leaves::Seized;
 use super::{BLOCK_BYTES, Capture, RUN_PAGES};
 use crate::map::address::{add_run, piece_of};
+use crate::map::by_many::{self, by_many};
 use crate::map::entry::Entry;
 use crate::map::lock;
 use crate::map::page_map::Piece;
@@ -24,6 +25,8 @@ use crate::tenant::space::Space;
 
 /// Looked at and protected under one hold of the gate.
 const ARMED_AT_ONCE: u64 = 64 << 20;
+/// Of what stands still a thread looks at so much at a time.
+const SCANNED_AT_ONCE: u64 = 128 << 20;
 
 /// A process that stands still.
 pub(crate) struct Seen<'a> {
@@ -125,21 +128,13 @@ impl Space {
             block: vec![0; BLOCK_BYTES as usize],
             next: 0,
         };
-        let mut present = PageSet::default();
-        let mut unprotected = Vec::new();
         let registered: Vec<Range> = gate.registered_in(wanted).collect();
         for &range in &registered {
             if self.uffd.register_protectable(range) != Registration::Done {
                 return Err(failed("its memory cannot be write-protected"));
             }
-            let note = |part, protected: bool| {
-                present.insert(part);
-                if !protected {
-                    add_run(&mut unprotected, part);
-                }
-            };
-            capture.pages.protection(range, note).map_err(failed)?;
         }
+        let (mut present, unprotected) = scan(process, &registered)?;
         gate.written = PageSet::default();
         capture.clean = gate.take_clean(&unprotected);
         for part in unprotected.iter().flat_map(|&range| excluded.spared(range)) {
@@ -183,6 +178,32 @@ impl Space {
         gate.capture = Some(capture);
         Ok(())
     }
+}
+
+/// What the kernel says of `ranges` of a process that stands still: which pages are there, and
+/// the runs of those that are not write-protected.
+fn scan(process: &Process, ranges: &[Range]) -> Result<(PageSet, Vec<Range>), SnapshotError> {
+    let piece = |range: Range| {
+        let starts = (range.start..range.end).step_by(SCANNED_AT_ONCE as usize);
+        starts.map(move |start| Range { start, end: range.end.min(start + SCANNED_AT_ONCE) })
+    };
+    let parts: Vec<Range> = ranges.iter().copied().flat_map(piece).collect();
+    let look = |&part: &Range| {
+        let mut found = Vec::new();
+        process.protection(part, |run, protected| found.push((run, protected))).map(|()| found)
+    };
+    let (mut present, mut unprotected) = (PageSet::default(), Vec::new());
+    let bytes: u64 = ranges.iter().map(|range| range.len()).sum();
+    let threads = by_many::threads().min(1 + (bytes / SCANNED_AT_ONCE) as usize);
+    for found in by_many(("freeze", threads), &parts, look) {
+        for (run, protected) in found.map_err(failed)? {
+            present.insert(run);
+            if !protected {
+                add_run(&mut unprotected, run);
+            }
+        }
+    }
+    Ok((present, unprotected))
 }
 
 impl Capture {

@@ -15,6 +15,7 @@ use crate::map::page_set::Bits;
 use crate::tenant::Tenant;
 use crate::tenant::orders::{SnapshotError, failed};
 
+const LEAVING: &str = "pages of it are on their way; try again";
 /// Leaves that a thread takes at a time.
 const PART: usize = 16;
 
@@ -73,11 +74,16 @@ impl Capture {
         let &Seized { piece, leaf, there } = seized;
         let mut copied = LeafCopy::default();
         let known = self.clean.pages.of(piece);
+        let [first, last] = [0, PAGES_PER_LEAF - 1].map(|index| address_of(piece, index));
+        let is_all_wanted = self.wanted.contains(first) && self.wanted.contains(last);
+        if is_all_wanted && there.is_full() {
+            return self.copy_whole(tenant, seized, known);
+        }
         if let Some(leaf) = leaf {
             tenant.prefetch_counts(leaf);
         }
         for index in 0..PAGES_PER_LEAF {
-            if !self.wanted.contains(address_of(piece, index)) {
+            if !is_all_wanted && !self.wanted.contains(address_of(piece, index)) {
                 continue;
             }
             let from = leaf.map(|leaf| PageId::new(leaf, index));
@@ -85,7 +91,7 @@ impl Capture {
             let is_there = there.has(index);
             let copy = match entry {
                 Entry::Leaving { .. } => {
-                    return Err(failed("pages of it are on their way; try again"));
+                    return Err(failed(LEAVING));
                 }
                 _ if is_there => Entry::Pending,
                 Entry::Stored(handle) => {
@@ -118,6 +124,25 @@ impl Capture {
             tenant.map.set(page, copy);
         }
         Ok(copied)
+    }
+}
+
+impl Capture {
+    /// Copies one leaf all of whose pages are there: most are of a guest that has its DRAM.
+    fn copy_whole(
+        &self,
+        tenant: &Tenant,
+        &Seized { piece, leaf: from, .. }: &Seized,
+        known: Bits,
+    ) -> Result<LeafCopy, SnapshotError> {
+        if from.is_some_and(|from| tenant.map.has_leaving(from)) {
+            return Err(failed(LEAVING));
+        }
+        let leaf = self.new_leaf(tenant, piece)?;
+        tenant.map.set_pending(leaf, from);
+        let pending = PAGES_PER_LEAF as u64;
+        let unknown = pending - known.count() as u64;
+        Ok(LeafCopy { leaf: Some(leaf), pending, unknown, late: Vec::new() })
     }
 }
 

@@ -96,6 +96,11 @@ impl Entry {
         }
     }
 
+    /// Whether `word` says [`Entry::Leaving`].
+    pub(crate) const fn is_leaving(word: u64) -> bool {
+        word & TAG == Self::Leaving { slot: 0, wanted: false }.encode()
+    }
+
     /// Whether a missing page is to be filled with zeroes and was not charged.
     pub(crate) const fn reads_zero(self) -> bool {
         matches!(self, Self::Untouched | Self::Discarded)

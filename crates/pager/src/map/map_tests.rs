@@ -150,6 +150,29 @@ fn a_leaf_whose_giving_back_was_cut_short_is_zero_for_its_next_owner() {
 }
 
 #[test]
+fn a_whole_leaf_becomes_pending_and_no_other() {
+    let map = PageMap::create().expect("a page map");
+    let [like, leaf, beside] = [1, 2, 3].map(|piece| map.take(SpaceId(0), piece).expect("room"));
+    let pages = |leaf| (0..PAGES_PER_LEAF).map(move |index| PageId::new(leaf, index));
+    for (number, page) in pages(like).enumerate() {
+        map.set(page, entry(number as u8 % 2 * 4));
+        map.age(page).store(number as u16, Ordering::Relaxed);
+    }
+    assert!(!map.has_leaving(like));
+    let last = PageId::new(like, PAGES_PER_LEAF - 1);
+    map.set(last, Entry::Leaving { slot: 7, wanted: true });
+    assert!(map.has_leaving(like) && !map.has_leaving(leaf));
+    map.set_pending(leaf, Some(like));
+    for (number, page) in pages(leaf).enumerate() {
+        assert_eq!(map.get(page), Entry::Pending);
+        assert_eq!(map.age(page).load(Ordering::Relaxed), number as u16);
+    }
+    assert!(pages(beside).all(|page| map.get(page) == Entry::Untouched));
+    map.set_pending(beside, None);
+    assert!(pages(beside).all(|page| map.age(page).load(Ordering::Relaxed) == 0));
+}
+
+#[test]
 fn a_page_map_with_a_file_missing_is_refused() {
     let map = PageMap::create().expect("a page map");
     let fds = kept(&map.fds());

@@ -235,6 +235,25 @@ impl PageMap {
             .is_ok()
     }
 
+    /// Whether a page of `leaf` is on its way out.
+    pub(crate) fn has_leaving(&self, leaf: LeafIndex) -> bool {
+        let mut words = [0; LEAF_ENTRIES_BYTES as usize];
+        self.entries.read(u64::from(leaf.0) * LEAF_ENTRIES_BYTES, &mut words);
+        let words = words.as_chunks().0.iter().map(|&word| u64::from_ne_bytes(word));
+        words.fold(false, |any, word| any | Entry::is_leaving(word))
+    }
+
+    /// All pages of `leaf`, which is new, are pending, and as old as those of `like`.
+    pub(crate) fn set_pending(&self, leaf: LeafIndex, like: Option<LeafIndex>) {
+        let pending = [Entry::Pending.encode().to_ne_bytes(); PAGES_PER_LEAF];
+        self.entries.write(u64::from(leaf.0) * LEAF_ENTRIES_BYTES, pending.as_flattened());
+        if let Some(like) = like {
+            let mut ages = [0; LEAF_AGES_BYTES as usize];
+            self.ages.read(u64::from(like.0) * LEAF_AGES_BYTES, &mut ages);
+            self.ages.write(u64::from(leaf.0) * LEAF_AGES_BYTES, &ages);
+        }
+    }
+
     fn word(&self, page: PageId) -> &AtomicU64 {
         self.entries.atomic_u64(u64::from(page.0) * ENTRY_BYTES)
     }

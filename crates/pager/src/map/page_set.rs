@@ -19,17 +19,29 @@ impl Bits {
         self.0[index / 64] >> (index % 64) & 1 != 0
     }
 
+    pub(crate) fn is_full(self) -> bool {
+        self.count() == PAGES_PER_LEAF
+    }
+
+    pub(crate) fn count(self) -> usize {
+        self.0.iter().map(|word| word.count_ones() as usize).sum()
+    }
+
     /// The pages of the set, in order.
     pub(crate) fn each(self) -> impl Iterator<Item = usize> {
         (0..PAGES_PER_LEAF).filter(move |&index| self.has(index))
     }
 
     pub(crate) fn put(&mut self, pages: std::ops::Range<usize>, there: bool) {
-        for index in pages {
-            let bit = 1 << (index % 64);
+        for (word, first) in self.0.iter_mut().zip((0..).step_by(64)) {
+            let (start, end) = (pages.start.max(first), pages.end.min(first + 64));
+            if start >= end {
+                continue;
+            }
+            let mask = u64::MAX >> (64 - (end - start)) << (start - first);
             match there {
-                true => self.0[index / 64] |= bit,
-                false => self.0[index / 64] &= !bit,
+                true => *word |= mask,
+                false => *word &= !mask,
             }
         }
     }

@@ -195,7 +195,7 @@ fn scan(process: &Process, ranges: &[Range]) -> Result<(PageSet, Vec<Range>), Sn
     let (mut present, mut unprotected) = (PageSet::default(), Vec::new());
     let bytes: u64 = ranges.iter().map(|range| range.len()).sum();
     let threads = by_many::threads().min(1 + (bytes / SCANNED_AT_ONCE) as usize);
-    for found in by_many(("freeze", threads), &parts, look) {
+    for found in by_many(threads, &parts, look) {
         for (run, protected) in found.map_err(failed)? {
             present.insert(run);
             if !protected {

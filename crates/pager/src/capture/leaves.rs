@@ -50,7 +50,7 @@ impl Capture {
             let copied = part.iter().map(|seized| self.copy_leaf(tenant, seized));
             copied.collect::<Result<Vec<_>, _>>()
         };
-        let copied = by_many(("freeze", by_many::threads()), &parts, copy);
+        let copied = by_many(by_many::threads(), &parts, copy);
         let mut late = Vec::new();
         for (part, copies) in parts.iter().zip(copied) {
             for (seized, copy) in part.iter().zip(copies?) {

@@ -126,8 +126,7 @@ impl Tenant {
             leaves.push((leaf, target));
         }
         let parts: Vec<_> = leaves.chunks(PART).collect();
-        let copied =
-            by_many(("prepare", threads), &parts, |part| self.copy_leaves(part, with_ages));
+        let copied = by_many(threads, &parts, |part| self.copy_leaves(part, with_ages));
         let mut retained = Retained::default();
         copied.into_iter().for_each(|part| retained += part);
         Ok(MapCopy { slot, directory, retained })

@@ -237,7 +237,7 @@ fn enter_resident(space: &Space, tenant: &Tenant, part: Range) -> bool {
     }
     let gone = gate.gone_meanwhile.of(part);
     for address in (part.start..part.end).step_by(PAGE_SIZE) {
-        if gone.iter().any(|range| range.contains(address)) {
+        if gone.has(address) {
             continue;
         }
         let Some(page) = gate.page_or_new(&tenant.map, space.id, address) else { return false };

@@ -3,6 +3,7 @@
 use strata_sys::Range;
 
 use crate::map::address::overlaps;
+use crate::map::page_set::PageSet;
 
 /// What went away while somebody looked which pages are in place: the look is without the gate, so
 /// what it saw there may be gone by the time it is entered.
@@ -34,8 +35,12 @@ impl GoneMeanwhile {
         }
     }
 
-    /// Those ranges of which `part` has a page.
-    pub(crate) fn of(&self, part: Range) -> Vec<Range> {
-        self.ranges.iter().copied().filter(|&gone| overlaps(gone, part)).collect()
+    /// Those pages of `part` that went.
+    pub(crate) fn of(&self, part: Range) -> PageSet {
+        let mut pages = PageSet::default();
+        for gone in self.ranges.iter().filter(|&&gone| overlaps(gone, part)) {
+            pages.insert(Range { start: gone.start.max(part.start), end: gone.end.min(part.end) });
+        }
+        pages
     }
 }

@@ -136,7 +136,7 @@ modules+=(virtio{,_ring,_pci_legacy_dev,_pci_modern_dev,_pci,_mmio,_balloon,_blk
 # begins; what follows it is no part of it, which the unpackers complain of.
 unpack_kernel() {
     local how at unpacked=${1/vmlinuz-/vmlinux-}
-    [ -e "$unpacked" ] && return
+    [ "$unpacked" -nt "$1" ] && return
     for how in 'xz \xfd7zXZ\x00' 'zstd \x28\xb5\x2f\xfd'; do
         at=$(LC_ALL=C grep -aobP -m 1 "${how#* }" "$1" | head -n 1 | cut -d : -f 1) || true
         [ -n "$at" ] || continue
@@ -154,7 +154,7 @@ unpack_kernel() {
 # offers that beside it; vmlinuz-VERSION, and modules-VERSION beside it, where
 # "recipe" says what was asked for: another list is another fetch.
 fetch_kernels() {
-    local place meta package version
+    local place meta package version kernel
     place=$(realpath -m "${CARGO_TARGET_DIR:-target}")/tests/guest
     mkdir -p "$place"
     apt-cache show linux-image-amd64 >/dev/null 2>&1 || as_root apt-get update -q ||
@@ -185,8 +185,8 @@ fetch_kernels() {
         )
     done
     compgen -G "$place/vmlinuz-*" >/dev/null || stop "no kernel package was found; is this Debian?"
-    for package in "$place"/vmlinuz-*; do
-        unpack_kernel "$package"
+    for kernel in "$place"/vmlinuz-*; do
+        unpack_kernel "$kernel"
     done
 }
 

@@ -37,9 +37,12 @@ def die(run, victim):
         run.daemon.begin_again()
         return True
     pids = [worker] if victim == "worker" else (run.daemon.stats(NAME) or {"pids": []})["pids"]
-    for pid in filter(None, pids):
+    pids = [pid for pid in pids if pid]
+    for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    return any(pids)
+    # A QEMU has its memory to give up first; who sees it meanwhile would take it for running.
+    run.daemon.wait_until(lambda: not any(map(machine.alive, pids)), "what was killed has ended")
+    return bool(pids)
 
 
 def has_ended(line):

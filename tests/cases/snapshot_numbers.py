@@ -70,6 +70,8 @@ def thread_taken(run):
     def kept(taker):
         done = program.rollback(snapshot, check=False)
         if not taker.had:
+            if done.returncode != 0:
+                raise Failure(f"nobody had number {taker.number}: {done.stderr!r}")
             return
         refused(done, str(taker.number), "both are kept")
         if not machine.alive(taker.number):

@@ -27,6 +27,7 @@ CPU = guest.cpu(WITHOUT)
 BALLOON = "virtio_balloon"
 # A line takes some 278 writes of a byte that nobody reads.
 FULL_BYTES = 200
+FOUND_SECONDS = 30
 
 
 def kernel():
@@ -94,6 +95,10 @@ class Line:
                        f"QEMU {log[-1:]!r}; see {self.log_path}")
 
     def connect(self, path):
+        """The command of one that was begun anew may still be starting it; one that came from a
+        snapshot is there, and so is its line."""
+        end = time.monotonic() + (self.run.seconds_left() if self.process else
+                                  FOUND_SECONDS * self.run.patience)
         while True:
             line = socket.socket(socket.AF_UNIX)
             try:
@@ -103,7 +108,7 @@ class Line:
                 line.close()
             if self.process and self.process.poll() is not None:
                 raise self.failure(f"status {self.process.returncode}")
-            if self.run.seconds_left() < 0:
+            if time.monotonic() > end:
                 raise self.failure("hung: no serial line")
             time.sleep(0.05)
 

@@ -31,8 +31,6 @@ mod carry_tests;
 
 pub(crate) use freeze::Seen;
 
-use std::collections::BTreeMap;
-
 use strata_store::Put;
 use strata_sys::{Fill, Process, Range};
 use strata_units::{Handle, LeafIndex, PAGE, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber};
@@ -84,7 +82,7 @@ impl Gate {
     pub(crate) fn may_leave(&mut self, tenant: &Tenant, address: u64) -> Option<Leaves> {
         let Some(capture) = self.capture.as_mut() else { return Some(Leaves::Alone) };
         let piece = piece_of(PageNumber::containing(address));
-        if let Some(&leaf) = capture.directory.get(&piece) {
+        if let Some(leaf) = capture.object.leaf(piece) {
             capture.take_from_base(tenant, piece, leaf);
         }
         if capture.pending_at(&tenant.map, address).is_none() {
@@ -131,10 +129,7 @@ impl Gate {
         if capture.pending == 0 {
             return;
         }
-        let first = piece_of(PageNumber::containing(range.start));
-        let last = piece_of(PageNumber::containing(range.end.saturating_sub(1)));
-        let leaves: Vec<(Piece, LeafIndex)> =
-            capture.directory.range(first..=last).map(|(&piece, &leaf)| (piece, leaf)).collect();
+        let leaves: Vec<(Piece, LeafIndex)> = capture.object.leaves_in(range).collect();
         // Whoever discards goes on since its message was read, but must wake first.
         let starts = leaves.iter().flat_map(|&(piece, _)| {
             (0..PAGES_PER_LEAF).step_by(BLOCK_PAGES).map(move |index| address_of(piece, index))
@@ -169,16 +164,14 @@ impl Capture {
         if self.pending == 0 {
             return None;
         }
-        let page = PageNumber::containing(address);
-        let leaf = *self.directory.get(&piece_of(page))?;
-        let page = PageId::new(leaf, page.0 as usize % PAGES_PER_LEAF);
+        let page = self.object.page(address)?;
         (map.get(page) == Entry::Pending).then_some(page)
     }
 
     /// Captures what is pending in a block, there and protected.
     fn capture_block(&mut self, tenant: &Tenant, block: Range) {
         let piece = piece_of(PageNumber::containing(block.start));
-        let Some(&leaf) = self.directory.get(&piece) else { return };
+        let Some(leaf) = self.object.leaf(piece) else { return };
         self.take_from_base(tenant, piece, leaf);
         for run in self.pending_runs(tenant, block) {
             let count = run.len() as usize / PAGE_SIZE;
@@ -229,7 +222,7 @@ impl Capture {
     /// The parts of a block that are pending.
     fn pending_runs(&self, tenant: &Tenant, block: Range) -> Vec<Range> {
         let piece = piece_of(PageNumber::containing(block.start));
-        let Some(&leaf) = self.directory.get(&piece) else { return Vec::new() };
+        let Some(leaf) = self.object.leaf(piece) else { return Vec::new() };
         let mut runs: Vec<Range> = Vec::new();
         for (address, page) in ids_in(leaf, block) {
             if tenant.map.get(page) != Entry::Pending {
@@ -254,16 +247,12 @@ impl Capture {
                 !known.has(index) && map.get(PageId::new(leaf, index)) == Entry::Pending
             })
         };
-        let (before, after) =
-            (self.directory.range(..self.next), self.directory.range(self.next..));
-        let found = after.chain(before).find(|&(&piece, &leaf)| waits(piece, leaf));
-        let (piece, leaf) = found.map(|(&piece, &leaf)| (piece, leaf))?;
+        let before = self.object.leaves().take_while(|&(piece, _)| piece < self.next);
+        let mut all = self.object.leaves_from(self.next).chain(before);
+        let (piece, leaf) = all.find(|&(piece, leaf)| waits(piece, leaf))?;
+        drop(all);
         self.next = piece + 1;
         Some((piece, leaf))
-    }
-
-    pub(crate) fn into_directory(self) -> BTreeMap<Piece, LeafIndex> {
-        self.directory
     }
 
     /// A pending page cannot be captured any more.

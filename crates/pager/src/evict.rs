@@ -369,7 +369,7 @@ impl Evictor {
             // Memory that is not registered must never be moved: its program would
             // read zeroes there, not wait.
             let one = Range { start: address, end: address + PAGE };
-            if gate.page(address) != Some(page) || !gate.is_registered(one) {
+            if gate.object.page(address) != Some(page) || !gate.is_registered(one) {
                 continue;
             }
             if tenant.holds_pinned(&gate, address) {

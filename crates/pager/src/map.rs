@@ -5,6 +5,7 @@ pub(crate) mod address;
 pub(crate) mod by_many;
 pub(crate) mod counters;
 pub(crate) mod entry;
+pub(crate) mod object;
 pub(crate) mod page_map;
 pub(crate) mod page_set;
 pub(crate) mod registry;

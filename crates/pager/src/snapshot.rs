@@ -35,8 +35,8 @@ use crate::capture::RUN_PAGES;
 use crate::capture::pace::Pace;
 use crate::map::counters::Counter;
 use crate::map::lock;
+use crate::map::object::Object;
 use crate::tenant::Tenant;
-use crate::tenant::capture::Capture;
 use crate::tenant::excluded::Excluded;
 use crate::tenant::orders::{
     CaptureProgress, Freeze, Only, Order, SnapshotError, SnapshotOrder, SnapshotRequest, failed,
@@ -282,7 +282,7 @@ impl Capturing {
         let mut memories = Vec::new();
         for (space, snapshot) in &self.spaces {
             if let Some(capture) = lock(&space.gate).end_capture(&tenant.registry) {
-                tenant.know_snapshot(*snapshot, capture.into_directory());
+                tenant.know_snapshot(capture.object);
                 memories.push(*snapshot);
             }
         }
@@ -299,8 +299,8 @@ impl Capturing {
             if let Some(capture) = &capture {
                 self.freeze.copied_pages -= capture.from_base;
             }
-            tenant
-                .know_snapshot(*snapshot, capture.map(Capture::into_directory).unwrap_or_default());
+            let object = capture.map_or_else(|| Object::new(*snapshot), |capture| capture.object);
+            tenant.know_snapshot(object);
             tenant.registry.snapshot_is_whole(*snapshot);
         }
         self.freeze.captured = self.thawed.elapsed();

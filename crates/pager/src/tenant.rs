@@ -42,6 +42,7 @@ use strata_units::{PAGE_SIZE, PageId, SpaceId, TenantId};
 
 use crate::map::counters::Counters;
 use crate::map::lock;
+use crate::map::object::Object;
 use crate::map::page_map::PageMap;
 use crate::map::registry::{NodeSpec, Registry, TenantRecord};
 use crate::tenant::account::Account;
@@ -52,7 +53,7 @@ use crate::tenant::merged::Merged;
 use crate::tenant::notes::Notes;
 use crate::tenant::placement::Placement;
 use crate::tenant::share::Share;
-use crate::tenant::snapshots::{MapCopy, Memory};
+use crate::tenant::snapshots::MapCopy;
 use crate::tenant::space::{Agent, AgentRanges, Space};
 use crate::tenant::stall::Waiting;
 use crate::tenant::surveyed::Surveyed;
@@ -182,7 +183,7 @@ pub struct Tenant {
     /// with that other space.
     heirs: Mutex<Vec<(SpaceId, Arc<Space>)>>,
     /// Whole snapshots of its address spaces, by number.
-    pub(crate) snapshots: Mutex<BTreeMap<SpaceId, Arc<Memory>>>,
+    pub(crate) snapshots: Mutex<BTreeMap<SpaceId, Arc<Object>>>,
     /// Page maps for those that are to be restored without waiting.
     pub(crate) ready: Mutex<BTreeMap<SpaceId, MapCopy>>,
     /// Agents of processes that are ending: one that was restored is this

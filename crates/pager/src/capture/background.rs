@@ -218,7 +218,7 @@ impl Space {
             let address = start + offset as u64 * PAGE;
             let one = Range { start: address, end: address + PAGE };
             let page = PageId::new(leaf, first + offset);
-            let live = gate.page(address).map(|page| (page, tenant.map.get(page)));
+            let live = gate.object.page(address).map(|page| (page, tenant.map.get(page)));
             let capture = gate.capture.as_mut();
             let capture = capture.filter(|_| tenant.map.get(page) == Entry::Pending);
             match (capture, handle) {

@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 
 use strata_store::Put;
 use strata_sys::Range;
-use strata_units::{PAGE_SIZE, PageBuffer, PageId, PageNumber, SpaceId};
+use strata_units::{PAGE_SIZE, PageBuffer, SpaceId};
 
 use crate::capture::{RUN_PAGES, Seen};
 use crate::fault::serve_tests::{self, HANGS, PAGES, World};
-use crate::map::address::{EVERYTHING, piece_of};
+use crate::map::address::EVERYTHING;
 use crate::map::entry::Entry;
 use crate::map::lock;
 use crate::tenant::excluded::Excluded;
@@ -68,16 +68,13 @@ impl Taken {
         let capture =
             lock(&world.space.gate).end_capture(&world.tenant.registry).expect("captured");
         let from_base = capture.from_base;
-        world.tenant.know_snapshot(self.id, capture.into_directory());
+        world.tenant.know_snapshot(capture.object);
         from_base
     }
 
     pub(super) fn entry(&self, world: &World, page: usize) -> Entry {
-        let number = PageNumber::containing(world.memory.address(page));
         let known = lock(&world.tenant.snapshots).get(&self.id).cloned().expect("whole");
-        known.directory.get(&piece_of(number)).map_or(Entry::Untouched, |&leaf| {
-            world.tenant.map.get(PageId::new(leaf, number.0 as usize % 512))
-        })
+        known.entry(&world.tenant.map, world.memory.address(page))
     }
 
     pub(super) fn expect(&self, world: &World, page: usize, seed: u8) {
@@ -515,10 +512,7 @@ fn a_snapshot_is_removed_when_nobody_reads_it_any_more() {
     let mut taken = Taken::of(&world);
     taken.capture_all(&world);
     let reader = lock(&world.tenant.snapshots).get(&taken.id).cloned().expect("whole");
-    let (&piece, &leaf) = reader.directory.first_key_value().expect("pages");
-    let number = PageNumber::containing(world.memory.address(3));
-    assert_eq!(piece, piece_of(number));
-    let page = PageId::new(leaf, number.0 as usize % 512);
+    let page = reader.page(world.memory.address(3)).expect("a page");
     let (tenant, id) = (Arc::clone(&world.tenant), taken.id);
     let remover = std::thread::spawn(move || tenant.remove_snapshot_memory(id));
     let hangs = Instant::now() + HANGS;

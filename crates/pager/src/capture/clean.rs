@@ -39,7 +39,7 @@ impl Gate {
     /// The snapshot is whole: the next one can build on it.
     pub(crate) fn end_capture(&mut self, registry: &Registry) -> Option<Capture> {
         let capture = self.capture.take()?;
-        let snapshot = capture.snapshot;
+        let snapshot = capture.object.id();
         self.base = Some(Base { snapshot, serial: registry.serial_of(snapshot) });
         Some(capture)
     }
@@ -80,8 +80,8 @@ impl Capture {
         if tenant.registry.serial_of(base.snapshot) != base.serial {
             return 0;
         }
-        let memory = snapshots.get(&base.snapshot);
-        let Some(&base) = memory.and_then(|memory| memory.directory.get(&piece)) else { return 0 };
+        let object = snapshots.get(&base.snapshot);
+        let Some(base) = object.and_then(|object| object.leaf(piece)) else { return 0 };
         let mut taken = 0;
         for index in bits.each() {
             let page = PageId::new(leaf, index);

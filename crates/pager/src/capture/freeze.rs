@@ -1,12 +1,12 @@
 //! The moment of a snapshot: what is done before everything stands, and while it
 //! does.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use strata_store::Put;
 use strata_sys::{Fill, Mapping, Process, Range, Registration};
-use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber, SpaceId};
+use strata_units::{LeafIndex, PAGE_SIZE, PageId, PageNumber, SpaceId};
 
 use super::leaves::Seized;
 use super::{BLOCK_BYTES, Capture, RUN_PAGES};
@@ -14,6 +14,7 @@ use crate::map::address::{add_run, piece_of};
 use crate::map::by_many::{self, by_many};
 use crate::map::entry::Entry;
 use crate::map::lock;
+use crate::map::object::Object;
 use crate::map::page_map::Piece;
 use crate::map::page_set::PageSet;
 use crate::tenant::Tenant;
@@ -25,6 +26,7 @@ use crate::tenant::space::Space;
 
 /// Looked at and protected under one hold of the gate.
 const ARMED_AT_ONCE: u64 = 64 << 20;
+const FULL: &str = "its page map is full";
 /// Of what stands still a thread looks at so much at a time.
 const SCANNED_AT_ONCE: u64 = 128 << 20;
 
@@ -53,7 +55,7 @@ impl Space {
         let (registered, mut pieces): (Vec<Range>, BTreeSet<Piece>) = {
             let mut gate = lock(&self.gate);
             gate.clean = CleanPages { base: gate.base.take(), pages: PageSet::default() };
-            let pieces = gate.pages_in(part).into_iter().map(|(piece, ..)| piece).collect();
+            let pieces = gate.object.leaves_in(part).map(|(piece, _)| piece).collect();
             (gate.registered_in(part).collect(), pieces)
         };
         for range in registered {
@@ -115,9 +117,8 @@ impl Space {
         let pages = Arc::clone(process);
         let mut gate = lock(&self.gate);
         let mut capture = Capture {
-            snapshot,
+            object: Object::new(snapshot),
             wanted,
-            directory: BTreeMap::new(),
             pages,
             pending: 0,
             unknown: 0,
@@ -150,9 +151,9 @@ impl Space {
         }
         // Protected pages are captured later; all others now.
         let mut pieces: Vec<Seized> = gate
-            .pages_in(wanted)
-            .into_iter()
-            .map(|(piece, leaf, _)| Seized { piece, leaf: Some(leaf), there: present.take(piece) })
+            .object
+            .leaves_in(wanted)
+            .map(|(piece, leaf)| Seized { piece, leaf: Some(leaf), there: present.take(piece) })
             .collect();
         let others = present.pieces();
         pieces.extend(others.map(|piece| Seized { piece, leaf: None, there: present.of(piece) }));
@@ -208,27 +209,16 @@ fn scan(process: &Process, ranges: &[Range]) -> Result<(PageSet, Vec<Range>), Sn
 
 impl Capture {
     fn page_or_new(&mut self, tenant: &Tenant, address: u64) -> Result<PageId, SnapshotError> {
-        let page = PageNumber::containing(address);
-        let piece = piece_of(page);
-        let leaf = match self.directory.get(&piece) {
-            Some(&leaf) => leaf,
-            None => {
-                let leaf = self.new_leaf(tenant, piece)?;
-                self.directory.insert(piece, leaf);
-                leaf
-            }
-        };
-        Ok(PageId::new(leaf, page.0 as usize % PAGES_PER_LEAF))
+        self.object.page_or_new(&tenant.map, address).ok_or_else(|| failed(FULL))
     }
 
-    /// Not in its directory yet.
+    /// Not the snapshot's yet.
     pub(super) fn new_leaf(
         &self,
         tenant: &Tenant,
         piece: Piece,
     ) -> Result<LeafIndex, SnapshotError> {
-        let leaf = tenant.map.take(self.snapshot, piece);
-        leaf.ok_or_else(|| failed("its page map is full"))
+        self.object.new_leaf(&tenant.map, piece).ok_or_else(|| failed(FULL))
     }
 
     /// Reads what is there in `ranges` and stores it at once.

@@ -54,7 +54,9 @@ impl Capture {
         let mut late = Vec::new();
         for (part, copies) in parts.iter().zip(copied) {
             for (seized, copy) in part.iter().zip(copies?) {
-                self.directory.extend(copy.leaf.map(|leaf| (seized.piece, leaf)));
+                if let Some(leaf) = copy.leaf {
+                    self.object.insert(seized.piece, leaf);
+                }
                 self.pending += copy.pending;
                 self.unknown += copy.unknown;
                 late.extend(copy.late);
@@ -125,9 +127,7 @@ impl Capture {
         }
         Ok(copied)
     }
-}
 
-impl Capture {
     /// Copies one leaf all of whose pages are there: most are of a guest that has its DRAM.
     fn copy_whole(
         &self,

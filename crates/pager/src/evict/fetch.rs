@@ -233,7 +233,7 @@ impl Settling<'_> {
     /// batch; the slot is free then.
     fn leaving(&self, gate: &mut Gate, slot: usize) -> Option<(PageId, u64, bool)> {
         let address = gate.slots[slot];
-        let page = (address != 0).then(|| gate.page(address)).flatten();
+        let page = (address != 0).then(|| gate.object.page(address)).flatten();
         match page.map(|page| (page, self.tenant.map.get(page))) {
             Some((page, Entry::Leaving { wanted, .. })) => Some((page, address, wanted)),
             _ => {
@@ -341,7 +341,7 @@ impl Inheritance {
         let mut left = false;
         for slot in 0..gate.slots.len() {
             let address = gate.slots[slot];
-            let page = (address != 0).then(|| gate.page(address)).flatten();
+            let page = (address != 0).then(|| gate.object.page(address)).flatten();
             let Some(page) = page else { continue };
             let leaving = tenant.map.get(page);
             let Entry::Leaving { wanted: waits, .. } = leaving else { continue };

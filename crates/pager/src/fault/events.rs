@@ -17,11 +17,12 @@ use std::time::Duration;
 use strata_policy::gap;
 use strata_sys::{Event, EventFd, Range, Userfaultfd, adopt_fd, futex_wait, futex_wake};
 use strata_units::wire::{Control, READER_BUSY};
-use strata_units::{LeafIndex, PAGE, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
+use strata_units::{PAGE, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
 
 use crate::map::address::{address_of, ids_in};
 use crate::map::counters::Counter;
 use crate::map::entry::Entry;
+use crate::map::object::Object;
 use crate::map::page_map::Piece;
 use crate::map::registry::{RESERVED_SPACES, RING_MESSAGES, SpaceAddress, SpaceField};
 use crate::tenant::Tenant;
@@ -177,9 +178,9 @@ impl Space {
     pub(crate) fn discarded(&self, tenant: &Tenant, gate: &mut Gate, range: Range, unmapped: bool) {
         gate.tear_capture(tenant, range);
         gate.gone_meanwhile.note(range);
-        let mut emptied: Vec<(Piece, LeafIndex)> = Vec::new();
+        let mut emptied: Vec<Piece> = Vec::new();
         let mut given_back = 0;
-        for (piece, leaf, part) in gate.pages_in(range) {
+        for (piece, leaf, part) in gate.object.pages_in(range) {
             for (_, page) in ids_in(leaf, part) {
                 let entry = tenant.map.get(page);
                 if let Entry::Leaving { slot, .. } = entry {
@@ -192,13 +193,12 @@ impl Space {
                 tenant.overwrite(page, entry, after);
             }
             if unmapped && part.len() == (PAGE_SIZE * PAGES_PER_LEAF) as u64 {
-                emptied.push((piece, leaf));
+                emptied.push(piece);
             }
         }
         tenant.counters.add(Counter::Discards, given_back);
-        for (piece, leaf) in emptied {
-            gate.directory.remove(&piece);
-            tenant.map.give_back(leaf);
+        for piece in emptied {
+            gate.object.give_back(&tenant.map, piece);
         }
         if unmapped {
             gate.remove_registered(range);
@@ -212,14 +212,13 @@ impl Space {
         gate.tear_capture(tenant, source);
         gate.gone_meanwhile.note(source);
         gate.note_moved(Range { start: to, end: to + len });
-        for (_, leaf, part) in gate.pages_in(source) {
+        for (_, leaf, part) in gate.object.pages_in(source) {
             for (address, page) in ids_in(leaf, part) {
                 let entry = tenant.map.get(page);
                 if entry == Entry::Untouched {
                     continue;
                 }
-                let Some(target) = gate.page_or_new(&tenant.map, self.id, address - from + to)
-                else {
+                let Some(target) = gate.object.page_or_new(&tenant.map, address - from + to) else {
                     // No room in the page map: 16 TiB are managed already. The
                     // page is lost to the program rather than wrong.
                     tenant.log(&format!("{}: page map full, a moved page is lost", self.id));
@@ -341,12 +340,14 @@ impl Space {
             Ok(kick) => kick,
             Err(error) => return Err((error.to_string(), uffd)),
         };
-        let mut leaves = Vec::with_capacity(gate.directory.len());
-        for (&piece, &leaf) in &gate.directory {
-            match tenant.map.take(child, piece) {
-                Some(copy) => leaves.push((piece, leaf, copy)),
-                None => return Err(("the page map is full".into(), uffd)),
-            }
+        let mut object = Object::new(child);
+        let mut leaves = Vec::new();
+        for (piece, leaf) in gate.object.leaves() {
+            let Some(copy) = object.new_leaf(&tenant.map, piece) else {
+                return Err(("the page map is full".into(), uffd));
+            };
+            object.insert(piece, copy);
+            leaves.push((piece, leaf, copy));
         }
         let space = Space::new(child, Userfaultfd::adopt(uffd), kick);
         space.unadjusted.store(true, Ordering::Release);
@@ -380,8 +381,8 @@ impl Space {
                 tenant.map.age(to).store(age, Ordering::Relaxed);
                 tenant.inherit(to, entry);
             }
-            child_gate.directory.insert(piece, copy);
         }
+        child_gate.object = object;
         child_gate.registered.clone_from(&gate.registered);
         drop(child_gate);
         Ok(space)

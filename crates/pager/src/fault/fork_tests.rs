@@ -18,7 +18,8 @@ use crate::testing;
 fn first_two(world: &World, child: &Space) -> [Entry; 2] {
     let gate = lock(&child.gate);
     [0, 1].map(|page| {
-        gate.page(world.memory.address(page))
+        gate.object
+            .page(world.memory.address(page))
             .map_or(Entry::Untouched, |id| world.tenant.map.get(id))
     })
 }
@@ -36,7 +37,7 @@ fn a_child_has_what_its_own_memory_says_whatever_comes_of_the_move_in_its_parent
     for page in [0u8, 1] {
         let address = world.memory.address(page.into());
         gate.slots[usize::from(page)] = address;
-        let id = gate.page(address).expect("touched");
+        let id = gate.object.page(address).expect("touched");
         world.tenant.map.set(id, Entry::Leaving { slot: page.into(), wanted: false });
     }
     assert_eq!(world.space.uffd.copy(transfer.start, &testing::page(1)), Fill::Done { pages: 1 });

@@ -438,7 +438,7 @@ fn again(want: Want) -> (Instant, Want) {
 /// Whether the page is still to come there, from there. No event can change that
 /// before this thread has acted on it.
 fn is_arriving(space: &Space, tenant: &Tenant, want: &Want) -> bool {
-    let there = lock(&space.gate).page(want.address);
+    let there = lock(&space.gate).object.page(want.address);
     there == Some(want.page) && tenant.map.get(want.page) == Entry::Arriving(want.handle)
 }
 

@@ -18,7 +18,7 @@ use crate::map::entry::Entry;
 use crate::map::lock;
 use crate::map::registry::{RING_MESSAGES, SpaceField};
 use crate::tenant::Tenant;
-use crate::tenant::space::Space;
+use crate::tenant::space::{Gate, Space};
 use crate::testing::{self, HEADROOM_PAGES, Message};
 
 /// Where the managed memory begins: aligned to a leaf.
@@ -147,7 +147,7 @@ struct World {
 impl World {
     fn entry(&self, page: u64) -> Entry {
         let gate = lock(&self.space.gate);
-        gate.page(address(page)).map_or(Entry::Untouched, |page| self.tenant.map.get(page))
+        gate.object.page(address(page)).map_or(Entry::Untouched, |page| self.tenant.map.get(page))
     }
 
     /// What the store returns under a page's handle.
@@ -161,7 +161,7 @@ impl World {
     fn fault(&mut self, page: u64) {
         let at = address(page);
         let map = &self.tenant.map;
-        let id = lock(&self.space.gate).page_or_new(map, self.space.id, at).expect("room");
+        let id = lock(&self.space.gate).object.page_or_new(map, at).expect("room");
         match map.get(id) {
             Entry::Untouched | Entry::Discarded => {
                 self.tenant.now_resident(id);
@@ -190,7 +190,7 @@ impl World {
 
     fn leave(&mut self, page: u64) {
         let mut gate = lock(&self.space.gate);
-        let Some(id) = gate.page(address(page)) else { return };
+        let Some(id) = gate.object.page(address(page)) else { return };
         let Some(&Place::Resident(content)) = self.model.get(&page) else { return };
         let Some(slot) = (0..TRANSFER_PAGES).find(|slot| !self.transfer.contains_key(slot)) else {
             return;
@@ -208,7 +208,7 @@ impl World {
         for (slot, content) in std::mem::take(&mut self.transfer) {
             let put = self.tenant.store.put(&testing::page(content).0, Put::Staged).expect("room");
             let at = std::mem::take(&mut gate.slots[slot]);
-            let id = (at != 0).then(|| gate.page(at)).flatten();
+            let id = (at != 0).then(|| gate.object.page(at)).flatten();
             match id.map(|id| (id, self.tenant.map.get(id))) {
                 Some((id, leaving @ Entry::Leaving { .. })) => {
                     self.tenant.overwrite(id, leaving, Entry::Stored(put));
@@ -243,7 +243,7 @@ impl World {
 
     fn discard(&mut self, from: u64, count: u64, unmapped: bool) {
         let known: Vec<u64> = (from..from + count)
-            .filter(|&page| lock(&self.space.gate).page(address(page)).is_some())
+            .filter(|&page| lock(&self.space.gate).object.page(address(page)).is_some())
             .collect();
         for page in known {
             if unmapped {
@@ -276,13 +276,15 @@ impl World {
         let map = &self.tenant.map;
         let stored: Vec<u64> = (0..count)
             .filter(|&offset| {
-                gate.page(address(from + offset)).is_some_and(|id| map.get(id).handle().is_some())
+                gate.object
+                    .page(address(from + offset))
+                    .is_some_and(|id| map.get(id).handle().is_some())
             })
             .take(half as usize)
             .collect();
         for (done, &offset) in stored.iter().enumerate() {
-            let source = gate.page(address(from + offset)).expect("just found");
-            let target = gate.page_or_new(map, self.space.id, address(to + offset)).expect("room");
+            let source = gate.object.page(address(from + offset)).expect("just found");
+            let target = gate.object.page_or_new(map, address(to + offset)).expect("room");
             let entry = map.get(source);
             map.set(target, entry);
             if done + 1 < stored.len() {
@@ -305,7 +307,7 @@ impl World {
             Step::Leave { page } => self.leave(page),
             Step::Settle => self.settle(),
             Step::Claim { page } => {
-                let id = lock(&self.space.gate).page(address(page));
+                let id = lock(&self.space.gate).object.page(address(page));
                 if let Some(id) = id
                     && let Entry::Stored(handle) = self.tenant.map.get(id)
                 {
@@ -317,7 +319,7 @@ impl World {
             }
             Step::Fault { page } => self.fault(page),
             Step::DropKept { page } => {
-                let id = lock(&self.space.gate).page(address(page));
+                let id = lock(&self.space.gate).object.page(address(page));
                 if let Some(id) = id {
                     let had_one = matches!(self.tenant.map.get(id), Entry::Kept(_));
                     assert_eq!(self.tenant.drop_kept(id), had_one);
@@ -377,7 +379,7 @@ impl World {
         let mut handles = self.kept.len() as u64;
         let mut kept = 0;
         for page in 0..PAGES {
-            let id = gate.page(address(page));
+            let id = gate.object.page(address(page));
             let entry = id.map_or(Entry::Untouched, |id| self.tenant.map.get(id));
             let place = self.model.get(&page).copied();
             let agrees = match (entry, place) {
@@ -412,15 +414,15 @@ impl World {
         }
         // A slot that named a page which left it would give that page old bytes.
         for (slot, &at) in gate.slots.iter().enumerate().filter(|&(_, &at)| at != 0) {
-            let entry = gate.page(at).map(|id| self.tenant.map.get(id));
+            let entry = gate.object.page(at).map(|id| self.tenant.map.get(id));
             let expected = Entry::Leaving { slot: slot as u16, wanted: false };
             assert_eq!(entry, Some(expected), "slot {slot} names {at:#x}");
         }
         let mut owned: Vec<_> = self.tenant.map.leaves();
         owned.sort_by_key(|&(_, _, piece)| piece);
         let known: Vec<_> =
-            gate.directory.iter().map(|(&piece, &leaf)| (leaf, self.space.id, piece)).collect();
-        assert_eq!(owned, known, "leaves and directory");
+            gate.object.leaves().map(|(piece, leaf)| (leaf, self.space.id, piece)).collect();
+        assert_eq!(owned, known, "leaves and object");
         assert_eq!(self.tenant.store.stats().stored_pages, handles, "references");
         assert_eq!(self.tenant.kept_pages(), kept, "kept copies");
         let resident = self.tenant.account.resident_pages();
@@ -485,7 +487,7 @@ fn messages_acted_on_before_a_death_are_not_acted_on_again() {
     // a panic: the ring and the page map are then what a dead worker leaves.
     let trap = 5;
     world.take(Step::Write { page: trap, content: 1 });
-    let id = lock(&world.space.gate).page(address(trap)).expect("a leaf");
+    let id = lock(&world.space.gate).object.page(address(trap)).expect("a leaf");
     world.tenant.overwrite(id, world.tenant.map.get(id), Entry::Stored(Handle(12345)));
     let (source, target) = (address(1), address(600));
     let messages = [
@@ -541,13 +543,18 @@ fn a_forked_child_owns_its_own_references_whole_or_begun_again() {
     assert_eq!(tenant.store.stats().stored_pages, 2 * handles, "each owns its own");
     {
         let (parent_gate, child_gate) = (lock(&world.space.gate), lock(&child.gate));
-        assert!(parent_gate.directory.keys().eq(child_gate.directory.keys()));
+        let pieces = |gate: &Gate| gate.object.leaves().map(|(piece, _)| piece).collect::<Vec<_>>();
+        assert_eq!(pieces(&parent_gate), pieces(&child_gate));
         let owned = tenant.map.leaves().into_iter().filter(|&(_, owner, _)| owner == child.id);
-        assert_eq!(owned.count(), child_gate.directory.len(), "nothing of the first attempt");
+        assert_eq!(
+            owned.count(),
+            child_gate.object.leaves().count(),
+            "nothing of the first attempt"
+        );
         assert_eq!(parent_gate.registered, child_gate.registered);
         for page in 0..PAGES {
-            let entry = |gate: &crate::tenant::space::Gate| {
-                gate.page(address(page)).map_or(Entry::Untouched, |id| tenant.map.get(id))
+            let entry = |gate: &Gate| {
+                gate.object.page(address(page)).map_or(Entry::Untouched, |id| tenant.map.get(id))
             };
             assert_eq!(entry(&child_gate), entry(&parent_gate).inherited(), "page {page}");
         }

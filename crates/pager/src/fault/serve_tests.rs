@@ -171,7 +171,7 @@ impl World {
     }
 
     pub(crate) fn id(&self, page: usize) -> Option<PageId> {
-        lock(&self.space.gate).page(self.memory.address(page))
+        lock(&self.space.gate).object.page(self.memory.address(page))
     }
 
     pub(crate) fn entry(&self, page: usize) -> Entry {

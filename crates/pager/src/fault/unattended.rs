@@ -117,7 +117,7 @@ pub(crate) fn drop_what_was_not_inherited(
         .map(|mapping| mapping.range)
         .collect();
     let inherits = |address: u64| kept.iter().any(|range| range.contains(address));
-    for (_, leaf, part) in gate.pages_in(EVERYTHING) {
+    for (_, leaf, part) in gate.object.pages_in(EVERYTHING) {
         if kept.iter().any(|range| range.start <= part.start && part.end <= range.end) {
             continue;
         }

@@ -72,7 +72,7 @@ impl Keeper<'_> {
         let mut gate = lock(&space.gate);
         let mut dead: Vec<Range> = Vec::new();
         let note = |guards: Range| {
-            for (_, leaf, part) in gate.pages_in(guards) {
+            for (_, leaf, part) in gate.object.pages_in(guards) {
                 for (address, page) in ids_in(leaf, part) {
                     // What is on its way is in the handler's hands, or in the transfer
                     // range: the next time.

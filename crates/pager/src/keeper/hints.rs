@@ -201,7 +201,7 @@ impl Keeper<'_> {
         let mut on_node = Vec::new();
         {
             let gate = lock(&space.gate);
-            for (_, leaf, part) in gate.pages_in(piece) {
+            for (_, leaf, part) in gate.object.pages_in(piece) {
                 for (_, page) in ids_in(leaf, part) {
                     match tenant.map.get(page) {
                         Entry::Stored(_) => stored = true,
@@ -250,7 +250,7 @@ impl Keeper<'_> {
     ) -> Vec<PageId> {
         let gate = lock(&space.gate);
         let mut pages = Vec::new();
-        for (_, leaf, part) in gate.pages_in(range) {
+        for (_, leaf, part) in gate.object.pages_in(range) {
             let own = ids_in(leaf, part).map(|(_, page)| page);
             pages.extend(
                 own.filter(|&page| self.tenant.map.get(page).is_resident() && wanted(page)),
@@ -359,7 +359,7 @@ impl Keeper<'_> {
         let mut handles: Vec<Handle> = Vec::new();
         {
             let gate = lock(&space.gate);
-            for (_, leaf, part) in gate.pages_in(piece) {
+            for (_, leaf, part) in gate.object.pages_in(piece) {
                 for (_, page) in ids_in(leaf, part) {
                     if let Entry::Stored(handle) = tenant.map.get(page)
                         && tenant.store.locate(handle) == Source::Compressed
@@ -388,7 +388,7 @@ fn next_piece(space: &Space, range: &mut Range) -> Option<Range> {
     }
     let gate = lock(&space.gate);
     let first = (range.start / PIECE_BYTES) as u32;
-    let next = gate.directory.range(first..).next().map(|(&piece, _)| piece);
+    let next = gate.object.leaves_from(first).next().map(|(piece, _)| piece);
     let start = next.map_or(range.end, |piece| u64::from(piece) * PIECE_BYTES);
     range.start = range.start.max(start.min(range.end));
     (!range.is_empty()).then(|| cut(range))

@@ -297,7 +297,7 @@ impl Keeper<'_> {
         let tenant = self.tenant;
         let Some(node) = &mut self.node else { return };
         for space in tenant.space_list() {
-            let pieces = lock(&space.gate).pages_in(EVERYTHING);
+            let pieces = lock(&space.gate).object.pages_in(EVERYTHING);
             for (_, leaf, part) in pieces {
                 let pages: Vec<PageId> = ids_in(leaf, part).map(|(_, page)| page).collect();
                 node.tier.empty(tenant, &space, &pages, Instant::now());

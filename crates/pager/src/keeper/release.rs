@@ -105,7 +105,7 @@ fn stored_addresses(space: &Space, tenant: &Tenant, most: usize) -> (Vec<u64>, u
     let gate = lock(&space.gate);
     let mut addresses = Vec::new();
     let mut left = 0;
-    for (_, leaf, part) in gate.pages_in(EVERYTHING) {
+    for (_, leaf, part) in gate.object.pages_in(EVERYTHING) {
         for (address, page) in ids_in(leaf, part) {
             let away = matches!(
                 tenant.map.get(page),

@@ -102,7 +102,7 @@ impl Keeper<'_> {
         let mut there = Vec::with_capacity(sight.seen.len());
         for seen in &sight.seen {
             let mut part = Watched { node_pages: 0, dram_pages: 0, hits: seen.hits };
-            let pieces = lock(&space.gate).pages_in(seen.range);
+            let pieces = lock(&space.gate).object.pages_in(seen.range);
             let mut pages = Vec::new();
             for (_, leaf, range) in pieces {
                 let is_alone = node.sensed.alone.contains_key(&leaf);

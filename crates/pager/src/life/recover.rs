@@ -24,14 +24,15 @@ use strata_sys::{
     ControlBlock, EventFd, PROCESS_FDS, Priority, Process, Range, SeqPacket, Urgent, Userfaultfd,
     adopt_fd, log,
 };
-use strata_units::{ADDRESSES_END, LeafIndex, PAGE_SIZE, SpaceId, TenantId};
+use strata_units::{ADDRESSES_END, PAGE_SIZE, SpaceId, TenantId};
 
 use crate::fault::events::done_reading;
 use crate::map::address::EVERYTHING;
 use crate::map::counters::Counter;
 use crate::map::entry::Entry;
 use crate::map::lock;
-use crate::map::page_map::{PageMap, Piece};
+use crate::map::object::Object;
+use crate::map::page_map::PageMap;
 use crate::map::registry::{
     PROCESS_FIELDS, RING_MESSAGES, Registry, SpaceAddress, SpaceField, TenantRecord,
 };
@@ -50,8 +51,8 @@ fn store_descriptors(record: &TenantRecord) -> io::Result<Descriptors> {
 pub(crate) struct Files {
     pub(crate) map: Arc<PageMap>,
     pub(crate) store: Arc<Store>,
-    /// Every leaf, by space.
-    directories: HashMap<SpaceId, BTreeMap<Piece, LeafIndex>>,
+    /// Every leaf is in one of them.
+    objects: HashMap<SpaceId, Object>,
 }
 
 impl Files {
@@ -77,16 +78,16 @@ impl Files {
         page_files(&mut recovering)?;
         // The store counts references from the page map before it serves; the
         // events of step 3 release and retain, so they wait for it.
-        let mut directories: HashMap<SpaceId, BTreeMap<Piece, LeafIndex>> = HashMap::new();
+        let mut objects: HashMap<SpaceId, Object> = HashMap::new();
         for (leaf, space, piece) in map.leaves() {
-            directories.entry(space).or_default().insert(piece, leaf);
+            objects.entry(space).or_insert_with(|| Object::new(space)).insert(piece, leaf);
             for page in leaf.pages() {
                 if let Some(handle) = map.get(page).handle() {
                     recovering.reference(handle).map_err(io::Error::other)?;
                 }
             }
         }
-        Ok(Self { map: Arc::new(map), store: Arc::new(recovering.finish()), directories })
+        Ok(Self { map: Arc::new(map), store: Arc::new(recovering.finish()), objects })
     }
 }
 
@@ -176,14 +177,14 @@ impl Tenant {
         files: &mut Files,
     ) -> Arc<Self> {
         let (map, store) = (Arc::clone(&files.map), Arc::clone(&files.store));
-        let directories = &mut files.directories;
+        let objects = &mut files.objects;
+        let mut object = |id| objects.remove(&id).unwrap_or_else(|| Object::new(id));
         let tenant = Self::assemble(registry, id, record, map, store);
         tenant.counters.add(Counter::WorkerRestarts, 1);
         let mut spaces = Vec::new();
         for space_id in registry.spaces_of(id) {
             if registry.is_snapshot(space_id) {
-                let directory = directories.remove(&space_id).unwrap_or_default();
-                tenant.know_snapshot(space_id, directory);
+                tenant.know_snapshot(object(space_id));
                 continue;
             }
             if !registry.space_is_live(space_id) {
@@ -198,9 +199,7 @@ impl Tenant {
             }
             match tenant.recover_space(space_id) {
                 Ok(space) => {
-                    let mut gate = lock(&space.gate);
-                    gate.directory = directories.remove(&space_id).unwrap_or_default();
-                    drop(gate);
+                    lock(&space.gate).object = object(space_id);
                     tenant.recover_settings(&space);
                     spaces.push(space);
                 }
@@ -229,7 +228,7 @@ impl Tenant {
                 done_reading(agent.control.control());
             }
             let all = Range { start: PAGE_SIZE as u64, end: ADDRESSES_END - PAGE_SIZE as u64 };
-            let registered = !lock(&space.gate).directory.is_empty();
+            let registered = !lock(&space.gate).object.is_empty();
             if registered {
                 tenant.under_pressure.store(true, Ordering::Relaxed);
                 crate::fault::handler::start(&space, &tenant);
@@ -314,7 +313,7 @@ impl Tenant {
     fn settle_after_death(&self, space: &Space) {
         let process = space.process();
         let mut gate = lock(&space.gate);
-        let pieces = gate.pages_in(EVERYTHING);
+        let pieces = gate.object.pages_in(EVERYTHING);
         for (_, leaf, part) in pieces {
             for (address, page) in crate::map::address::ids_in(leaf, part) {
                 let entry = self.map.get(page);

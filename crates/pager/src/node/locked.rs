@@ -35,7 +35,7 @@ impl<'a> LockedSpace<'a> {
         let leaf = page.leaf();
         if self.leaf.is_none_or(|(newest, _)| newest != leaf) {
             let piece = self.tenant.map.owner(leaf).and_then(|(owner, piece)| {
-                let known = || self.gate.directory.get(&piece) == Some(&leaf);
+                let known = || self.gate.object.leaf(piece) == Some(leaf);
                 (owner == self.space.id && known()).then_some(piece)
             });
             self.leaf = Some((leaf, piece));

@@ -13,6 +13,7 @@ use strata_units::{PAGE, PageId};
 use crate::map::counters::Counter;
 use crate::map::entry::Entry;
 use crate::map::lock;
+use crate::map::object::Object;
 use crate::map::registry::NodeSpec;
 use crate::node::{Mover, NodeTier};
 use crate::tenant::space::{Agent, Space};
@@ -116,7 +117,7 @@ fn world(spec: NodeSpec, count: u64) -> Option<World> {
         tenant.attach_unkept(uffd, block, SeqPacket::adopt(ours.into()), hail).expect("a space");
     let mut gate = lock(&space.gate);
     gate.add_registered(Range { start: BASE, end: BASE + count * PAGE });
-    let page = |n| gate.page_or_new(&tenant.map, space.id, BASE + n * PAGE).expect("room");
+    let page = |n| gate.object.page_or_new(&tenant.map, BASE + n * PAGE).expect("room");
     let pages: Vec<PageId> = (0..count).map(page).collect();
     drop(gate);
     for &page in &pages {
@@ -298,8 +299,8 @@ fn what_changes_while_pages_move_is_not_believed_to_have_moved() {
         for (page, entry) in [(1, Entry::Discarded), (2, Entry::Untouched)] {
             tenant.overwrite(pages[page], tenant.map.get(pages[page]), entry);
         }
-        gate.directory.clear();
-        let other = gate.page_or_new(&tenant.map, space.id, BASE).expect("room");
+        gate.object = Object::new(space.id);
+        let other = gate.object.page_or_new(&tenant.map, BASE).expect("room");
         assert_ne!(other, pages[0]);
     };
     lock(&world.machine.0).meanwhile = Some(Box::new(change));

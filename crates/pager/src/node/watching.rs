@@ -81,7 +81,7 @@ impl Tenant {
         from: u64,
         most: usize,
     ) -> (Vec<Range>, Option<u64>) {
-        let pieces = lock(&space.gate).pages_in(EVERYTHING);
+        let pieces = lock(&space.gate).object.pages_in(EVERYTHING);
         let is_there = |entry: Entry| entry == Entry::OnNode;
         let compared = COMPARED.min(most / 4);
         let (mut ranges, mut next) = (Vec::new(), None);

@@ -30,7 +30,7 @@ fn process(tenant: &Arc<Tenant>, base: u64, runs: &[(u64, bool)]) -> Option<Arc<
     let mut page = base;
     for &(count, on_node) in runs {
         for _ in 0..count {
-            let id = lock(&space.gate).page_or_new(&tenant.map, space.id, page * PAGE);
+            let id = lock(&space.gate).object.page_or_new(&tenant.map, page * PAGE);
             set(tenant, id.expect("room"), on_node);
             page += 1;
         }
@@ -98,7 +98,7 @@ fn what_is_too_much_for_one_look_is_gone_round() {
         .map(|watch| {
             let node = |range: &&Range| {
                 let gate = tenant.space(watch.space).expect("there");
-                let page = lock(&gate.gate).page(range.start).expect("a page");
+                let page = lock(&gate.gate).object.page(range.start).expect("a page");
                 tenant.map.get(page) == Entry::OnNode
             };
             watch.ranges.iter().find(node).expect("a run on the node").start / PAGE / LEAF
@@ -115,7 +115,7 @@ fn nothing_is_watched_of_who_has_nothing_there() {
     assert!(tenant.next_watch(64).is_none());
     let Some(other) = process(&tenant, 9 * LEAF, &[(2, true)]) else { return };
     assert!(tenant.next_watch(64).is_none(), "too few to be worth it");
-    let page = lock(&space.gate).page(LEAF * PAGE).expect("a page");
+    let page = lock(&space.gate).object.page(LEAF * PAGE).expect("a page");
     for index in 0..10 {
         set(&tenant, PageId::new(page.leaf(), index), true);
     }

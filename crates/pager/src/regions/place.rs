@@ -204,7 +204,7 @@ impl Tenant {
         if after < before {
             // The policy had forgotten them.
             for range in freed {
-                for (_, leaf, part) in gate.pages_in(range) {
+                for (_, leaf, part) in gate.object.pages_in(range) {
                     for (address, page) in ids_in(leaf, part) {
                         if gate.settings.at(address) != Some(Setting::Pinned)
                             && self.map.get(page).is_resident()
@@ -249,7 +249,7 @@ impl Tenant {
     }
 
     fn where_is(&self, gate: &Gate, address: u64) -> Whereabouts {
-        let Some(page) = gate.page(address) else { return Whereabouts::Untouched };
+        let Some(page) = gate.object.page(address) else { return Whereabouts::Untouched };
         match self.map.get(page) {
             Entry::Untouched | Entry::Discarded => Whereabouts::Untouched,
             // One that is on its way either way is in DRAM, and reads at once.

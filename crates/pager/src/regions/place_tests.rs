@@ -163,7 +163,7 @@ fn a_page_is_where_its_entry_says() {
         let mut gate = lock(&space.gate);
         for (n, (entry, _)) in entries.iter().enumerate() {
             let address = r(507 + n as u64, 0).start;
-            let page = gate.page_or_new(&tenant.map, space.id, address).expect("room");
+            let page = gate.object.page_or_new(&tenant.map, address).expect("room");
             tenant.map.set(page, *entry);
         }
     }

@@ -186,12 +186,12 @@ fn register(space: &Space, process: &Process, ranges: &[Range]) -> Option<Vec<Ra
 /// was so. The kernel serves it alone again, with huge pages.
 pub(crate) fn stand_down(space: &Space, tenant: &Tenant) -> bool {
     let mut gate = lock(&space.gate);
-    let leaves: Vec<_> = gate.directory.values().copied().collect();
+    let leaves: Vec<_> = gate.object.leaves().collect();
     let in_place = |page| {
         let entry = tenant.map.get(page);
         entry.reads_zero() || entry.is_resident()
     };
-    if !leaves.iter().flat_map(|leaf| leaf.pages()).all(in_place) {
+    if !leaves.iter().flat_map(|(_, leaf)| leaf.pages()).all(in_place) {
         return false;
     }
     for &range in &gate.registered {
@@ -202,13 +202,12 @@ pub(crate) fn stand_down(space: &Space, tenant: &Tenant) -> bool {
     }
     gate.registered.clear();
     gate.base = None;
-    gate.directory.clear();
-    for leaf in leaves {
+    for (piece, leaf) in leaves {
         for page in leaf.pages() {
             let entry = tenant.map.get(page);
             tenant.overwrite(page, entry, Entry::Untouched);
         }
-        tenant.map.give_back(leaf);
+        gate.object.give_back(&tenant.map, piece);
     }
     true
 }
@@ -240,7 +239,7 @@ fn enter_resident(space: &Space, tenant: &Tenant, part: Range) -> bool {
         if gone.has(address) {
             continue;
         }
-        let Some(page) = gate.page_or_new(&tenant.map, space.id, address) else { return false };
+        let Some(page) = gate.object.page_or_new(&tenant.map, address) else { return false };
         tenant.found_resident(page, Entry::Untouched);
     }
     true
@@ -272,7 +271,7 @@ pub(crate) fn take_charge(space: &Space, tenant: &Tenant, addresses: &[u64]) -> 
     let shared = Entry::Resident { shared: true };
     let mut taken = Vec::new();
     for &address in addresses {
-        if let Some(page) = gate.page(address)
+        if let Some(page) = gate.object.page(address)
             && tenant.found_resident(page, shared)
         {
             taken.push(page);
@@ -288,7 +287,7 @@ pub(crate) fn settle_shared(space: &Space, tenant: &Tenant) {
     let parent = tenant.registry.space_field(space.id, SpaceField::Parent).load(Ordering::Relaxed);
     let parent = parent.checked_sub(1).and_then(|id| tenant.space(SpaceId(id)));
     let mut left = false;
-    let pieces = lock(&space.gate).pages_in(EVERYTHING);
+    let pieces = lock(&space.gate).object.pages_in(EVERYTHING);
     let shared = Entry::Resident { shared: true };
     for (_, leaf, part) in pieces {
         let mut present = Vec::new();
@@ -303,7 +302,7 @@ pub(crate) fn settle_shared(space: &Space, tenant: &Tenant) {
             Some(parent) => {
                 let gate = lock(&parent.gate);
                 let holds = |address| {
-                    gate.page(address).is_some_and(|page| {
+                    gate.object.page(address).is_some_and(|page| {
                         let entry = tenant.map.get(page);
                         entry.is_resident() || matches!(entry, Entry::Leaving { .. })
                     })
@@ -315,7 +314,7 @@ pub(crate) fn settle_shared(space: &Space, tenant: &Tenant) {
         let gate = lock(&space.gate);
         for (&(address, exclusive), held) in present.iter().zip(held_by_parent) {
             if (exclusive || !held)
-                && let Some(page) = gate.page(address)
+                && let Some(page) = gate.object.page(address)
             {
                 tenant.found_resident(page, shared);
             }
@@ -354,7 +353,8 @@ mod tests {
         assert!(enter_resident(&space, &tenant, whole));
         let entries = || {
             let gate = lock(&space.gate);
-            [0, 1, 2, 3].map(|page| gate.page(memory.address(page)).map(|id| tenant.map.get(id)))
+            [0, 1, 2, 3]
+                .map(|page| gate.object.page(memory.address(page)).map(|id| tenant.map.get(id)))
         };
         let resident = Some(Entry::Resident { shared: false });
         assert_eq!(entries(), [resident, Some(Entry::Untouched), resident, resident]);

@@ -6,7 +6,7 @@
 //! something already. That is overwritten in place; everything else is stored, and comes
 //! when it is asked for. Runs on the keeper: nobody evicts meanwhile.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -14,15 +14,15 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 
 use strata_sys::{Process, Range};
-use strata_units::{Handle, LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageId, PageNumber};
+use strata_units::{Handle, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageId};
 
-use crate::map::address::{address_of, ids_in, piece_of};
+use crate::map::address::{address_of, ids_in};
 use crate::map::entry::Entry;
 use crate::map::lock;
-use crate::map::page_map::Piece;
+use crate::map::object::Object;
 use crate::tenant::Tenant;
 use crate::tenant::orders::{FillOrder, Filling, Order};
-use crate::tenant::snapshots::{Memory, Prepared};
+use crate::tenant::snapshots::Prepared;
 use crate::tenant::space::{Gate, Space};
 
 /// How often pages that came while others were overwritten are overwritten too.
@@ -88,7 +88,7 @@ impl Space {
         &self,
         tenant: &Tenant,
         process: &Process,
-        known: &Memory,
+        known: &Object,
         filling: &Filling,
         mut prepared: Option<Prepared>,
     ) -> Result<(), String> {
@@ -109,8 +109,8 @@ impl Space {
             }
             let there = present(process, filling.to)?;
             if there.iter().all(|address| written.contains(address)) {
-                let leaves = prepared.as_mut().map(Prepared::take_directory).unwrap_or_default();
-                return self.enter(tenant, &mut gate, (known, leaves), filling, &there);
+                let ready = prepared.as_mut().map(Prepared::object_mut);
+                return self.enter(tenant, &mut gate, (known, ready), filling, &there);
             }
         }
         Err("its memory is in use".to_owned())
@@ -121,17 +121,17 @@ impl Space {
         &self,
         tenant: &Tenant,
         memory: &File,
-        known: &Memory,
+        known: &Object,
         filling: &Filling,
         address: u64,
     ) -> Result<(), String> {
         let mut buffer = PageBuffer::zeroed();
-        match page_of(known, filling.source(address)).map(|page| tenant.map.get(page)) {
-            None | Some(Entry::Untouched) => {}
-            Some(Entry::Stored(handle)) => {
+        match known.entry(&tenant.map, filling.source(address)) {
+            Entry::Untouched => {}
+            Entry::Stored(handle) => {
                 tenant.store.get(handle, &mut buffer.0).map_err(|error| error.to_string())?;
             }
-            Some(_) => return Err(lost(filling.source(address))),
+            _ => return Err(lost(filling.source(address))),
         }
         memory
             .write_all_at(&buffer.0, address)
@@ -144,14 +144,14 @@ impl Space {
         &self,
         tenant: &Tenant,
         gate: &mut Gate,
-        (known, prepared): (&Memory, BTreeMap<Piece, LeafIndex>),
+        (known, prepared): (&Object, Option<&mut Object>),
         filling: &Filling,
         there: &BTreeSet<u64>,
     ) -> Result<(), String> {
         let map = &tenant.map;
         is_fresh(tenant, gate, filling.to)?;
         // What is missing reads as zero; what is not is not looked at again.
-        for (_, leaf, part) in gate.pages_in(filling.to) {
+        for (_, leaf, part) in gate.object.pages_in(filling.to) {
             for (address, page) in ids_in(leaf, part) {
                 let entry = map.get(page);
                 if !there.contains(&address) && entry != Entry::Untouched {
@@ -160,7 +160,7 @@ impl Space {
             }
         }
         for &address in there {
-            let page = gate.page_or_new(map, self.id, address).ok_or("its page map is full")?;
+            let page = gate.object.page_or_new(map, address).ok_or("its page map is full")?;
             if map.get(page).reads_zero() {
                 tenant.now_resident(page);
             }
@@ -180,21 +180,17 @@ impl Space {
         &self,
         tenant: &Tenant,
         gate: &mut Gate,
-        (known, mut prepared): (&Memory, BTreeMap<Piece, LeafIndex>),
+        (known, mut prepared): (&Object, Option<&mut Object>),
         filling: &Filling,
         there: &BTreeSet<u64>,
     ) -> Result<(), String> {
-        let first = piece_of(PageNumber::containing(filling.from.start));
-        let last = piece_of(PageNumber::containing(filling.from.end - 1));
         let mut copied: Vec<(PageId, PageId, Entry)> = Vec::with_capacity(PAGES_PER_LEAF);
         let mut handles: Vec<Handle> = Vec::with_capacity(PAGES_PER_LEAF);
-        for (&piece, &leaf) in known.directory.range(first..=last) {
-            let target = filling.piece_for(piece);
-            if let Some(target) = target.filter(|target| !gate.directory.contains_key(target))
-                && let Some(leaf) = prepared.remove(&piece)
+        for (piece, leaf) in known.leaves_in(filling.from) {
+            if let Some(target) = filling.piece_for(piece)
+                && let Some(prepared) = prepared.as_deref_mut()
+                && gate.object.take_over(&tenant.map, target, (prepared, piece))
             {
-                tenant.map.hand_over(leaf, self.id, target);
-                gate.directory.insert(target, leaf);
                 continue;
             }
             copied.clear();
@@ -212,7 +208,7 @@ impl Space {
                     // Its content is not known: whoever touches it is told.
                     _ => Entry::Lost,
                 };
-                let to = gate.page_or_new(&tenant.map, self.id, address);
+                let to = gate.object.page_or_new(&tenant.map, address);
                 copied.push((from, to.ok_or("its page map is full")?, copy));
             }
             tenant.store.retain_all(&handles);
@@ -232,18 +228,11 @@ fn is_fresh(tenant: &Tenant, gate: &Gate, range: Range) -> Result<(), String> {
         let entry = tenant.map.get(page);
         entry.reads_zero() || entry.is_resident()
     };
-    let mut pieces = gate.pages_in(range).into_iter();
+    let mut pieces = gate.object.pages_in(range).into_iter();
     match pieces.all(|(_, leaf, part)| ids_in(leaf, part).all(|(_, page)| fresh(page))) {
         true => Ok(()),
         false => Err("a part of its memory is not in place".to_owned()),
     }
-}
-
-/// The page of a snapshot at `address`; none: nothing was ever there.
-fn page_of(known: &Memory, address: u64) -> Option<PageId> {
-    let page = PageNumber::containing(address);
-    let leaf = *known.directory.get(&piece_of(page))?;
-    Some(PageId::new(leaf, page.0 as usize % PAGES_PER_LEAF))
 }
 
 fn lost(address: u64) -> String {

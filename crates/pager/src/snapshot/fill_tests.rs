@@ -63,7 +63,7 @@ fn memory_of_a_snapshot_is_somewhere_else_again() {
     filling(&world, &taken, world.memory.range(), there.range()).expect("filled");
     assert_eq!(world.tenant.account.resident_pages(), resident + 4);
     let entry = |page: usize| {
-        let id = lock(&world.space.gate).page(there.address(page));
+        let id = lock(&world.space.gate).object.page(there.address(page));
         id.map_or(Entry::Untouched, |id| world.tenant.map.get(id))
     };
     assert!(matches!(entry(20), Entry::Stored(_)), "{:?}", entry(20));
@@ -106,7 +106,7 @@ fn leaves_that_were_prepared_are_handed_over_and_others_forgotten() {
         let leaf = world.tenant.map.leaves().into_iter().find(|leaf| leaf.1 == slot);
         filling_with(&world, &taken, from, there.range(), Some(prepared)).expect("filled");
         assert_eq!(own(), 0, "nothing is left of it");
-        let first = lock(&world.space.gate).page(there.address(0)).expect("it has a page");
+        let first = lock(&world.space.gate).object.page(there.address(0)).expect("it has a page");
         assert_eq!(leaf.map(|leaf| leaf.0) == Some(first.leaf()), is_handed_over, "{number}");
         assert_eq!(world.tenant.leaf_count(), leaves + 1 + number as u64);
         for page in (0..PAGES).rev() {

@@ -1,17 +1,16 @@
 //! Memory that stands still here and runs elsewhere: what of it is not there yet, and its
 //! pages, read one by one, while it is captured and after.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::io;
 
-use strata_units::{
-    Handle, LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageId, PageNumber, SpaceId,
-};
+use strata_units::{Handle, LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageId, SpaceId};
 
 use crate::capture::read_protected;
-use crate::map::address::{address_of, piece_of};
+use crate::map::address::address_of;
 use crate::map::entry::Entry;
 use crate::map::lock;
+use crate::map::object::Object;
 use crate::map::page_map::Piece;
 use crate::tenant::Tenant;
 use crate::tenant::space::Space;
@@ -56,14 +55,13 @@ impl Tenant {
         space: &Space,
         before: Option<SpaceId>,
     ) -> io::Result<Differences> {
-        let (id, directory) = {
+        let object = {
             let gate = lock(&space.gate);
-            let capture = gate.capture.as_ref().ok_or_else(missing)?;
-            (capture.snapshot, capture.directory.clone())
+            gate.capture.as_ref().ok_or_else(missing)?.object.clone()
         };
-        self.compare(before, &directory, |piece, leaf| {
+        self.compare(before, &object, |piece, leaf| {
             if let Some(capture) = lock(&space.gate).capture.as_mut()
-                && capture.snapshot == id
+                && capture.object.id() == object.id()
             {
                 // What was not written since has one name in both.
                 capture.take_from_base(self, piece, leaf);
@@ -81,27 +79,27 @@ impl Tenant {
         before: Option<SpaceId>,
     ) -> io::Result<Differences> {
         let after = lock(&self.snapshots).get(&after).cloned().ok_or_else(missing)?;
-        self.compare(before, &after.directory, |_, _| ())
+        self.compare(before, &after, |_, _| ())
     }
 
     fn compare(
         &self,
         before: Option<SpaceId>,
-        directory: &BTreeMap<Piece, LeafIndex>,
+        after: &Object,
         prepare: impl Fn(Piece, LeafIndex),
     ) -> io::Result<Differences> {
         let known = |id| lock(&self.snapshots).get(&id).cloned().ok_or_else(missing);
         let before = before.map(known).transpose()?;
-        let nothing = BTreeMap::new();
-        let before = before.as_ref().map_or(&nothing, |before| &before.directory);
-        let pieces: BTreeSet<Piece> = before.keys().chain(directory.keys()).copied().collect();
+        let before = before.as_deref();
+        let leaves = before.into_iter().chain([after]).flat_map(Object::leaves);
+        let pieces: BTreeSet<Piece> = leaves.map(|(piece, _)| piece).collect();
         let mut found = Differences::default();
         for piece in pieces {
-            let new = directory.get(&piece).copied();
+            let new = after.leaf(piece);
             if let Some(leaf) = new {
                 prepare(piece, leaf);
             }
-            let old = before.get(&piece).copied();
+            let old = before.and_then(|before| before.leaf(piece));
             for index in 0..PAGES_PER_LEAF {
                 let entry = |leaf: Option<_>| {
                     leaf.map_or(Entry::Untouched, |leaf| self.map.get(PageId::new(leaf, index)))
@@ -123,7 +121,7 @@ impl Tenant {
         let Some(known) = lock(&self.snapshots).get(&id).cloned() else {
             return Lent::Lost("its snapshot is gone".to_owned());
         };
-        match self.entry_in(&known.directory, address) {
+        match known.entry(&self.map, address) {
             Entry::Untouched => Lent::Zero,
             Entry::Stored(handle) => self.read_lent(handle, out),
             _ => Lent::Lost("it was lost before".to_owned()),
@@ -141,7 +139,7 @@ impl Tenant {
     pub(super) fn lent_page_in(&self, space: &Space, address: u64, out: &mut PageBuffer) -> Lent {
         let gate = lock(&space.gate);
         let Some(capture) = &gate.capture else { return Lent::NotYet };
-        match self.entry_in(&capture.directory, address) {
+        match capture.object.entry(&self.map, address) {
             Entry::Untouched => Lent::Zero,
             Entry::Stored(handle) => {
                 self.store.retain(handle);
@@ -158,13 +156,6 @@ impl Tenant {
             Entry::Copied => Lent::NotYet,
             _ => Lent::Lost("it was lost before".to_owned()),
         }
-    }
-
-    fn entry_in(&self, directory: &BTreeMap<Piece, LeafIndex>, address: u64) -> Entry {
-        let number = PageNumber::containing(address);
-        let index = number.0 as usize % PAGES_PER_LEAF;
-        let leaf = directory.get(&piece_of(number));
-        leaf.map_or(Entry::Untouched, |&leaf| self.map.get(PageId::new(leaf, index)))
     }
 
     fn read_lent(&self, handle: Handle, out: &mut PageBuffer) -> Lent {

@@ -4,15 +4,13 @@ use std::collections::BTreeSet;
 use std::io;
 
 use strata_store::Put;
-use strata_units::{
-    ADDRESSES_END, Handle, PAGES_PER_LEAF, PageBuffer, PageId, PageNumber, SpaceId,
-};
+use strata_units::{ADDRESSES_END, Handle, PAGES_PER_LEAF, PageBuffer, PageId, SpaceId};
 
-use crate::map::address::{address_of, piece_of};
+use crate::map::address::address_of;
 use crate::map::entry::Entry;
 use crate::map::lock;
+use crate::map::object::Object;
 use crate::tenant::Tenant;
-use crate::tenant::snapshots::{Memory, pages_of};
 
 /// Says the next page's address and its handle, with a reference; none: that was the last.
 pub(super) type NextPage<'a> = &'a mut dyn FnMut() -> io::Result<Option<(u64, Handle)>>;
@@ -31,22 +29,19 @@ impl Tenant {
         let known = lock(&self.snapshots).get(&memory).cloned();
         let known = known.ok_or_else(|| io::Error::other("there is no such snapshot"))?;
         let mut buffer = PageBuffer::zeroed();
-        for (&piece, &leaf) in &known.directory {
-            for index in 0..PAGES_PER_LEAF {
-                let address = address_of(piece, index);
-                let lost = |why: String| {
-                    io::Error::other(format!("the page at {address:#x} cannot be read: {why}"))
-                };
-                match self.map.get(PageId::new(leaf, index)) {
-                    Entry::Untouched => {}
-                    Entry::Stored(handle) => {
-                        self.store
-                            .get(handle, &mut buffer.0)
-                            .map_err(|error| lost(error.to_string()))?;
-                        each(address, &buffer)?;
-                    }
-                    _ => return Err(lost("it was lost before".into())),
+        for (address, page) in known.pages() {
+            let lost = |why: String| {
+                io::Error::other(format!("the page at {address:#x} cannot be read: {why}"))
+            };
+            match self.map.get(page) {
+                Entry::Untouched => {}
+                Entry::Stored(handle) => {
+                    self.store
+                        .get(handle, &mut buffer.0)
+                        .map_err(|error| lost(error.to_string()))?;
+                    each(address, &buffer)?;
                 }
+                _ => return Err(lost("it was lost before".into())),
             }
         }
         Ok(())
@@ -72,17 +67,17 @@ impl Tenant {
             known.ok_or_else(|| io::Error::other("there is no such snapshot"))
         };
         let (before, after) = (before.map(known).transpose()?, known(memory)?);
-        let before = before.unwrap_or_default();
-        let pieces: BTreeSet<_> = before.directory.keys().chain(after.directory.keys()).collect();
+        let leaves = before.as_deref().into_iter().chain([&*after]).flat_map(Object::leaves);
+        let pieces: BTreeSet<_> = leaves.map(|(piece, _)| piece).collect();
         let mut buffer = PageBuffer::zeroed();
         for piece in pieces {
-            let entry_in = |memory: &Memory, index| {
-                let leaf = memory.directory.get(piece);
-                leaf.map_or(Entry::Untouched, |&leaf| self.map.get(PageId::new(leaf, index)))
-            };
+            let old = before.as_ref().and_then(|before| before.leaf(piece));
+            let new = after.leaf(piece);
             for index in 0..PAGES_PER_LEAF {
-                let (old, new) = (entry_in(&before, index), entry_in(&after, index));
-                let address = address_of(*piece, index);
+                let [old, new] = [old, new].map(|leaf| {
+                    leaf.map_or(Entry::Untouched, |leaf| self.map.get(PageId::new(leaf, index)))
+                });
+                let address = address_of(piece, index);
                 let lost = |why: String| {
                     io::Error::other(format!("the page at {address:#x} cannot be read: {why}"))
                 };
@@ -129,20 +124,19 @@ impl Tenant {
         let known = lock(&self.snapshots).get(&id).cloned();
         let known = known.ok_or_else(|| io::Error::other("there is no such snapshot"))?;
         self.forget_ready(id);
-        let mut memory = Memory { directory: known.directory.clone() };
+        let mut object = Object::clone(&known);
         drop(known);
-        self.forget_pages(&memory, gone);
-        let outcome = self.take_pages_in(id, &mut memory, next);
-        self.know_snapshot(id, memory.directory);
+        self.forget_pages(&object, gone);
+        let outcome = self.take_pages_in(&mut object, next);
+        self.know_snapshot(object);
         if outcome.is_err() {
             self.remove_snapshot_memory(id);
         }
         outcome
     }
 
-    fn forget_pages(&self, memory: &Memory, gone: &[(u64, u64)]) {
-        for (piece, _, index, page) in pages_of(memory) {
-            let address = address_of(piece, index);
+    fn forget_pages(&self, object: &Object, gone: &[(u64, u64)]) {
+        for (address, page) in object.pages() {
             // In order, and without overlaps.
             let after = gone.partition_point(|&(start, _)| start <= address);
             let is_gone = after > 0 && address < gone[after - 1].1;
@@ -184,47 +178,32 @@ impl Tenant {
         let id = id.ok_or_else(|| {
             io::Error::other("this daemon has 8192 processes and snapshots already")
         })?;
-        let mut memory = Memory::default();
-        let outcome = self.take_pages_in(id, &mut memory, next);
+        let mut object = Object::new(id);
+        let outcome = self.take_pages_in(&mut object, next);
         if let Err(error) = outcome {
             self.forget_leaves(id);
             self.registry.remove_space(id);
             return Err(error);
         }
-        self.know_snapshot(id, memory.directory);
+        self.know_snapshot(object);
         self.registry.snapshot_is_whole(id);
         Ok(id)
     }
 
-    fn take_pages_in(
-        &self,
-        id: SpaceId,
-        memory: &mut Memory,
-        next: NextPage<'_>,
-    ) -> io::Result<()> {
+    fn take_pages_in(&self, object: &mut Object, next: NextPage<'_>) -> io::Result<()> {
         while let Some((address, handle)) = next()? {
-            let page = self.place_in(id, memory, address);
+            let page = self.place_in(object, address);
             let page = page.inspect_err(|_| self.store.release(handle))?;
             self.overwrite(page, self.map.get(page), Entry::Stored(handle));
         }
         Ok(())
     }
 
-    fn place_in(&self, id: SpaceId, memory: &mut Memory, address: u64) -> io::Result<PageId> {
+    fn place_in(&self, object: &mut Object, address: u64) -> io::Result<PageId> {
         if address >= ADDRESSES_END {
             return Err(io::Error::other("a page of it has no address that a program can have"));
         }
-        let page = PageNumber::containing(address);
-        let piece = piece_of(page);
-        let leaf = match memory.directory.get(&piece) {
-            Some(&leaf) => leaf,
-            None => {
-                let leaf = self.map.take(id, piece);
-                let leaf = leaf.ok_or_else(|| io::Error::other("the page map is full"))?;
-                memory.directory.insert(piece, leaf);
-                leaf
-            }
-        };
-        Ok(PageId::new(leaf, page.0 as usize % PAGES_PER_LEAF))
+        let page = object.page_or_new(&self.map, address);
+        page.ok_or_else(|| io::Error::other("the page map is full"))
     }
 }

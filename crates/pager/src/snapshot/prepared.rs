@@ -3,7 +3,6 @@
 //! that, so that nobody waits for them: that costs 10 bytes a page, and its
 //! references are nobody's in the store's statistics.
 
-use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -14,8 +13,9 @@ use strata_units::{LeafIndex, PAGES_PER_LEAF, PageId, SpaceId};
 use crate::map::by_many::{self, by_many};
 use crate::map::entry::Entry;
 use crate::map::lock;
+use crate::map::object::Object;
 use crate::tenant::Tenant;
-use crate::tenant::snapshots::{MapCopy, Memory, Prepared};
+use crate::tenant::snapshots::{MapCopy, Prepared};
 
 /// Leaves that a thread takes at a time; few, because whoever makes the process has the
 /// same CPUs.
@@ -98,7 +98,7 @@ impl Tenant {
 
     pub(crate) fn forget_ready(&self, memory: SpaceId) {
         if let Some(copied) = self.take_ready(memory) {
-            self.forget_slot(copied.slot);
+            self.forget_slot(copied.object.id());
         }
     }
 
@@ -110,26 +110,26 @@ impl Tenant {
 
     /// Copies a snapshot's page map. `with_ages`: the tenant's time is that of the
     /// snapshot.
-    fn copy_map(&self, known: &Memory, with_ages: bool, threads: usize) -> io::Result<MapCopy> {
+    fn copy_map(&self, known: &Object, with_ages: bool, threads: usize) -> io::Result<MapCopy> {
         let slot = self
             .registry
             .add_space(self.id, None)
             .ok_or_else(|| io::Error::other("this daemon manages 8192 processes already"))?;
-        let mut directory = BTreeMap::new();
-        let mut leaves = Vec::with_capacity(known.directory.len());
-        for (&piece, &leaf) in &known.directory {
-            let Some(target) = self.map.take(slot, piece) else {
+        let mut object = Object::new(slot);
+        let mut leaves = Vec::new();
+        for (piece, leaf) in known.leaves() {
+            let Some(target) = object.new_leaf(&self.map, piece) else {
                 self.forget_slot(slot);
                 return Err(io::Error::other("its page map is full"));
             };
-            directory.insert(piece, target);
+            object.insert(piece, target);
             leaves.push((leaf, target));
         }
         let parts: Vec<_> = leaves.chunks(PART).collect();
         let copied = by_many(threads, &parts, |part| self.copy_leaves(part, with_ages));
         let mut retained = Retained::default();
         copied.into_iter().for_each(|part| retained += part);
-        Ok(MapCopy { slot, directory, retained })
+        Ok(MapCopy { object, retained })
     }
 
     /// Copies each first leaf to the second.

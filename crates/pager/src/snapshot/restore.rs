@@ -60,7 +60,7 @@ impl Tenant {
         // By which its agent is told from those of its children.
         space.set_process(&self.registry, process);
         space.transfer_clean.store(true, Ordering::Release);
-        lock(&space.gate).directory = prepared.take_directory();
+        lock(&space.gate).object = prepared.take_object();
         if let Some(address) = restart {
             self.patch(&space, address, socket)?;
         }
@@ -84,7 +84,7 @@ impl Tenant {
     fn patch(&self, space: &Space, address: u64, socket: &Path) -> io::Result<()> {
         let missing = || io::Error::other("its agent's memory is not in the snapshot");
         let gate = lock(&space.gate);
-        let page = gate.page(address).ok_or_else(missing)?;
+        let page = gate.object.page(address).ok_or_else(missing)?;
         let Entry::Stored(handle) = self.map.get(page) else { return Err(missing()) };
         let mut buffer = PageBuffer::zeroed();
         self.store.get(handle, &mut buffer.0).map_err(io::Error::other)?;
@@ -150,14 +150,14 @@ impl Tenant {
                 let entry = self.map.get(page);
                 !entry.reads_zero() && !entry.is_resident()
             };
-            let pieces = gate.pages_in(range);
+            let pieces = gate.object.pages_in(range);
             if pieces.iter().any(|&(_, leaf, part)| ids_in(leaf, part).any(|(_, id)| is_away(id))) {
                 continue;
             }
             if space.uffd.unregister(range) == Registration::Gone {
                 return Err(io::ErrorKind::NotConnected.into());
             }
-            for (_, leaf, part) in gate.pages_in(range) {
+            for (_, leaf, part) in gate.object.pages_in(range) {
                 for (_, page) in ids_in(leaf, part) {
                     let entry = self.map.get(page);
                     self.overwrite(page, entry, Entry::Untouched);
@@ -209,7 +209,8 @@ impl Tenant {
             let mut stored = Vec::new();
             {
                 let gate = lock(&space.gate);
-                for (_, leaf, part) in ranges.iter().flat_map(|&range| gate.pages_in(range)) {
+                for (_, leaf, part) in ranges.iter().flat_map(|&range| gate.object.pages_in(range))
+                {
                     let is_stored =
                         |page| matches!(self.map.get(page), Entry::Stored(_) | Entry::Arriving(_));
                     stored.extend(

@@ -1,13 +1,13 @@
 //! What a space knows of the snapshot that is taken of it, and of the one before.
 //! (`crate::capture` does what there is to do.)
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use strata_sys::{Process, Range};
-use strata_units::{LeafIndex, SpaceId};
+use strata_units::SpaceId;
 
 use crate::map::lock;
+use crate::map::object::Object;
 use crate::map::page_map::Piece;
 use crate::map::page_set::PageSet;
 use crate::tenant::copied::Copied;
@@ -16,10 +16,10 @@ use crate::tenant::space::Space;
 /// What is still to be captured of a space. Behind its gate.
 #[derive(Debug)]
 pub(crate) struct Capture {
-    pub(crate) snapshot: SpaceId,
+    /// The snapshot's.
+    pub(crate) object: Object,
     /// No more than this is in it.
     pub(crate) wanted: Range,
-    pub(crate) directory: BTreeMap<Piece, LeafIndex>,
     pub(crate) pages: Arc<Process>,
     pub(crate) pending: u64,
     /// How much of it the snapshot before did not have, at the freeze.

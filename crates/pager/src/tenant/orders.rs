@@ -8,10 +8,11 @@ use strata_sys::Range;
 use strata_units::{PAGE, PAGES_PER_LEAF, PageNumber, SpaceId};
 
 use crate::map::address::{address_of, piece_of};
+use crate::map::object::Object;
 use crate::map::page_map::Piece;
 use crate::map::settings::Setting;
 use crate::tenant::ReleaseRefused;
-use crate::tenant::snapshots::{Memory, Prepared};
+use crate::tenant::snapshots::Prepared;
 
 /// What the keeper is asked to do.
 pub(crate) enum Order {
@@ -248,7 +249,7 @@ impl Filling {
 /// To the keeper.
 pub(crate) struct FillOrder {
     pub(crate) filling: Filling,
-    pub(crate) known: Arc<Memory>,
+    pub(crate) known: Arc<Object>,
     pub(crate) prepared: Option<Prepared>,
     pub(crate) answer: mpsc::Sender<Result<(), String>>,
 }

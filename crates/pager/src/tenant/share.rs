@@ -9,7 +9,6 @@ use strata_units::{PAGE_SIZE, SpaceId};
 
 use crate::map::lock;
 use crate::tenant::Tenant;
-use crate::tenant::snapshots::pages_of;
 
 /// How often it is counted anew, at most...
 const COUNT_EVERY: Duration = Duration::from_millis(250);
@@ -99,7 +98,7 @@ impl Tenant {
         // What is ready to be restored from it is part of it.
         let own = 1 + u64::from(self.is_ready(memory));
         let mut size = SnapshotSize::default();
-        for (_, _, _, page) in pages_of(&known) {
+        for (_, page) in known.pages() {
             let Some(handle) = self.map.get(page).handle() else { continue };
             size.pages += 1;
             match self.store.references(handle) {

@@ -1,36 +1,19 @@
 //! Which snapshots of address spaces a tenant has, and which page maps are ready for
 //! those that are to be restored without waiting.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use strata_store::Retained;
-use strata_units::{LeafIndex, PAGES_PER_LEAF, PageId, SpaceId};
+use strata_units::SpaceId;
 
 use crate::map::lock;
-use crate::map::page_map::Piece;
+use crate::map::object::Object;
 use crate::tenant::Tenant;
 
-/// A snapshot of an address space: the leaves of the page map that describe it.
-#[derive(Debug, Default)]
-pub(crate) struct Memory {
-    pub(crate) directory: BTreeMap<Piece, LeafIndex>,
-}
-
-/// The pages of a leaf that a space's snapshot has, for tests and for restoring.
-pub(crate) fn pages_of(
-    memory: &Memory,
-) -> impl Iterator<Item = (Piece, LeafIndex, usize, PageId)> + '_ {
-    memory.directory.iter().flat_map(|(&piece, &leaf)| {
-        (0..PAGES_PER_LEAF).map(move |index| (piece, leaf, index, PageId::new(leaf, index)))
-    })
-}
-
-/// A page map in a slot of its own.
+/// A copy of a snapshot's page map.
 #[derive(Debug)]
 pub(crate) struct MapCopy {
-    pub(crate) slot: SpaceId,
-    pub(crate) directory: BTreeMap<Piece, LeafIndex>,
+    pub(crate) object: Object,
     pub(crate) retained: Retained,
 }
 
@@ -38,24 +21,28 @@ pub(crate) struct MapCopy {
 /// needed is forgotten.
 pub struct Prepared {
     tenant: Arc<Tenant>,
-    slot: SpaceId,
-    directory: BTreeMap<Piece, LeafIndex>,
+    object: Object,
     taken: bool,
 }
 
 impl Prepared {
     pub(crate) fn of(tenant: &Arc<Tenant>, copied: MapCopy) -> Self {
-        let MapCopy { slot, directory, .. } = copied;
-        Self { tenant: Arc::clone(tenant), slot, directory, taken: false }
+        Self { tenant: Arc::clone(tenant), object: copied.object, taken: false }
     }
 
     pub(crate) fn slot(&self) -> SpaceId {
-        self.slot
+        self.object.id()
     }
 
-    /// Once.
-    pub(crate) fn take_directory(&mut self) -> BTreeMap<Piece, LeafIndex> {
-        std::mem::take(&mut self.directory)
+    /// Its pages; what is taken over from them is kept.
+    pub(crate) fn object_mut(&mut self) -> &mut Object {
+        &mut self.object
+    }
+
+    /// They are a process's from now on, in the slot in which they are. Once.
+    pub(crate) fn take_object(&mut self) -> Object {
+        let none = Object::new(self.slot());
+        std::mem::replace(&mut self.object, none)
     }
 
     /// The slot is a process's from now on.
@@ -67,15 +54,15 @@ impl Prepared {
 impl Drop for Prepared {
     fn drop(&mut self) {
         if !self.taken {
-            self.tenant.forget_slot(self.slot);
+            self.tenant.forget_slot(self.slot());
         }
     }
 }
 
 impl Tenant {
-    /// A snapshot that an earlier worker took.
-    pub(crate) fn know_snapshot(&self, id: SpaceId, directory: BTreeMap<Piece, LeafIndex>) {
-        lock(&self.snapshots).insert(id, Arc::new(Memory { directory }));
+    /// It has this snapshot of an address space.
+    pub(crate) fn know_snapshot(&self, object: Object) {
+        lock(&self.snapshots).insert(object.id(), Arc::new(object));
     }
 
     /// Numbers of its whole snapshots of address spaces.
@@ -96,7 +83,7 @@ impl Tenant {
 
     /// Slots of page maps that are nobody's yet.
     pub(crate) fn ready_slots(&self) -> Vec<SpaceId> {
-        lock(&self.ready).values().map(|copied| copied.slot).collect()
+        lock(&self.ready).values().map(|copied| copied.object.id()).collect()
     }
 
     pub(crate) fn forget_slot(&self, slot: SpaceId) {

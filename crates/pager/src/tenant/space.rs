@@ -5,7 +5,6 @@
 //! marked as leaving, and while they are marked as stored. It is never held
 //! over decompression, I/O, or waiting for an agent.
 
-use std::collections::BTreeMap;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
@@ -13,12 +12,11 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use strata_sys::{ControlBlock, Disproof, EventFd, Process, Range, SeqPacket, Userfaultfd};
+use strata_units::SpaceId;
 use strata_units::wire::TRANSFER_PAGES;
-use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber, SpaceId};
 
-use crate::map::address::piece_of;
 use crate::map::lock;
-use crate::map::page_map::{PageMap, Piece};
+use crate::map::object::Object;
 use crate::map::page_set::PageSet;
 use crate::map::registry::{PROCESS_FIELDS, Registry, SpaceAddress, SpaceField};
 use crate::map::settings::Settings;
@@ -49,8 +47,8 @@ pub(crate) struct Agent {
 /// What only the holder of the gate may touch.
 #[derive(Debug)]
 pub(crate) struct Gate {
-    /// Leaves by the 2 MiB piece that they describe.
-    pub(crate) directory: BTreeMap<Piece, LeafIndex>,
+    /// Its pages.
+    pub(crate) object: Object,
     /// The address of the page that has each transfer slot; 0: none, or it was
     /// discarded while it was leaving.
     pub(crate) slots: Vec<u64>,
@@ -130,9 +128,9 @@ pub struct Space {
 }
 
 impl Gate {
-    fn new() -> Self {
+    fn new(id: SpaceId) -> Self {
         Self {
-            directory: BTreeMap::new(),
+            object: Object::new(id),
             slots: vec![0; TRANSFER_PAGES],
             of_freeze: vec![false; TRANSFER_PAGES],
             registered: Vec::new(),
@@ -147,46 +145,6 @@ impl Gate {
             zero_pages: 0,
             settings: Settings::default(),
         }
-    }
-
-    /// The managed page at `address`, if there is a leaf for it.
-    pub(crate) fn page(&self, address: u64) -> Option<PageId> {
-        let page = PageNumber::containing(address);
-        let leaf = *self.directory.get(&piece_of(page))?;
-        Some(PageId::new(leaf, page.0 as usize % PAGES_PER_LEAF))
-    }
-
-    /// The managed page at `address`, with a new leaf where there was none.
-    pub(crate) fn page_or_new(
-        &mut self,
-        map: &PageMap,
-        space: SpaceId,
-        address: u64,
-    ) -> Option<PageId> {
-        if let Some(page) = self.page(address) {
-            return Some(page);
-        }
-        let page = PageNumber::containing(address);
-        let leaf = map.take(space, piece_of(page))?;
-        self.directory.insert(piece_of(page), leaf);
-        Some(PageId::new(leaf, page.0 as usize % PAGES_PER_LEAF))
-    }
-
-    /// The managed pages of `range`, with their addresses.
-    pub(crate) fn pages_in(&self, range: Range) -> Vec<(Piece, LeafIndex, Range)> {
-        if range.is_empty() {
-            return Vec::new();
-        }
-        let first = piece_of(PageNumber::containing(range.start));
-        let last = piece_of(PageNumber::containing(range.end - 1));
-        self.directory
-            .range(first..=last)
-            .map(|(&piece, &leaf)| {
-                let start = u64::from(piece) * (PAGES_PER_LEAF * PAGE_SIZE) as u64;
-                let end = start + (PAGES_PER_LEAF * PAGE_SIZE) as u64;
-                (piece, leaf, Range { start: start.max(range.start), end: end.min(range.end) })
-            })
-            .collect()
     }
 
     /// Remembers that `range` is registered.
@@ -270,7 +228,7 @@ impl Space {
             uffd,
             agent: RwLock::new(None),
             process: OnceLock::new(),
-            gate: Mutex::new(Gate::new()),
+            gate: Mutex::new(Gate::new(id)),
             kick: Arc::new(kick),
             kicked: Mutex::default(),
             gone: AtomicBool::new(false),
@@ -398,7 +356,6 @@ impl Space {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::map::address::ids_in;
 
     fn r(start: u64, end: u64) -> Range {
         Range { start: start << 12, end: end << 12 }
@@ -406,7 +363,7 @@ mod tests {
 
     #[test]
     fn registered_ranges_merge_and_split() {
-        let mut gate = Gate::new();
+        let mut gate = Gate::new(SpaceId(0));
         gate.add_registered(r(10, 20));
         gate.add_registered(r(20, 30));
         gate.add_registered(r(40, 50));
@@ -420,22 +377,5 @@ mod tests {
         assert_eq!(gate.registered_end(12 << 12), None);
         gate.add_registered(r(0, 100));
         assert_eq!(gate.registered, [r(0, 100)]);
-    }
-
-    #[test]
-    fn pages_of_a_range_are_clipped_to_it() {
-        let mut gate = Gate::new();
-        gate.directory.insert(0, LeafIndex(7));
-        gate.directory.insert(2, LeafIndex(9));
-        let found = gate.pages_in(r(500, 1030));
-        assert_eq!(found, [(0, LeafIndex(7), r(500, 512)), (2, LeafIndex(9), r(1024, 1030))]);
-        let ids: Vec<_> = ids_in(LeafIndex(9), r(1024, 1026)).collect();
-        assert_eq!(
-            ids,
-            [
-                (1024 << 12, PageId::new(LeafIndex(9), 0)),
-                (1025 << 12, PageId::new(LeafIndex(9), 1))
-            ]
-        );
     }
 }

@@ -115,12 +115,14 @@ impl Ahead {
     fn bring_block(&mut self, space: &Space, tenant: &Tenant, address: u64) {
         let gate = lock(&space.gate);
         let with = self.clusters.follow(address, |other| {
-            gate.page(other).is_some_and(|page| matches!(tenant.map.get(page), Entry::Stored(_)))
+            gate.object
+                .page(other)
+                .is_some_and(|page| matches!(tenant.map.get(page), Entry::Stored(_)))
         });
         let after = address + PAGE_SIZE as u64;
         let mut next = after;
         for start in addresses(address, with) {
-            if gate.page(start).is_some_and(|page| !tenant.advisor.watches(page)) {
+            if gate.object.page(start).is_some_and(|page| !tenant.advisor.watches(page)) {
                 self.ranges.push_back(one_page(start));
             }
             if start == next {
@@ -230,7 +232,7 @@ impl Ahead {
             range.start += PAGE_SIZE as u64;
             // Under the gate nothing is released that the page map names.
             let gate = lock(&space.gate);
-            let Some(page) = gate.page(address) else { continue };
+            let Some(page) = gate.object.page(address) else { continue };
             if let Entry::Stored(handle) = tenant.map.get(page)
                 && !tenant.store.is_awaited(handle)
             {

@@ -65,7 +65,7 @@ impl Space {
         let must_wait = agent.is_some() && !waits_long;
         if let Some(agent) = agent {
             // That of a restored process may still be on its way.
-            let is_stored = gate.page(address).is_some_and(|page| {
+            let is_stored = gate.object.page(address).is_some_and(|page| {
                 matches!(tenant.map.get(page), Entry::Stored(_) | Entry::Arriving(_))
             });
             if agent.ranges.own.contains(address) && !is_stored {
@@ -80,7 +80,7 @@ impl Space {
                 };
             }
         }
-        let Some(page) = gate.page_or_new(&tenant.map, self.id, address) else {
+        let Some(page) = gate.object.page_or_new(&tenant.map, address) else {
             return Claim::Defer;
         };
         let entry = tenant.map.get(page);
@@ -120,7 +120,7 @@ impl Space {
     /// The stored page at `address`, to be brought although nobody asked. The
     /// caller holds the gate.
     pub(super) fn claim_ahead(&self, tenant: &Tenant, gate: &Gate, address: u64) -> Option<SwapIn> {
-        let page = gate.page(address)?;
+        let page = gate.object.page(address)?;
         let Entry::Stored(handle) = tenant.map.get(page) else { return None };
         // What comes from elsewhere comes by itself, and those first for whom threads wait.
         if self.is_unadjusted() || tenant.store.is_awaited(handle) {
@@ -142,7 +142,9 @@ impl Space {
         let mapped_end = gate.registered_end(address).unwrap_or(address + PAGE_SIZE as u64);
         let most = leaf_end.min(mapped_end).min(address + wish * PAGE_SIZE as u64);
         let mut end = address + PAGE_SIZE as u64;
-        while end < most && gate.page(end).is_none_or(|page| tenant.map.get(page).reads_zero()) {
+        while end < most
+            && gate.object.page(end).is_none_or(|page| tenant.map.get(page).reads_zero())
+        {
             end += PAGE_SIZE as u64;
         }
         gate.zero_end = end;

@@ -273,6 +273,20 @@ static void daemonise(void)
     t_check(memory, BYTES, 2);
 }
 
+/* Each goes on in a child, in the middle of what evictions there are, and is gone before
+ * anybody can ask it which of its pages were on their way just then. */
+static void daemons(void)
+{
+    uint64_t seed = 1;
+    for (unsigned generation = 0; generation < t_times(12); generation++) {
+        t_check(memory, BYTES, seed);
+        t_fill(memory, BYTES, ++seed);
+        if (T_SYS(fork()) != 0)
+            _exit(0);
+    }
+    t_check(memory, BYTES, seed);
+}
+
 /* Argument strings, their vector and the path of one start, each in a page of
  * its own, far from each other, written long before they are used. */
 #define STARTS 50
@@ -355,6 +369,8 @@ int main(int argc, char **argv)
         raw_clone_orphan();
     else if (!strcmp(which, "daemon"))
         daemonise();
+    else if (!strcmp(which, "daemons"))
+        daemons();
     else if (!strcmp(which, "vfork"))
         start_children("/proc/self/exe", false);
     else if (!strcmp(which, "spawn"))

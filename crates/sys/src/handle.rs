@@ -53,7 +53,7 @@ fn alone<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn gone() -> io::Error {
+pub(crate) fn gone() -> io::Error {
     io::Error::new(ErrorKind::NotFound, "the process has ended")
 }
 
@@ -204,12 +204,19 @@ impl Process {
 
     // ----- its mappings -----
 
+    /// What a file of its says. One that ended meanwhile has told only a part.
+    fn whole_text(&self, file: &Mutex<File>) -> io::Result<String> {
+        let text = whole_text(file)?;
+        pagemap::is_alive(&self.pagemap)?;
+        Ok(text)
+    }
+
     /// The memory map. What cannot be parsed is left out, so it is not managed.
     ///
     /// # Errors
     /// The address space is gone.
     pub fn maps(&self) -> io::Result<Vec<Mapping>> {
-        Ok(whole_text(&self.maps)?.lines().filter_map(parse_mapping).collect())
+        Ok(self.whole_text(&self.maps)?.lines().filter_map(parse_mapping).collect())
     }
 
     /// The flags of all mappings. Walks the page tables: for rare questions only.
@@ -217,7 +224,7 @@ impl Process {
     /// # Errors
     /// The address space is gone.
     pub fn mapping_flags(&self) -> io::Result<Vec<MappingFlags>> {
-        Ok(parse_mapping_flags(&whole_text(&self.smaps)?))
+        Ok(parse_mapping_flags(&self.whole_text(&self.smaps)?))
     }
 
     /// The mappings that have resident anonymous memory, in order. Walks the page tables.
@@ -225,7 +232,7 @@ impl Process {
     /// # Errors
     /// The address space is gone.
     pub fn mapping_uses(&self) -> io::Result<Vec<MappingUse>> {
-        Ok(parse_uses(&whole_text(&self.smaps)?))
+        Ok(parse_uses(&self.whole_text(&self.smaps)?))
     }
 
     // ----- its page tables -----
@@ -254,7 +261,7 @@ impl Process {
             let at = ((range.start >> PAGE_SHIFT) + done) * 8;
             let got = self.pagemap.read_at(&mut buffer[..count * 8], at)? / 8;
             if got == 0 {
-                return Ok(());
+                return Err(gone());
             }
             for (index, word) in buffer[..got * 8].chunks_exact(8).enumerate() {
                 let word = u64::from_le_bytes(word.try_into().expect("chunks of eight"));

@@ -49,8 +49,10 @@ fn what_is_held_of_a_process_shows_nothing_of_what_it_executes() {
     assert!(held.maps().is_err() && held.mapping_flags().is_err());
     assert!(held.mapping_uses().is_err());
     let mut pages = 0;
-    let _ = held.page_presence(range, |_, _| pages += 1);
-    let _ = held.present(range, |_| pages += 1);
+    assert!(held.page_presence(range, |_, _| pages += 1).is_err());
+    assert!(held.present(range, |_| pages += 1).is_err());
+    assert!(held.protection(range, |_, _| pages += 1).is_err());
+    assert!(held.is_page_present(range.start).is_err());
     assert_eq!(pages, 0);
     // The process itself is the same.
     assert!(!held.has_exited() && held.anonymous_rss().is_ok());
@@ -62,11 +64,13 @@ fn what_is_held_of_a_process_shows_nothing_of_what_it_executes() {
 fn who_has_ended_is_not_who_has_its_number() {
     let mut child = shell();
     let held = Process::open(child.id()).expect("a child");
+    let (stack, _) = stack_of(&held).expect("the shell's");
     child.kill().expect("it reads");
     child.wait().expect("it was killed");
     assert!(held.has_exited() && !held.pidfd().signal(0));
     assert_eq!(held.by_number(|pid| pid), None);
     assert!(held.maps().is_err() && held.anonymous_rss().is_err());
+    assert!(held.page_presence(stack, |_, _| ()).is_err() && held.present(stack, |_| ()).is_err());
     assert!(held.stack_pointers().is_empty() && held.processor_time().is_none());
     assert!(Process::open(child.id()).is_err(), "nobody has its number yet");
     // As if somebody had it: what is asked of the number is not answered.

@@ -9,6 +9,7 @@ use std::os::unix::fs::FileExt;
 
 use strata_units::PAGE_SHIFT;
 
+use crate::handle::gone;
 use crate::uffd::{Range, iowr_of};
 
 /// `_IOWR('f', 16, struct pm_scan_arg)`.
@@ -169,7 +170,17 @@ fn scan_for(
         }
         start = arg.walk_end;
     }
-    Ok(())
+    is_alive(pagemap)
+}
+
+/// Whether the address space is still there. The kernel scans one that is just being taken down
+/// as well, and one that was: as if nothing had ever been in it.
+pub(crate) fn is_alive(pagemap: &File) -> io::Result<()> {
+    let mut word = [0; 8];
+    match pagemap.read_at(&mut word, 0)? {
+        0 => Err(gone()),
+        _ => Ok(()),
+    }
 }
 
 /// Whether the page that a word of `/proc/PID/pagemap` is about is in DRAM or in the

@@ -15,7 +15,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use strata_policy::gap;
-use strata_sys::{Event, EventFd, Range, Userfaultfd, adopt_fd, futex_wait, futex_wake};
+use strata_sys::{Event, EventFd, Process, Range, Userfaultfd, adopt_fd, futex_wait, futex_wake};
 use strata_units::wire::{Control, READER_BUSY};
 use strata_units::{PAGE, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
 
@@ -309,20 +309,6 @@ impl Space {
         }
     }
 
-    /// Which of the first `count` transfer slots have a page. None: this space has no agent, or
-    /// its page tables cannot be read.
-    ///
-    /// Nothing moves while a fork's message is acted on, and nothing has since the fork: so a page
-    /// that is leaving is in its slot, in the child as well, or still in place in both.
-    fn moved_slots(&self, count: usize) -> Option<Vec<bool>> {
-        let agent = self.agent()?;
-        let start = agent.ranges.transfer.start;
-        let slots = Range { start, end: start + count as u64 * PAGE };
-        let mut moved = vec![false; count];
-        agent.process.page_presence(slots, |slot, _| moved[slot as usize] = true).ok()?;
-        Some(moved)
-    }
-
     /// The child's space with a copy of this one's page map.
     ///
     /// A page that is on its way out and has not left its place is the child's at once: what
@@ -352,7 +338,10 @@ impl Space {
         let space = Space::new(child, Userfaultfd::adopt(uffd), kick);
         space.unadjusted.store(true, Ordering::Release);
         let mut child_gate = crate::map::lock(&space.gate);
-        let moved = LazyCell::new(|| self.moved_slots(gate.slots.len()));
+        let moved = LazyCell::new(|| {
+            let agent = self.agent()?;
+            moved_slots(&agent.process, agent.ranges.transfer.start, gate.slots.len())
+        });
         for (piece, leaf, copy) in leaves {
             tenant.prefetch_counts(leaf);
             for index in 0..PAGES_PER_LEAF {
@@ -387,4 +376,16 @@ impl Space {
         drop(child_gate);
         Ok(space)
     }
+}
+
+/// Which of the `count` transfer slots from `start` on have a page. None: that cannot be read any
+/// more, because the process has ended or executes something else, as one may that has forked.
+///
+/// Nothing moves while a fork's message is acted on, and nothing has since the fork: so a page
+/// that is leaving is in its slot, in the child as well, or still in place in both.
+pub(super) fn moved_slots(process: &Process, start: u64, count: usize) -> Option<Vec<bool>> {
+    let slots = Range { start, end: start + count as u64 * PAGE };
+    let mut moved = vec![false; count];
+    process.page_presence(slots, |slot, _| moved[slot as usize] = true).ok()?;
+    Some(moved)
 }

@@ -6,8 +6,9 @@ use std::iter;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use strata_sys::Fill;
+use strata_sys::{Fill, Process};
 
+use crate::fault::events::moved_slots;
 use crate::fault::serve_tests::World;
 use crate::map::entry::Entry;
 use crate::map::lock;
@@ -67,4 +68,15 @@ fn a_child_has_what_its_own_memory_says_whatever_comes_of_the_move_in_its_parent
     world.tenant.bury(&child);
     while world.tenant.forget_buried(usize::MAX) {}
     world.end();
+}
+
+#[test]
+fn a_parent_that_has_ended_does_not_say_that_nothing_was_moved() {
+    let mut parent = std::process::Command::new("sleep").arg("60").spawn().expect("a child");
+    let held = Process::open(parent.id()).expect("it lives");
+    let start = held.maps().expect("it lives")[0].range.start;
+    assert!(moved_slots(&held, start, 2).is_some());
+    parent.kill().expect("it sleeps");
+    parent.wait().expect("it was killed");
+    assert_eq!(moved_slots(&held, start, 2), None);
 }

@@ -5,6 +5,7 @@ nobody should be.
 
 Nothing here knows what a case is about."""
 
+import contextlib
 import glob
 import os
 import shutil
@@ -15,6 +16,7 @@ import time
 import traceback
 
 import machine
+from costs import Costs
 from program import Program
 from strata import Daemon, Failure, Skip
 
@@ -127,6 +129,7 @@ class Runner:
         self.broken = None  # the defect of the runner itself that ended it
         # Those that run now.
         self.running = []
+        self.costs = Costs() if options.costs else None
         self.changed = threading.Condition(self.lock)
 
     def say(self, text):
@@ -235,7 +238,8 @@ class Runner:
         if registered.alone:
             # Not even a daemon that the others have shared.
             self.end_daemons()
-        outcome = self.run(registered, slot)
+        with self.costs.of(registered.name) if self.costs else contextlib.nullcontext():
+            outcome = self.run(registered, slot)
         if outcome.verdict != "FAIL" or self.options.first:
             self.count(registered, outcome)
             self.stopped = self.stopped or outcome.verdict == "FAIL"
@@ -311,4 +315,5 @@ class Runner:
 
     def closing_lines(self):
         flaky = f"flaky: {' '.join(sorted(self.flaky))}" if self.flaky else "no flaky case"
-        return f"{flaky}\n{self.passed} passed, {len(self.failed)} failed, {self.skipped} skipped"
+        costs = "".join(line + "\n" for line in self.costs.lines()) if self.costs else ""
+        return f"{costs}{flaky}\n{self.passed} passed, {len(self.failed)} failed, {self.skipped} skipped"

@@ -148,6 +148,8 @@ def arguments():
     parser.add_argument("--first", action="store_true", help="end with the first failure")
     parser.add_argument("--units", metavar="FILE",
                         help="also the unit tests that cargo named in FILE (scripts/test.sh)")
+    parser.add_argument("--costs", action="store_true",
+                        help="say at the end which cases took most of the processors")
     parser.add_argument("--list", action="store_true", help="print the names and end")
     return parser.parse_args()
 

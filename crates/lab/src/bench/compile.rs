@@ -1,7 +1,7 @@
 //! The published benchmark of transcendent memory, in form: guests whose memory together
 //! exceeds the host's share build a C project at the same time. In the same DRAM: plain
-//! guests with a fixed part each; guests of twice that under Strata, whose balloons follow
-//! what they need; the same with a pool each; the same with one pool. What QEMU itself
+//! guests with a fixed part each; guests of twice that under Strata, without balloons, and with
+//! balloons that follow what they need; the same with a pool each; the same with one pool. What QEMU itself
 //! takes counts in Strata's budgets: so the DRAM is what the plain guests' processes were
 //! measured to take in the same repetition. And plain guests of twice that in as much DRAM
 //! as they take: nothing that divides memory can be faster than those.
@@ -71,11 +71,13 @@ const READY: &str = "mkdir -p /dev/shm; \
 /// Builds the project, and says what that took: [`Built`].
 const BUILD: &str = r#"set -e
 disk() { set -- $(cat /sys/block/$1/stat); echo "[$3, $7]"; }
-sync; a=$(disk vda) b=$(disk vdb) began=$(date +%s%N)
+balloon() { awk '/^balloon_(in|de)flate/ { n += $2 } END { print n + 0 }' /proc/vmstat; }
+sync; a=$(disk vda) b=$(disk vdb) c=$(balloon) began=$(date +%s%N)
 for round in $(seq $ROUNDS); do /src/build 2 check >/dev/null; done
 sync
 echo "{\"seconds\": $(($(date +%s%N) - began))e-9, \
-\"disk\": [$a, $(disk vda)], \"swap\": [$b, $(disk vdb)]}""#;
+\"disk\": [$a, $(disk vda)], \"swap\": [$b, $(disk vdb)], \
+\"balloon_pages\": $(($(balloon) - c))}""#;
 
 /// How the memory is divided.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -85,7 +87,9 @@ enum Division {
     Whole,
     /// A plain guest each with its part: nothing moves.
     Fixed,
-    /// Balloons follow their guests, and budgets move.
+    /// Budgets move, and balloons do not.
+    Moving,
+    /// Balloons follow their guests, too.
     Ballooning,
     /// And each guest has a pool of its own, and its swap disk in memory.
     OwnPools,
@@ -94,14 +98,15 @@ enum Division {
 }
 
 impl Division {
-    const ALL: [Self; 5] =
-        [Self::Whole, Self::Fixed, Self::Ballooning, Self::OwnPools, Self::OnePool];
+    const ALL: [Self; 6] =
+        [Self::Whole, Self::Fixed, Self::Moving, Self::Ballooning, Self::OwnPools, Self::OnePool];
 
     const fn name(self) -> &'static str {
         match self {
             Self::Whole => "all memory",
             Self::Fixed => "fixed parts",
-            Self::Ballooning => "self-ballooning",
+            Self::Moving => "moving shares alone",
+            Self::Ballooning => "and self-ballooning",
             Self::OwnPools => "+ a pool each",
             Self::OnePool => "+ one pool for all",
         }
@@ -130,12 +135,14 @@ impl Division {
     }
 }
 
-/// What a guest says of its builds: sectors read and written, before and after.
+/// What a guest says of its builds: sectors read and written, before and after, and what its
+/// balloon took and gave meanwhile.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Built {
     seconds: f64,
     disk: [[f64; 2]; 2],
     swap: [[f64; 2]; 2],
+    balloon_pages: u64,
 }
 
 /// One trial.
@@ -317,7 +324,7 @@ fn name_of(number: usize) -> String {
 
 fn pools_of(division: Division) -> Vec<String> {
     match division {
-        Division::Whole | Division::Fixed | Division::Ballooning => Vec::new(),
+        Division::Whole | Division::Fixed | Division::Moving | Division::Ballooning => Vec::new(),
         Division::OwnPools => (0..GUESTS).map(|guest| division.pool(guest)).collect(),
         Division::OnePool => vec![division.pool(0)],
     }
@@ -336,7 +343,10 @@ fn started(
     let memory = if division == Division::Fixed { FIXED_MIB } else { MEMORY_MIB };
     let overlay = own("overlay");
     let mut shape = Shape::new(&name, memory);
-    let mut words: Vec<String> = vec![BALLOON.into()];
+    let mut words: Vec<String> = Vec::new();
+    if division != Division::Moving {
+        words.push(BALLOON.into());
+    }
     if division.has_pools() {
         shape.disks = Disks::Images(Vec::new());
         words.extend(["--disk".into(), disk(site, &division.pool(number), &overlay)]);
@@ -399,6 +409,7 @@ mod tests {
             seconds: 2.0,
             disk: [[10.0, 1.0], [110.0, 3.0]],
             swap: [[0.0, 0.0], [8.0, 0.0]],
+            balloon_pages: 256,
         };
         Trial {
             commit: "abc".into(),

@@ -63,6 +63,7 @@ pub(super) fn said(trials: &[Trial]) -> String {
         "the host's disk: read",
         "written",
         "processor time of Strata, s",
+        "through their balloons, MiB",
         "DRAM at the end, MiB",
         "pools hold, MiB",
         "cost, MiB",
@@ -86,6 +87,9 @@ pub(super) fn said(trials: &[Trial]) -> String {
             median(&|trial| trial.read_bytes / SECTOR),
             median(&|trial| trial.written_bytes / SECTOR),
             median(&|trial| trial.daemon_seconds),
+            median(&|trial| {
+                trial.guests.iter().map(|built| built.balloon_pages).sum::<u64>() as f64 / 256.0
+            }),
             median(&|trial| trial.dram_bytes as f64 / mebibytes),
             median(&|trial| trial.pool_bytes(|pool| pool.page_bytes) / mebibytes),
             median(&|trial| trial.pool_bytes(|pool| pool.cost_bytes) / mebibytes),

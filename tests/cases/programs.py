@@ -16,8 +16,8 @@ def register(name, program, *arguments, budget="20MiB", seconds=60, directory=Fa
 # What a family of processes holds that differs must fit into the budget when it
 # is compressed (to a little less than a fifth). What a child without an agent has wiped is said
 # to be gone.
-for which in ("same", "again", "raw-clone", "raw-clone-wiped", "daemon", "daemons", "vfork",
-              "spawn"):
+for which in ("same", "again", "raw-clone", "raw-clone-wiped", "daemon", "daemons",
+              "raw-daemons", "vfork", "spawn"):
     register(f"fork-{which}", "fork", which, budget="24MiB",
              loses_pages=which == "raw-clone-wiped")
 

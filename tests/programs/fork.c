@@ -287,6 +287,32 @@ static void daemons(void)
     t_check(memory, BYTES, seed);
 }
 
+/* The same, and each leaves a child without an agent behind as well. */
+static void raw_daemons(void)
+{
+    const unsigned generations = t_times(12);
+    int right[2];
+    T_SYS(pipe(right));
+    uint64_t seed = 1;
+    for (unsigned generation = 0; generation < generations; generation++) {
+        t_check(memory, BYTES, seed);
+        t_fill(memory, BYTES, ++seed);
+        if (T_SYS(fork()) == 0)
+            continue;
+        if (T_SYS(syscall(SYS_clone, SIGCHLD, NULL, NULL, NULL, NULL)) == 0) {
+            t_check(memory, BYTES, seed);
+            T_SYS(write(right[1], "", 1));
+        }
+        syscall(SYS_exit_group, 0);
+    }
+    t_check(memory, BYTES, seed);
+    T_SYS(close(right[1]));
+    for (unsigned generation = 0; generation < generations; generation++) {
+        char one;
+        T_ASSERT(T_SYS(read(right[0], &one, 1)) == 1, "a child without an agent read wrong bytes");
+    }
+}
+
 /* Argument strings, their vector and the path of one start, each in a page of
  * its own, far from each other, written long before they are used. */
 #define STARTS 50
@@ -371,6 +397,8 @@ int main(int argc, char **argv)
         daemonise();
     else if (!strcmp(which, "daemons"))
         daemons();
+    else if (!strcmp(which, "raw-daemons"))
+        raw_daemons();
     else if (!strcmp(which, "vfork"))
         start_children("/proc/self/exe", false);
     else if (!strcmp(which, "spawn"))

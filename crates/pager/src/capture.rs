@@ -33,9 +33,9 @@ pub(crate) use freeze::Seen;
 
 use strata_store::Put;
 use strata_sys::{Fill, Process, Range};
-use strata_units::{Handle, LeafIndex, PAGE, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber};
+use strata_units::{Handle, LeafIndex, PAGE, PAGE_SIZE, PAGES_PER_LEAF, PageId};
 
-use crate::map::address::{add_run, address_of, ids_in, one_page, piece_of};
+use crate::map::address::{add_run, address_of, ids_in, one_page, piece_at};
 use crate::map::entry::Entry;
 use crate::map::lock;
 use crate::map::page_map::{PageMap, Piece};
@@ -81,7 +81,7 @@ impl Gate {
     /// page that is protected still. What it is by then is captured with it.
     pub(crate) fn may_leave(&mut self, tenant: &Tenant, address: u64) -> Option<Leaves> {
         let Some(capture) = self.capture.as_mut() else { return Some(Leaves::Alone) };
-        let piece = piece_of(PageNumber::containing(address));
+        let piece = piece_at(address);
         if let Some(leaf) = capture.object.leaf(piece) {
             capture.take_from_base(tenant, piece, leaf);
         }
@@ -170,7 +170,7 @@ impl Capture {
 
     /// Captures what is pending in a block, there and protected.
     fn capture_block(&mut self, tenant: &Tenant, block: Range) {
-        let piece = piece_of(PageNumber::containing(block.start));
+        let piece = piece_at(block.start);
         let Some(leaf) = self.object.leaf(piece) else { return };
         self.take_from_base(tenant, piece, leaf);
         for run in self.pending_runs(tenant, block) {
@@ -221,7 +221,7 @@ impl Capture {
 
     /// The parts of a block that are pending.
     fn pending_runs(&self, tenant: &Tenant, block: Range) -> Vec<Range> {
-        let piece = piece_of(PageNumber::containing(block.start));
+        let piece = piece_at(block.start);
         let Some(leaf) = self.object.leaf(piece) else { return Vec::new() };
         let mut runs: Vec<Range> = Vec::new();
         for (address, page) in ids_in(leaf, block) {
@@ -284,7 +284,7 @@ pub(crate) fn read_protected(pages: &Process, address: u64, buffer: &mut [u8]) -
         }
     }
     // After the reading: see the module's text.
-    let protected = pages.protected(address, count).unwrap_or_default();
+    let protected = pages.protected(address, count).unwrap_or_else(|_| vec![false; count]);
     read.into_iter().zip(protected).map(|(read, protected)| read && protected).collect()
 }
 

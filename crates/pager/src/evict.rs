@@ -34,7 +34,7 @@ use crate::evict::kept::KeptCopies;
 use crate::map::lock;
 use crate::tenant::Tenant;
 use crate::tenant::excluded::Excluded;
-use crate::tenant::space::{Agent, Space};
+use crate::tenant::space::{Agent, Space, slots_with_a_page};
 
 /// How long the keeper waits for one command before it turns to other spaces.
 /// A batch takes well under a millisecond, unless its process is stopped.
@@ -440,14 +440,9 @@ fn look_what_moved(
     first: usize,
     results: &mut [Moved],
 ) -> io::Result<()> {
-    let start = agent.ranges.transfer.start + first as u64 * PAGE;
-    let mut there = vec![false; results.len()];
-    agent
-        .process
-        .page_presence(Range { start, end: start + results.len() as u64 * PAGE }, |index, _| {
-            there[index as usize] = true
-        })?;
-    let slots = lock(&space.gate).slots[first..first + results.len()].to_vec();
+    let slots = first..first + results.len();
+    let there = slots_with_a_page(&agent.process, agent.ranges.transfer.start, slots.clone())?;
+    let slots = lock(&space.gate).slots[slots].to_vec();
     for ((result, there), address) in results.iter_mut().zip(there).zip(slots) {
         if *result == Moved::Yes || !there {
             continue;

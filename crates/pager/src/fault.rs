@@ -4,6 +4,7 @@
 pub(crate) mod clustering;
 pub(crate) mod events;
 pub(crate) mod handler;
+pub(crate) mod inherit;
 pub(crate) mod reads;
 pub(crate) mod streams;
 pub(crate) mod unattended;

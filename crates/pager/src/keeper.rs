@@ -297,9 +297,7 @@ impl Keeper<'_> {
         // Whoever made them, the advisor of a tenant far from its budget too: their
         // threads wait until they are fetched.
         for space in &spaces {
-            let strays =
-                space.has_strays.load(Ordering::Acquire) && !space.is_heir.load(Ordering::Acquire);
-            if strays {
+            if space.has_strays.load(Ordering::Acquire) {
                 let report = self.evictor.fetch_strays(space, tenant);
                 self.take_report(space, report);
             }

@@ -179,9 +179,6 @@ pub struct Tenant {
     /// What the user should know.
     pub(crate) notes: Mutex<Notes>,
     pub(crate) had_space: AtomicBool,
-    /// Forked spaces whose leaving pages come with another space's batch, each
-    /// with that other space.
-    heirs: Mutex<Vec<(SpaceId, Arc<Space>)>>,
     /// Whole snapshots of its address spaces, by number.
     pub(crate) snapshots: Mutex<BTreeMap<SpaceId, Arc<Object>>>,
     /// Page maps for those that are to be restored without waiting.
@@ -283,7 +280,6 @@ impl Tenant {
             keeper: Mutex::default(),
             notes: Mutex::default(),
             had_space: AtomicBool::new(false),
-            heirs: Mutex::default(),
             snapshots: Mutex::default(),
             ready: Mutex::default(),
             ending_agents: Mutex::default(),
@@ -398,32 +394,6 @@ impl Tenant {
     #[must_use]
     pub fn space(&self, id: SpaceId) -> Option<Arc<Space>> {
         self.spaces.read().unwrap_or_else(PoisonError::into_inner).get(&id).cloned()
-    }
-
-    /// `child` was forked from `parent` in the middle of a batch: its leaving
-    /// pages have the content that the batch brings. (It also has copies in a
-    /// transfer range of its own, but only an agent can say where.) The caller
-    /// holds the parent's gate.
-    pub(crate) fn add_heir(&self, parent: &Space, child: &Arc<Space>) {
-        let mut heirs = lock(&self.heirs);
-        let origin = heirs
-            .iter()
-            .find(|(_, heir)| heir.id == parent.id && parent.is_heir.load(Ordering::Acquire))
-            .map_or(parent.id, |&(origin, _)| origin);
-        child.is_heir.store(true, Ordering::Release);
-        heirs.push((origin, Arc::clone(child)));
-    }
-
-    /// Takes those who wait for the batch of `origin`.
-    pub(crate) fn take_heirs(&self, origin: SpaceId) -> Vec<Arc<Space>> {
-        let mut heirs = lock(&self.heirs);
-        let (taken, kept) = heirs.drain(..).partition(|&(of, _)| of == origin);
-        *heirs = kept;
-        Vec::into_iter(taken).map(|(_, space)| space).collect()
-    }
-
-    pub(crate) fn has_heirs(&self, origin: SpaceId) -> bool {
-        lock(&self.heirs).iter().any(|&(of, _)| of == origin)
     }
 
     /// How many address spaces it has: what its processes cost in threads and

@@ -87,8 +87,7 @@ pub use private_memory::{HUGE_BYTES, PrivateMemory};
 pub use process::{
     Mapping, MappingFlags, Pidfd, Presence, ReadOutcome, SIGCONT, SIGHUP, SIGKILL, SIGSTOP,
     SIGTERM, SIGUSR1, SIGUSR2, ThreadFaults, available_bytes, is_zombie, keep_little_heap, note_of,
-    noted, parent_of, process_exists, read_mapping_flags, read_maps, stat_field, stat_fields,
-    total_bytes, trim_heap,
+    noted, parent_of, process_exists, read_maps, stat_field, stat_fields, total_bytes, trim_heap,
 };
 pub use program_pool::ProgramPool;
 pub use proof::Disproof;

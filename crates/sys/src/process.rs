@@ -82,12 +82,6 @@ pub struct MappingFlags {
     pub wiped_on_fork: bool,
 }
 
-/// The flags of all mappings of a process. Walks its page tables: for rare
-/// questions only.
-pub fn read_mapping_flags(pid: u32) -> io::Result<Vec<MappingFlags>> {
-    Ok(parse_mapping_flags(&fs::read_to_string(format!("/proc/{pid}/smaps"))?))
-}
-
 pub(crate) fn parse_mapping_flags(text: &str) -> Vec<MappingFlags> {
     let mut found = Vec::new();
     let mut range = None;
@@ -388,7 +382,8 @@ mod tests {
         assert!(found[0].registered && !found[0].wiped_on_fork);
         assert!(!found[1].registered && found[1].wiped_on_fork);
         assert_eq!(found[1].range, Range { start: 0x7f_2000, end: 0x7f_3000 });
-        assert!(read_mapping_flags(std::process::id()).is_ok_and(|flags| flags.len() > 5));
+        let own = Process::open(std::process::id()).expect("this process");
+        assert!(own.mapping_flags().is_ok_and(|flags| flags.len() > 5));
     }
 
     #[test]

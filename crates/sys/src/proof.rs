@@ -87,19 +87,34 @@ impl Process {
         proved
     }
 
+    /// The same by the page at `there`, where `uffd` waits for missing pages and the process
+    /// has one. It is registered for protection from then on; whoever writes to it meanwhile
+    /// waits.
+    ///
+    /// # Errors
+    /// It is not shown.
+    pub fn prove_by(&self, uffd: &Userfaultfd, there: u64) -> Result<(), Disproof> {
+        let page = Range { start: there, end: there.saturating_add(PAGE_SIZE as u64) };
+        if uffd.register_protectable(page) != Registration::Done {
+            return Err(Disproof::NoPage);
+        }
+        let proved = self.prove_by_steps(uffd, page, &[]);
+        settled(|| uffd.unprotect(page));
+        proved
+    }
+
     fn prove_registered(
         &self,
         uffd: &Userfaultfd,
         page: Range,
         others: &[&Self],
     ) -> Result<(), Disproof> {
-        let mut chance = [0; NONCE_BYTES + STEPS as usize / 8];
-        if !random(&mut chance) {
+        let mut nonce = [0; NONCE_BYTES];
+        if !random(&mut nonce) {
             return Err(Disproof::NoChance);
         }
-        let (nonce, steps) = chance.split_at(NONCE_BYTES);
         let mut content = PageBuffer::zeroed();
-        content.0[..NONCE_BYTES].copy_from_slice(nonce);
+        content.0[..NONCE_BYTES].copy_from_slice(&nonce);
         match settled(|| uffd.copy(page.start, &content)) {
             Fill::Done { .. } => {
                 let mut seen = [0; NONCE_BYTES];
@@ -110,6 +125,19 @@ impl Process {
             // Of a handshake that was broken off.
             Fill::Present => {}
             _ => return Err(Disproof::NoPage),
+        }
+        self.prove_by_steps(uffd, page, others)
+    }
+
+    fn prove_by_steps(
+        &self,
+        uffd: &Userfaultfd,
+        page: Range,
+        others: &[&Self],
+    ) -> Result<(), Disproof> {
+        let mut steps = [0; STEPS as usize / 8];
+        if !random(&mut steps) {
+            return Err(Disproof::NoChance);
         }
         let mut others: Vec<Option<&Self>> = others.iter().copied().map(Some).collect();
         for step in 0..STEPS {

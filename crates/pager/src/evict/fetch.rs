@@ -12,8 +12,7 @@ use std::time::Instant;
 use strata_policy::{Level, gap};
 use strata_store::Put;
 use strata_sys::{Fill, Range, ReadOutcome};
-use strata_units::wire::RESULT_CANCELLED;
-use strata_units::{Handle, PAGE, PAGE_SIZE, PageId, SpaceId};
+use strata_units::{Handle, PAGE, PAGE_SIZE, PageId};
 
 use crate::evict::{BatchReport, EBUSY, EINVAL, ENOENT, Evictor, Moved, Stayed};
 use crate::map::address::{add_run, one_page};
@@ -46,9 +45,6 @@ struct Settling<'a> {
     report: &'a mut BatchReport,
     /// Addresses of settled pages that threads wait for.
     wanted: Vec<u64>,
-    /// For those who inherit the batch; none as long as nobody does.
-    inheritance: Option<Inheritance>,
-    slots: usize,
 }
 
 impl Evictor {
@@ -86,8 +82,6 @@ impl Evictor {
             newcomer: tenant.census().newcomer(),
             report,
             wanted: Vec::new(),
-            inheritance: None,
-            slots: slots.end,
         };
         let mut gate = lock(&space.gate);
         for (slot, &result) in slots.zip(results) {
@@ -107,16 +101,12 @@ impl Evictor {
                 part.iter().map(|&page| self.store(tenant, page, settling.report)).collect();
             gate = lock(&space.gate);
             for (&page, handle) in part.iter().zip(stored) {
-                settling.inherit(page.slot, Moved::Yes, handle);
                 match handle {
                     Some(handle) => settling.moved(&mut gate, page.slot, handle),
                     // The store is full: the page goes back to where it was.
                     None => self.put_back(&mut settling, &mut gate, page, Stayed::StoreFull),
                 }
             }
-        }
-        if let Some(inheritance) = settling.inheritance {
-            inheritance.give_to_heirs(tenant, space.id);
         }
     }
 
@@ -179,9 +169,8 @@ impl Evictor {
         page: Fetched,
     ) -> bool {
         let waits = settling.leaving(gate, page.slot).is_some_and(|(_, _, waits)| waits);
-        // Who inherits the page has it from the store, and so has a snapshot.
-        let to_store =
-            settling.has_heirs() || gate.is_pending(&settling.tenant.map, gate.slots[page.slot]);
+        // A snapshot has the page from the store.
+        let to_store = gate.is_pending(&settling.tenant.map, gate.slots[page.slot]);
         if waits && !to_store {
             self.put_back(settling, gate, page, Stayed::Wanted);
         }
@@ -243,24 +232,8 @@ impl Settling<'_> {
         }
     }
 
-    fn has_heirs(&self) -> bool {
-        self.tenant.has_heirs(self.space.id)
-    }
-
-    /// Notes what came of a slot, if somebody inherits it. Nobody becomes an heir
-    /// while the gate is held, and an heir needs nothing that was settled before
-    /// it came.
-    fn inherit(&mut self, slot: usize, result: Moved, handle: Option<Handle>) {
-        if self.has_heirs() {
-            let slots = self.slots;
-            let inheritance = self.inheritance.get_or_insert_with(|| Inheritance::new(slots));
-            inheritance.note(self.tenant, slot, result, handle);
-        }
-    }
-
     /// A page that stayed.
     fn not_moved(&mut self, gate: &mut Gate, slot: usize, reason: i32) {
-        self.inherit(slot, Moved::No(reason), None);
         if let Some((page, address, waits)) = self.leaving(gate, slot) {
             gate.slots[slot] = 0;
             if reason == ENOENT {
@@ -293,76 +266,6 @@ impl Settling<'_> {
         if waits {
             self.wanted.push(address);
         }
-    }
-}
-
-/// What a batch brought, for spaces that were forked in the middle of it: their
-/// leaving pages have the same content.
-struct Inheritance {
-    /// By slot: what came of the move, and the page in the store.
-    slots: Vec<(Moved, Option<Handle>)>,
-}
-
-impl Inheritance {
-    fn new(slots: usize) -> Self {
-        Self { slots: vec![(Moved::No(RESULT_CANCELLED), None); slots] }
-    }
-
-    /// Notes what came of a slot, with a reference of its own to the page. While
-    /// the batch's gate is held, or the page could be gone again.
-    fn note(&mut self, tenant: &Tenant, slot: usize, result: Moved, handle: Option<Handle>) {
-        if let Some(handle) = handle {
-            tenant.store.retain(handle);
-        }
-        self.slots[slot] = (result, handle);
-    }
-
-    fn give_to_heirs(self, tenant: &Tenant, origin: SpaceId) {
-        loop {
-            // An heir that forks while it waits makes another one.
-            let heirs = tenant.take_heirs(origin);
-            if heirs.is_empty() {
-                break;
-            }
-            for heir in heirs {
-                self.give_to(tenant, &heir);
-            }
-        }
-        for (_, handle) in self.slots {
-            if let Some(handle) = handle {
-                tenant.store.release(handle);
-            }
-        }
-    }
-
-    fn give_to(&self, tenant: &Tenant, heir: &Space) {
-        let mut wanted = Vec::new();
-        let mut gate = lock(&heir.gate);
-        let mut left = false;
-        for slot in 0..gate.slots.len() {
-            let address = gate.slots[slot];
-            let page = (address != 0).then(|| gate.object.page(address)).flatten();
-            let Some(page) = page else { continue };
-            let leaving = tenant.map.get(page);
-            let Entry::Leaving { wanted: waits, .. } = leaving else { continue };
-            // Without a content from here it is in the heir's own transfer range: what had
-            // stayed in place was its own from the fork on.
-            let Some(&(Moved::Yes, Some(handle))) = self.slots.get(slot) else {
-                left = true;
-                continue;
-            };
-            tenant.store.retain(handle);
-            gate.slots[slot] = 0;
-            tenant.overwrite(page, leaving, Entry::Stored(handle));
-            if waits {
-                wanted.push(address);
-            }
-        }
-        heir.has_shared.store(true, Ordering::Release);
-        heir.has_strays.store(left, Ordering::Release);
-        heir.is_heir.store(false, Ordering::Release);
-        drop(gate);
-        heir.hand_over(wanted);
     }
 }
 

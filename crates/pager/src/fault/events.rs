@@ -8,21 +8,18 @@
 //! Everything here can be done twice: the messages stay in the ring until all of
 //! them were acted on, and a new worker begins with those that it finds there.
 
-use std::cell::LazyCell;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use strata_policy::gap;
-use strata_sys::{Event, EventFd, Process, Range, Userfaultfd, adopt_fd, futex_wait, futex_wake};
+use strata_sys::{Event, Range, Userfaultfd, adopt_fd, futex_wait, futex_wake};
 use strata_units::wire::{Control, READER_BUSY};
-use strata_units::{PAGE, PAGE_SIZE, PAGES_PER_LEAF, PageId, SpaceId};
 
-use crate::map::address::{address_of, ids_in};
+use crate::map::address::{PIECE_BYTES, ids_in};
 use crate::map::counters::Counter;
 use crate::map::entry::Entry;
-use crate::map::object::Object;
 use crate::map::page_map::Piece;
 use crate::map::registry::{RESERVED_SPACES, RING_MESSAGES, SpaceAddress, SpaceField};
 use crate::tenant::Tenant;
@@ -192,7 +189,7 @@ impl Space {
                 let after = if unmapped { Entry::Untouched } else { Entry::Discarded };
                 tenant.overwrite(page, entry, after);
             }
-            if unmapped && part.len() == (PAGE_SIZE * PAGES_PER_LEAF) as u64 {
+            if unmapped && part.len() == PIECE_BYTES {
                 emptied.push(piece);
             }
         }
@@ -294,12 +291,8 @@ impl Space {
             .store(transfer, Ordering::Relaxed);
         match self.copy_for_child(tenant, gate, child, uffd) {
             Ok(space) => {
-                let space = Arc::new(space);
-                if space.has_strays.load(Ordering::Acquire) {
-                    tenant.add_heir(self, &space);
-                }
                 tenant.registry.space_goes_live(child);
-                tenant.adopt_space(space);
+                tenant.adopt_space(Arc::new(space));
             }
             Err((reason, uffd)) => {
                 tenant.log(&format!("{}: a forked child will wait for ever: {reason}", self.id));
@@ -308,84 +301,4 @@ impl Space {
             }
         }
     }
-
-    /// The child's space with a copy of this one's page map.
-    ///
-    /// A page that is on its way out and has not left its place is the child's at once: what
-    /// comes of the move in its parent says nothing about the child, since the parent may drop
-    /// the page and have another one at that address before anybody looks. What was moved waits
-    /// for its content, from the parent's batch or from its own transfer range.
-    fn copy_for_child(
-        &self,
-        tenant: &Tenant,
-        gate: &Gate,
-        child: SpaceId,
-        uffd: OwnedFd,
-    ) -> Result<Space, (String, OwnedFd)> {
-        let kick = match EventFd::new() {
-            Ok(kick) => kick,
-            Err(error) => return Err((error.to_string(), uffd)),
-        };
-        let mut object = Object::new(child);
-        let mut leaves = Vec::new();
-        for (piece, leaf) in gate.object.leaves() {
-            let Some(copy) = object.new_leaf(&tenant.map, piece) else {
-                return Err(("the page map is full".into(), uffd));
-            };
-            object.insert(piece, copy);
-            leaves.push((piece, leaf, copy));
-        }
-        let space = Space::new(child, Userfaultfd::adopt(uffd), kick);
-        space.unadjusted.store(true, Ordering::Release);
-        let mut child_gate = crate::map::lock(&space.gate);
-        let moved = LazyCell::new(|| {
-            let agent = self.agent()?;
-            moved_slots(&agent.process, agent.ranges.transfer.start, gate.slots.len())
-        });
-        for (piece, leaf, copy) in leaves {
-            tenant.prefetch_counts(leaf);
-            for index in 0..PAGES_PER_LEAF {
-                let (from, to) = (PageId::new(leaf, index), PageId::new(copy, index));
-                let mut entry = tenant.map.get(from).inherited();
-                if let Entry::Leaving { slot, .. } = entry
-                    && moved.as_ref().is_some_and(|moved| !moved[usize::from(slot)])
-                {
-                    entry = Entry::Resident { shared: true };
-                }
-                match entry {
-                    Entry::Untouched => continue,
-                    Entry::Leaving { slot, .. } => {
-                        child_gate.slots[usize::from(slot)] = address_of(piece, index);
-                        space.has_strays.store(true, Ordering::Release);
-                    }
-                    Entry::Resident { .. } => space.has_shared.store(true, Ordering::Release),
-                    Entry::Stored(handle) | Entry::Arriving(handle) => {
-                        tenant.store.retain(handle);
-                    }
-                    // Not what a child inherits.
-                    Entry::Kept(_) | Entry::OnNode => {}
-                    Entry::Lost | Entry::Discarded | Entry::Pending | Entry::Copied => {}
-                }
-                let age = tenant.map.age(from).load(Ordering::Relaxed);
-                tenant.map.age(to).store(age, Ordering::Relaxed);
-                tenant.inherit(to, entry);
-            }
-        }
-        child_gate.object = object;
-        child_gate.registered.clone_from(&gate.registered);
-        drop(child_gate);
-        Ok(space)
-    }
-}
-
-/// Which of the `count` transfer slots from `start` on have a page. None: that cannot be read any
-/// more, because the process has ended or executes something else, as one may that has forked.
-///
-/// Nothing moves while a fork's message is acted on, and nothing has since the fork: so a page
-/// that is leaving is in its slot, in the child as well, or still in place in both.
-pub(super) fn moved_slots(process: &Process, start: u64, count: usize) -> Option<Vec<bool>> {
-    let slots = Range { start, end: start + count as u64 * PAGE };
-    let mut moved = vec![false; count];
-    process.page_presence(slots, |slot, _| moved[slot as usize] = true).ok()?;
-    Some(moved)
 }

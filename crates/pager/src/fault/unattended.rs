@@ -2,27 +2,25 @@
 //! by a raw `clone` and never has one.
 //!
 //! Its page map is its parent's, but it did not inherit all of that: memory that was
-//! advised so is empty in it (`MADV_WIPEONFORK`) or not there (`MADV_DONTFORK`). The
-//! fork's message does not say so, nor which process it is. So before the first page
-//! out of the store comes, its process is looked for and asked.
+//! advised so is empty in it (`MADV_WIPEONFORK`) or not there (`MADV_DONTFORK`), and a page
+//! that was on its way out is in its place or in the transfer range. The fork's message does
+//! not say so, nor which process it is. So before the first page that is away comes, its
+//! process is looked for and asked.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use strata_sys::{
-    MappingFlags, Process, Range, all_processes, children_of, processes_with_thread,
-    read_mapping_flags,
-};
+use strata_sys::{MappingFlags, Process, all_processes, children_of, processes_with_thread};
 use strata_units::SpaceId;
 
 use crate::fault::events::Asker;
-use crate::map::address::EVERYTHING;
+use crate::fault::inherit::drop_what_was_not_inherited;
 use crate::map::entry::Entry;
 use crate::map::lock;
 use crate::map::registry::SpaceField;
 use crate::tenant::Tenant;
-use crate::tenant::space::{Gate, Space};
+use crate::tenant::space::Space;
 
 /// Looked for again after this. A thread waits there, so it is found at once, if at
 /// all: this is for a machine that shows no process but one's own.
@@ -40,18 +38,18 @@ impl Space {
     }
 
     /// Makes the page map agree with the process whose thread `asker` has faulted at
-    /// `address`. Nothing is done if it cannot be found: then nobody gets a page.
+    /// `address`. If it cannot be found, or asked, nobody gets a page that is away.
     pub(crate) fn adjust_unattended(&self, tenant: &Tenant, asker: Asker, address: u64) {
-        {
+        let before = {
             let mut looked = lock(&self.looked);
             if looked.is_some_and(|at| at.elapsed() < LOOK_AGAIN) {
                 return;
             }
-            *looked = Some(Instant::now());
-        }
+            looked.replace(Instant::now())
+        };
         let parent = self.parent(tenant);
         let found = self.find_process(tenant, parent.as_deref(), asker.thread(), address);
-        let Some((pid, mut flags)) = found else { return };
+        let Some((process, mut flags)) = found else { return };
         let wiped = |mapping: &MappingFlags| mapping.registered && mapping.wiped_on_fork;
         if flags.iter().any(wiped)
             && let Some(of_parent) = parent.and_then(|parent| parent.mapping_flags().ok())
@@ -66,6 +64,13 @@ impl Space {
         let mut gate = lock(&self.gate);
         if self.is_unadjusted() {
             drop_what_was_not_inherited(tenant, &mut gate, &flags);
+            let pid = process.pid();
+            if let Err(why) = self.settle_leaving(tenant, &mut gate, &process) {
+                if before.is_none() {
+                    tenant.log(&format!("process {pid} has no agent and waits: {why}"));
+                }
+                return;
+            }
             self.unadjusted.store(false, Ordering::Release);
             tenant.log(&format!("process {pid} has no agent: it is served, and keeps its pages"));
         }
@@ -83,15 +88,17 @@ impl Space {
         parent: Option<&Process>,
         tid: u32,
         address: u64,
-    ) -> Option<(u32, Vec<MappingFlags>)> {
+    ) -> Option<(Process, Vec<MappingFlags>)> {
         let attended: Vec<u32> = tenant.space_list().iter().filter_map(|s| s.pid()).collect();
         let is_it = |pid: u32| {
             if attended.contains(&pid) {
                 return None;
             }
-            let flags = read_mapping_flags(pid).ok()?;
+            let process = Process::open(pid).ok()?;
+            let flags = process.mapping_flags().ok()?;
             let here = |mapping: &MappingFlags| mapping.range.contains(address);
-            flags.iter().any(|mapping| here(mapping) && mapping.registered).then_some((pid, flags))
+            let is_here = flags.iter().any(|mapping| here(mapping) && mapping.registered);
+            is_here.then_some((process, flags))
         };
         if tid == 0 {
             // The kind of userfaultfd that CRIU makes names no thread; and who has lost
@@ -101,35 +108,5 @@ impl Space {
             return children.into_iter().chain(all_processes()).find_map(is_it);
         }
         processes_with_thread(tid).find_map(is_it)
-    }
-}
-
-/// Forgets what a child's page map has of mappings that the child does not have, or
-/// finds empty.
-pub(crate) fn drop_what_was_not_inherited(
-    tenant: &Tenant,
-    gate: &mut Gate,
-    flags: &[MappingFlags],
-) {
-    let kept: Vec<Range> = flags
-        .iter()
-        .filter(|mapping| mapping.registered && !mapping.wiped_on_fork)
-        .map(|mapping| mapping.range)
-        .collect();
-    let inherits = |address: u64| kept.iter().any(|range| range.contains(address));
-    for (_, leaf, part) in gate.object.pages_in(EVERYTHING) {
-        if kept.iter().any(|range| range.start <= part.start && part.end <= range.end) {
-            continue;
-        }
-        for (address, page) in crate::map::address::ids_in(leaf, part) {
-            let entry = tenant.map.get(page);
-            if entry == Entry::Untouched || inherits(address) {
-                continue;
-            }
-            if let Entry::Leaving { slot, .. } = entry {
-                gate.slots[usize::from(slot)] = 0;
-            }
-            tenant.overwrite(page, entry, Entry::Untouched);
-        }
     }
 }

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use strata_sys::{Process, Range};
-use strata_units::{PAGE_SIZE, PAGES_PER_LEAF};
+use strata_units::PAGE_SIZE;
 
 use super::Keeper;
-use crate::map::address::{add_run, ids_in};
+use crate::map::address::{PIECE_BYTES, add_run, ids_in};
 use crate::map::entry::Entry;
 use crate::map::lock;
 use crate::tenant::space::Space;
@@ -18,8 +18,6 @@ use crate::tenant::space::Space;
 /// time.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 const PART: u32 = 100;
-/// Looked at again under one hold of the gate.
-const PIECE_BYTES: u64 = (PAGES_PER_LEAF * PAGE_SIZE) as u64;
 
 /// When they are looked for.
 #[derive(Debug)]

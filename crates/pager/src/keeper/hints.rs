@@ -12,13 +12,11 @@ use std::time::{Duration, Instant};
 use strata_store::Source;
 use strata_sys::Range;
 use strata_units::wire::BATCH_PAGES;
-use strata_units::{
-    ADDRESSES_END, Handle, HintKind, PAGE, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber, SpaceId,
-};
+use strata_units::{ADDRESSES_END, Handle, HintKind, PAGE, PAGE_SIZE, PageId, SpaceId};
 
 use crate::fault::handler::MOST_HOT;
 use crate::keeper::{Keeper, REGISTER_EVERY};
-use crate::map::address::{ids_in, piece_of};
+use crate::map::address::{PIECE_BYTES, ids_in, piece_at};
 use crate::map::entry::Entry;
 use crate::map::lock;
 use crate::map::page_set::PageSet;
@@ -38,8 +36,6 @@ const MOST_TRIES: u32 = 50;
 const EARLY_EVERY: Duration = Duration::from_millis(500);
 /// Ranges that leave first; with more, the oldest are treated as all memory.
 const MOST_GIVEN_UP: usize = 256;
-
-const PIECE_BYTES: u64 = PAGE * PAGES_PER_LEAF as u64;
 
 /// See the module's text.
 #[derive(Default)]
@@ -326,7 +322,7 @@ impl Keeper<'_> {
                 early.left.pop_front();
                 continue;
             };
-            let before = early.before.of(piece_of(PageNumber::containing(piece.start)));
+            let before = early.before.of(piece_at(piece.start));
             let was_there = |page: PageId| before.has(page.index());
             // What cannot leave now is met again at the next walk.
             if setting == Setting::Node {
@@ -347,7 +343,7 @@ impl Keeper<'_> {
     }
 
     fn note_resident(&self, space: &Space, piece: Range, seen: &mut PageSet) {
-        let bits = seen.of_mut(piece_of(PageNumber::containing(piece.start)));
+        let bits = seen.of_mut(piece_at(piece.start));
         for page in self.resident_in(space, piece, |_| true) {
             bits.put(page.index()..page.index() + 1, true);
         }

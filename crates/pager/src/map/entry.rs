@@ -130,8 +130,7 @@ impl Entry {
         match self {
             // One copy in the store is enough for both; the parent has it.
             Self::Resident { .. } | Self::Kept(_) | Self::OnNode => Self::Resident { shared: true },
-            // Each address space owns its own: the child's transfer range holds
-            // a copy of the slot if the page had been moved already.
+            // In the child's own transfer range if the page had been moved already.
             Self::Leaving { slot, .. } => Self::Leaving { slot, wanted: false },
             Self::Arriving(handle) => Self::Stored(handle),
             other => other,

@@ -2,12 +2,12 @@
 //! of a process to come. What has them in DRAM and takes them from there is a space's business
 //! ([`crate::tenant::space`]); an object without one is what the store has.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use strata_sys::Range;
-use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageId, PageNumber, SpaceId};
+use strata_units::{LeafIndex, PAGES_PER_LEAF, PageId, SpaceId};
 
-use crate::map::address::{address_of, piece_of};
+use crate::map::address::{PIECE_BYTES, address_of, index_of, piece_at};
 use crate::map::entry::Entry;
 use crate::map::page_map::{PageMap, Piece};
 
@@ -19,13 +19,8 @@ pub(crate) struct Object {
     leaves: BTreeMap<Piece, LeafIndex>,
 }
 
-fn index_of(address: u64) -> usize {
-    PageNumber::containing(address).0 as usize % PAGES_PER_LEAF
-}
-
-fn piece_at(address: u64) -> Piece {
-    piece_of(PageNumber::containing(address))
-}
+/// A piece, its leaf in one object, and that in another.
+pub(crate) type LeafPair = (Piece, LeafIndex, LeafIndex);
 
 impl Object {
     /// Without pages, in the slot `id` of the registry.
@@ -70,7 +65,7 @@ impl Object {
     pub(crate) fn pages_in(&self, range: Range) -> Vec<(Piece, LeafIndex, Range)> {
         let part = |piece| {
             let start = address_of(piece, 0);
-            let end = start + (PAGES_PER_LEAF * PAGE_SIZE) as u64;
+            let end = start + PIECE_BYTES;
             Range { start: start.max(range.start), end: end.min(range.end) }
         };
         self.leaves_in(range).map(|(piece, leaf)| (piece, leaf, part(piece))).collect()
@@ -114,6 +109,31 @@ impl Object {
         map.take(self.id, piece)
     }
 
+    /// An object in the slot `id` with a leaf for each of this one's, and which is for which.
+    /// None: the page map is full, and some of them are the slot's.
+    pub(crate) fn shaped_like(&self, map: &PageMap, id: SpaceId) -> Option<(Self, Vec<LeafPair>)> {
+        let mut object = Self::new(id);
+        let mut pairs = Vec::with_capacity(self.leaves.len());
+        for (piece, leaf) in self.leaves() {
+            let copy = object.new_leaf(map, piece)?;
+            object.insert(piece, copy);
+            pairs.push((piece, leaf, copy));
+        }
+        Some((object, pairs))
+    }
+
+    /// The pieces of which this object or the one `before` it has a leaf, with that one's and
+    /// this one's.
+    pub(crate) fn beside<'a>(
+        &'a self,
+        before: Option<&'a Self>,
+    ) -> impl Iterator<Item = (Piece, [Option<LeafIndex>; 2])> + 'a {
+        let leaves = before.into_iter().chain([self]).flat_map(Self::leaves);
+        let pieces: BTreeSet<Piece> = leaves.map(|(piece, _)| piece).collect();
+        let old = move |piece| before.and_then(|before| before.leaf(piece));
+        pieces.into_iter().map(move |piece| (piece, [old(piece), self.leaf(piece)]))
+    }
+
     /// `leaf`, which the page map says is this object's, describes `piece`.
     pub(crate) fn insert(&mut self, piece: Piece, leaf: LeafIndex) {
         self.leaves.insert(piece, leaf);
@@ -148,6 +168,7 @@ impl Object {
 mod tests {
     use super::*;
     use crate::map::address::ids_in;
+    use strata_units::PAGE_SIZE;
 
     fn pages(start: u64, end: u64) -> Range {
         Range { start: start * PAGE_SIZE as u64, end: end * PAGE_SIZE as u64 }

@@ -3,12 +3,10 @@
 use std::collections::BTreeMap;
 
 use strata_sys::Range;
-use strata_units::{PAGE, PAGES_PER_LEAF, PageNumber};
+use strata_units::{PAGE, PAGES_PER_LEAF};
 
-use crate::map::address::piece_of;
+use crate::map::address::{PIECE_BYTES, index_of, piece_at};
 use crate::map::page_map::Piece;
-
-const PIECE_BYTES: u64 = PAGE * PAGES_PER_LEAF as u64;
 
 /// A bit for each page of a leaf.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -61,7 +59,7 @@ impl PageSet {
     pub(crate) fn insert(&mut self, range: Range) {
         let mut start = range.start / PIECE_BYTES * PIECE_BYTES;
         while start < range.end {
-            let piece = piece_of(PageNumber::containing(start));
+            let piece = piece_at(start);
             self.0.entry(piece).or_default().put(within(range, start), true);
             start += PIECE_BYTES;
         }
@@ -71,8 +69,8 @@ impl PageSet {
         if range.is_empty() {
             return;
         }
-        let first = piece_of(PageNumber::containing(range.start));
-        let last = piece_of(PageNumber::containing(range.end - 1));
+        let first = piece_at(range.start);
+        let last = piece_at(range.end - 1);
         for (&piece, bits) in self.0.range_mut(first..=last) {
             bits.put(within(range, u64::from(piece) * PIECE_BYTES), false);
         }
@@ -80,13 +78,12 @@ impl PageSet {
 
     /// Whether it has the page at `address`.
     pub(crate) fn has(&self, address: u64) -> bool {
-        let page = PageNumber::containing(address);
-        self.of(piece_of(page)).has(page.0 as usize % PAGES_PER_LEAF)
+        self.of(piece_at(address)).has(index_of(address))
     }
 
     /// How many pages of `range`, which lies within one piece, are in the set.
     pub(crate) fn count(&self, range: Range) -> usize {
-        let piece = piece_of(PageNumber::containing(range.start));
+        let piece = piece_at(range.start);
         let bits = self.of(piece);
         within(range, u64::from(piece) * PIECE_BYTES).filter(|&index| bits.has(index)).count()
     }

@@ -10,9 +10,9 @@ use std::sync::Arc;
 
 use strata_store::Source;
 use strata_sys::Range;
-use strata_units::{ADDRESSES_END, PAGE, PAGE_SIZE, PAGES_PER_LEAF};
+use strata_units::{ADDRESSES_END, PAGE, PAGE_SIZE};
 
-use crate::map::address::ids_in;
+use crate::map::address::{PIECE_BYTES, ids_in};
 use crate::map::entry::Entry;
 use crate::map::lock;
 use crate::map::settings::{Setting, Settings};
@@ -23,8 +23,6 @@ use crate::tenant::space::{Gate, Space};
 /// Most of a tenant's budget that can be pinned: the rest is for what a program
 /// needs beside it, and for what is stored.
 const PINNED_PART: (u64, u64) = (3, 4);
-/// Looked at under one hold of the gate: a leaf's worth.
-const PIECE_BYTES: u64 = PAGE * PAGES_PER_LEAF as u64;
 
 /// What a program wants for ranges of its memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -13,7 +13,7 @@ use strata_units::wire::Control;
 use strata_units::{PAGE, PAGE_SIZE, PageId, SpaceId};
 
 use crate::fault::handler;
-use crate::fault::unattended::drop_what_was_not_inherited;
+use crate::fault::inherit::drop_what_was_not_inherited;
 use crate::map::address::{EVERYTHING, overlaps};
 use crate::map::entry::Entry;
 use crate::map::lock;
@@ -262,6 +262,8 @@ pub(crate) fn adjust_child(space: &Space, tenant: &Tenant, agent: &Agent) -> io:
         }
     }
     drop_what_was_not_inherited(tenant, &mut gate, &flags);
+    // What is not settled here is fetched as what any agent has left in its transfer range.
+    let _ = space.settle_leaving(tenant, &mut gate, &agent.process);
     Ok(())
 }
 

@@ -1,10 +1,11 @@
 //! Memory that comes from a snapshot of other memory, at another address.
 
 use strata_sys::{OwnMemory, Range, Registration};
-use strata_units::{PAGE_SIZE, PAGES_PER_LEAF, PageBuffer};
+use strata_units::{PAGE_SIZE, PageBuffer};
 
 use crate::capture::capture_tests::{Taken, fill};
 use crate::fault::serve_tests::{PAGES, World};
+use crate::map::address::PIECE_BYTES;
 use crate::map::entry::Entry;
 use crate::map::lock;
 use crate::tenant::orders::Filling;
@@ -89,7 +90,7 @@ fn leaves_that_were_prepared_are_handed_over_and_others_forgotten() {
     taken.capture_all(&world);
     let stored = world.tenant.store.stats().stored_pages;
     let start = world.memory.range().start;
-    let whole = Range { start, end: start + (PAGES_PER_LEAF * PAGE_SIZE) as u64 };
+    let whole = Range { start, end: start + PIECE_BYTES };
     let less = Range { end: whole.end - PAGE_SIZE as u64, ..whole };
     let leaves = world.tenant.leaf_count();
     // All of a leaf; one of which the process has touched something; a part of one.

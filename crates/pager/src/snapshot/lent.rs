@@ -1,7 +1,6 @@
 //! Memory that stands still here and runs elsewhere: what of it is not there yet, and its
 //! pages, read one by one, while it is captured and after.
 
-use std::collections::BTreeSet;
 use std::io;
 
 use strata_units::{Handle, LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageId, SpaceId};
@@ -90,21 +89,16 @@ impl Tenant {
     ) -> io::Result<Differences> {
         let known = |id| lock(&self.snapshots).get(&id).cloned().ok_or_else(missing);
         let before = before.map(known).transpose()?;
-        let before = before.as_deref();
-        let leaves = before.into_iter().chain([after]).flat_map(Object::leaves);
-        let pieces: BTreeSet<Piece> = leaves.map(|(piece, _)| piece).collect();
         let mut found = Differences::default();
-        for piece in pieces {
-            let new = after.leaf(piece);
-            if let Some(leaf) = new {
+        for (piece, leaves) in after.beside(before.as_deref()) {
+            if let [_, Some(leaf)] = leaves {
                 prepare(piece, leaf);
             }
-            let old = before.and_then(|before| before.leaf(piece));
             for index in 0..PAGES_PER_LEAF {
-                let entry = |leaf: Option<_>| {
+                let [old, new] = leaves.map(|leaf| {
                     leaf.map_or(Entry::Untouched, |leaf| self.map.get(PageId::new(leaf, index)))
-                };
-                let (old, new, address) = (entry(old), entry(new), address_of(piece, index));
+                });
+                let address = address_of(piece, index);
                 if new == Entry::Untouched && old != new {
                     join(&mut found.gone, address);
                 } else if new != old {

@@ -1,6 +1,5 @@
 //! Snapshots' memory, read out page by page and taken in again.
 
-use std::collections::BTreeSet;
 use std::io;
 
 use strata_store::Put;
@@ -67,14 +66,10 @@ impl Tenant {
             known.ok_or_else(|| io::Error::other("there is no such snapshot"))
         };
         let (before, after) = (before.map(known).transpose()?, known(memory)?);
-        let leaves = before.as_deref().into_iter().chain([&*after]).flat_map(Object::leaves);
-        let pieces: BTreeSet<_> = leaves.map(|(piece, _)| piece).collect();
         let mut buffer = PageBuffer::zeroed();
-        for piece in pieces {
-            let old = before.as_ref().and_then(|before| before.leaf(piece));
-            let new = after.leaf(piece);
+        for (piece, leaves) in after.beside(before.as_deref()) {
             for index in 0..PAGES_PER_LEAF {
-                let [old, new] = [old, new].map(|leaf| {
+                let [old, new] = leaves.map(|leaf| {
                     leaf.map_or(Entry::Untouched, |leaf| self.map.get(PageId::new(leaf, index)))
                 });
                 let address = address_of(piece, index);

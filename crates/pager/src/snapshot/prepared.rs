@@ -8,12 +8,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use strata_store::Retained;
-use strata_units::{LeafIndex, PAGES_PER_LEAF, PageId, SpaceId};
+use strata_units::{PAGES_PER_LEAF, PageId, SpaceId};
 
 use crate::map::by_many::{self, by_many};
 use crate::map::entry::Entry;
 use crate::map::lock;
-use crate::map::object::Object;
+use crate::map::object::{LeafPair, Object};
 use crate::tenant::Tenant;
 use crate::tenant::snapshots::{MapCopy, Prepared};
 
@@ -115,16 +115,10 @@ impl Tenant {
             .registry
             .add_space(self.id, None)
             .ok_or_else(|| io::Error::other("this daemon manages 8192 processes already"))?;
-        let mut object = Object::new(slot);
-        let mut leaves = Vec::new();
-        for (piece, leaf) in known.leaves() {
-            let Some(target) = object.new_leaf(&self.map, piece) else {
-                self.forget_slot(slot);
-                return Err(io::Error::other("its page map is full"));
-            };
-            object.insert(piece, target);
-            leaves.push((leaf, target));
-        }
+        let Some((object, leaves)) = known.shaped_like(&self.map, slot) else {
+            self.forget_slot(slot);
+            return Err(io::Error::other("its page map is full"));
+        };
         let parts: Vec<_> = leaves.chunks(PART).collect();
         let copied = by_many(threads, &parts, |part| self.copy_leaves(part, with_ages));
         let mut retained = Retained::default();
@@ -133,11 +127,11 @@ impl Tenant {
     }
 
     /// Copies each first leaf to the second.
-    fn copy_leaves(&self, leaves: &[(LeafIndex, LeafIndex)], with_ages: bool) -> Retained {
+    fn copy_leaves(&self, leaves: &[LeafPair], with_ages: bool) -> Retained {
         let mut entries = Vec::with_capacity(PAGES_PER_LEAF);
         let mut handles = Vec::with_capacity(PAGES_PER_LEAF);
         let mut retained = Retained::default();
-        for &(leaf, target) in leaves {
+        for &(_, leaf, target) in leaves {
             entries.clear();
             entries.extend(leaf.pages().map(|page| self.map.get(page)));
             handles.clear();

@@ -4,9 +4,9 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 
 use strata_sys::Range;
-use strata_units::{LeafIndex, PAGE_SIZE, PAGES_PER_LEAF, SpaceId};
+use strata_units::{LeafIndex, SpaceId};
 
-use crate::map::address::ids_in;
+use crate::map::address::{PIECE_BYTES, ids_in};
 use crate::map::entry::Entry;
 use crate::map::lock;
 use crate::tenant::Tenant;
@@ -57,10 +57,6 @@ impl Tenant {
         }
         lock(&self.ending_agents).extend(space.agent());
         self.forget_settings(space);
-        for heir in self.take_heirs(space.id) {
-            // From its own transfer range, then.
-            heir.is_heir.store(false, Ordering::Release);
-        }
         self.bury_leaves(space.id, Some(Arc::clone(space)));
         self.spaces.write().unwrap_or_else(PoisonError::into_inner).remove(&space.id);
     }
@@ -166,7 +162,7 @@ impl Tenant {
 
     fn forget_leaf(&self, leaf: LeafIndex) {
         self.prefetch_counts(leaf);
-        let whole = Range { start: 0, end: (PAGES_PER_LEAF * PAGE_SIZE) as u64 };
+        let whole = Range { start: 0, end: PIECE_BYTES };
         for (_, page) in ids_in(leaf, whole) {
             let entry = self.map.get(page);
             if entry != Entry::Untouched {

@@ -5,6 +5,7 @@
 //! marked as leaving, and while they are marked as stored. It is never held
 //! over decompression, I/O, or waiting for an agent.
 
+use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
@@ -12,8 +13,8 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use strata_sys::{ControlBlock, Disproof, EventFd, Process, Range, SeqPacket, Userfaultfd};
-use strata_units::SpaceId;
 use strata_units::wire::TRANSFER_PAGES;
+use strata_units::{PAGE, SpaceId};
 
 use crate::map::lock;
 use crate::map::object::Object;
@@ -106,9 +107,6 @@ pub struct Space {
     /// Pages may be in the transfer range with nobody fetching them (after a
     /// fork or a worker's death).
     pub(crate) has_strays: AtomicBool,
-    /// Those pages come with the batch of the space that this one was forked
-    /// from.
-    pub(crate) is_heir: AtomicBool,
     /// The transfer range is known to be empty.
     pub(crate) transfer_clean: AtomicBool,
     /// Inherited pages may still be shared with the parent.
@@ -235,7 +233,6 @@ impl Space {
             handler: Mutex::new(None),
             handler_cpu: AtomicU32::new(NO_CPU),
             has_strays: AtomicBool::new(false),
-            is_heir: AtomicBool::new(false),
             transfer_clean: AtomicBool::new(false),
             has_shared: AtomicBool::new(false),
             unadjusted: AtomicBool::new(false),
@@ -254,7 +251,7 @@ impl Space {
     }
 
     /// Another descriptor of its userfaultfd, to be sent to its agent.
-    pub fn userfaultfd(&self) -> std::io::Result<OwnedFd> {
+    pub fn userfaultfd(&self) -> io::Result<OwnedFd> {
         self.uffd.try_clone()
     }
 
@@ -351,6 +348,23 @@ impl Space {
     pub(crate) fn is_gone(&self) -> bool {
         self.gone.load(Ordering::Acquire)
     }
+}
+
+/// Which of these slots of the transfer range at `transfer` have a page.
+///
+/// # Errors
+/// The process has ended, or executes something else.
+pub(crate) fn slots_with_a_page(
+    process: &Process,
+    transfer: u64,
+    slots: std::ops::Range<usize>,
+) -> io::Result<Vec<bool>> {
+    let at = |slot: usize| transfer + slot as u64 * PAGE;
+    let mut there = vec![false; slots.len()];
+    process.page_presence(Range { start: at(slots.start), end: at(slots.end) }, |index, _| {
+        there[index as usize] = true
+    })?;
+    Ok(there)
 }
 
 #[cfg(test)]

@@ -224,7 +224,7 @@ impl Tenant {
         let (mut resident, mut kept) = (0, 0);
         for page in leaf.pages() {
             let left = match self.map.get(page) {
-                Entry::Resident { shared: false } => Entry::Untouched,
+                Entry::Resident { shared: false } | Entry::Leaving { .. } => Entry::Untouched,
                 Entry::Kept(handle) => {
                     kept += 1;
                     Entry::Stored(handle)

@@ -6,7 +6,7 @@ use strata_units::{PAGE_SIZE, PAGES_PER_LEAF, PageId};
 
 use super::{Served, SwapIn};
 use crate::fault::events::FaultMessage;
-use crate::map::address::one_page;
+use crate::map::address::{PIECE_BYTES, one_page};
 use crate::map::counters::Counter;
 use crate::map::entry::Entry;
 use crate::map::settings::Setting;
@@ -137,8 +137,7 @@ impl Space {
         let wish = if in_sequence { (gate.zero_pages * 2).min(MOST_ZERO_PAGES) } else { 1 };
         let afford = (tenant.headroom_pages() / ZERO_SHARE).max(1) as u64;
         let wish = wish.min(afford);
-        let leaf_end = (address / (PAGES_PER_LEAF * PAGE_SIZE) as u64 + 1)
-            * (PAGES_PER_LEAF * PAGE_SIZE) as u64;
+        let leaf_end = (address / PIECE_BYTES + 1) * PIECE_BYTES;
         let mapped_end = gate.registered_end(address).unwrap_or(address + PAGE_SIZE as u64);
         let most = leaf_end.min(mapped_end).min(address + wish * PAGE_SIZE as u64);
         let mut end = address + PAGE_SIZE as u64;

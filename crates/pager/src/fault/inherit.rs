@@ -1,0 +1,163 @@
+//! What a forked child has of its parent's memory.
+//!
+//! The fork's message makes its page map a copy of its parent's. Where that is not what the
+//! child has, its own page table says so, once it is known which process it is: because its
+//! agent has said hello, or because a thread of it waits ([`crate::fault::unattended`]).
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering;
+
+use strata_sys::{EventFd, Fill, MappingFlags, Process, Range, Userfaultfd};
+use strata_units::{PAGE, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageId, SpaceId};
+
+use crate::map::address::{EVERYTHING, address_of, ids_in, one_page};
+use crate::map::entry::Entry;
+use crate::map::lock;
+use crate::map::registry::SpaceAddress;
+use crate::tenant::Tenant;
+use crate::tenant::space::{Gate, Space, slots_with_a_page};
+
+impl Space {
+    /// The child's space with a copy of this one's page map, until it is
+    /// [known](Self::settle_leaving) what else it has.
+    pub(super) fn copy_for_child(
+        &self,
+        tenant: &Tenant,
+        gate: &Gate,
+        child: SpaceId,
+        uffd: OwnedFd,
+    ) -> Result<Space, (String, OwnedFd)> {
+        let kick = match EventFd::new() {
+            Ok(kick) => kick,
+            Err(error) => return Err((error.to_string(), uffd)),
+        };
+        let Some((object, leaves)) = gate.object.shaped_like(&tenant.map, child) else {
+            return Err(("the page map is full".into(), uffd));
+        };
+        let space = Space::new(child, Userfaultfd::adopt(uffd), kick);
+        space.unadjusted.store(true, Ordering::Release);
+        let mut child_gate = lock(&space.gate);
+        for (piece, leaf, copy) in leaves {
+            tenant.prefetch_counts(leaf);
+            for index in 0..PAGES_PER_LEAF {
+                let (from, to) = (PageId::new(leaf, index), PageId::new(copy, index));
+                let entry = tenant.map.get(from).inherited();
+                match entry {
+                    Entry::Untouched => continue,
+                    Entry::Leaving { slot, .. } => {
+                        child_gate.slots[usize::from(slot)] = address_of(piece, index);
+                        space.has_strays.store(true, Ordering::Release);
+                    }
+                    Entry::Resident { .. } => space.has_shared.store(true, Ordering::Release),
+                    Entry::Stored(handle) | Entry::Arriving(handle) => {
+                        tenant.store.retain(handle);
+                    }
+                    // Not what a child inherits.
+                    Entry::Kept(_) | Entry::OnNode => {}
+                    Entry::Lost | Entry::Discarded | Entry::Pending | Entry::Copied => {}
+                }
+                let age = tenant.map.age(from).load(Ordering::Relaxed);
+                tenant.map.age(to).store(age, Ordering::Relaxed);
+                tenant.inherit(to, entry);
+            }
+        }
+        child_gate.object = object;
+        child_gate.registered.clone_from(&gate.registered);
+        drop(child_gate);
+        Ok(space)
+    }
+
+    /// A forked child's pages that were on their way out when it was made: `process`, whose
+    /// memory this is, has each in its slot of the transfer range, from where it is put in
+    /// place, or in place still. Nothing has moved them since, and what comes of the move in
+    /// its parent says nothing about the child. The caller holds the gate.
+    ///
+    /// # Errors
+    /// Why some of them are leaving still; nobody reads those.
+    pub(crate) fn settle_leaving(
+        &self,
+        tenant: &Tenant,
+        gate: &mut Gate,
+        process: &Process,
+    ) -> Result<(), String> {
+        let leaving = self.leaving(tenant, gate);
+        if leaving.is_empty() {
+            self.has_strays.store(false, Ordering::Release);
+            return Ok(());
+        }
+        let transfer = tenant.registry.space_address(self.id, SpaceAddress::Transfer);
+        let transfer = transfer.load(Ordering::Relaxed);
+        let slot_at = |slot: usize| transfer + slot as u64 * PAGE;
+        let gone = |error: io::Error| format!("its page tables: {error}");
+        let moved = slots_with_a_page(process, transfer, 0..gate.slots.len()).map_err(gone)?;
+        // It was found by its number: and who this is gets its bytes.
+        let witness = match leaving.iter().find(|&&(slot, ..)| moved[slot]) {
+            Some(&(slot, ..)) => slot_at(slot),
+            None => leaving[0].1,
+        };
+        process.prove_by(&self.uffd, witness).map_err(|disproof| disproof.to_string())?;
+        let mut content = PageBuffer::zeroed();
+        for (slot, address, page) in leaving {
+            if moved[slot] {
+                if process.read(slot_at(slot), &mut content.0) < PAGE_SIZE {
+                    return Err("its memory cannot be read".into());
+                }
+                match self.uffd.copy(address, &content) {
+                    // Present: what the program has gone on with.
+                    Fill::Done { .. } | Fill::Present => {}
+                    other => return Err(format!("a page cannot be put in place: {other:?}")),
+                }
+                gate.put_back_unprotected(tenant, address);
+                tenant.map.set(page, Entry::Resident { shared: false });
+            } else {
+                let leaving = tenant.map.get(page);
+                tenant.overwrite(page, leaving, Entry::Resident { shared: true });
+                self.has_shared.store(true, Ordering::Release);
+            }
+            gate.slots[slot] = 0;
+            self.uffd.wake(one_page(address));
+        }
+        self.has_strays.store(false, Ordering::Release);
+        Ok(())
+    }
+
+    /// What is leaving: by slot, address and page.
+    fn leaving(&self, tenant: &Tenant, gate: &Gate) -> Vec<(usize, u64, PageId)> {
+        let slots = gate.slots.iter().enumerate().filter(|&(_, &address)| address != 0);
+        slots
+            .filter_map(|(slot, &address)| Some((slot, address, gate.object.page(address)?)))
+            .filter(|&(.., page)| matches!(tenant.map.get(page), Entry::Leaving { .. }))
+            .collect()
+    }
+}
+
+/// Forgets what a child's page map has of mappings that the child does not have, or
+/// finds empty.
+pub(crate) fn drop_what_was_not_inherited(
+    tenant: &Tenant,
+    gate: &mut Gate,
+    flags: &[MappingFlags],
+) {
+    let kept: Vec<Range> = flags
+        .iter()
+        .filter(|mapping| mapping.registered && !mapping.wiped_on_fork)
+        .map(|mapping| mapping.range)
+        .collect();
+    let inherits = |address: u64| kept.iter().any(|range| range.contains(address));
+    for (_, leaf, part) in gate.object.pages_in(EVERYTHING) {
+        if kept.iter().any(|range| range.start <= part.start && part.end <= range.end) {
+            continue;
+        }
+        for (address, page) in ids_in(leaf, part) {
+            let entry = tenant.map.get(page);
+            if entry == Entry::Untouched || inherits(address) {
+                continue;
+            }
+            if let Entry::Leaving { slot, .. } = entry {
+                gate.slots[usize::from(slot)] = 0;
+            }
+            tenant.overwrite(page, entry, Entry::Untouched);
+        }
+    }
+}

@@ -110,3 +110,4 @@ class Redis:
         self.link.close()
         if self.directory is not None:
             os.close(self.directory)
+            self.directory = None

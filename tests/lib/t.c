@@ -80,7 +80,7 @@ const char *t_gate(const char *word)
     int fd = gate_connect();
     if (fd < 0) {
         if (gate_name[0])
-            t_fail("the runner does not answer at the gate: %s", t_error());
+            t_fail("the runner does not answer at the gate '%s': %s", gate_name, t_error());
         return "go";
     }
     char line[256];

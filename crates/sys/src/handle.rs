@@ -206,7 +206,7 @@ impl Process {
 
     /// What a file of its says. One that ended meanwhile has told only a part.
     fn whole_text(&self, file: &Mutex<File>) -> io::Result<String> {
-        let text = whole_text(file)?;
+        let text = read_alone(file)?;
         pagemap::is_alive(&self.pagemap)?;
         Ok(text)
     }
@@ -456,7 +456,7 @@ impl Process {
 
 /// What a file of the kernel's says, from its beginning to its end, read by nobody else
 /// meanwhile.
-fn whole_text(file: &Mutex<File>) -> io::Result<String> {
+fn read_alone(file: &Mutex<File>) -> io::Result<String> {
     const CHUNK_BYTES: usize = 64 << 10;
     let file = alone(file);
     let mut text = Vec::new();
@@ -473,10 +473,6 @@ fn whole_text(file: &Mutex<File>) -> io::Result<String> {
         if got == 0 {
             break;
         }
-    }
-    // There is no process without a mapping.
-    if text.is_empty() {
-        return Err(gone());
     }
     Ok(String::from_utf8_lossy(&text).into_owned())
 }

@@ -169,13 +169,13 @@ fn only_what_the_kernel_calls_a_userfaultfd_is_one() {
 #[test]
 fn a_memory_map_is_whole_while_others_read_it() {
     let own = Process::open(std::process::id()).expect("this process");
-    let text = whole_text(&own.maps).expect("this process");
+    let text = read_alone(&own.maps).expect("this process");
     assert!(BufReader::new(text.as_bytes()).lines().count() > 10);
     std::thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
                 for _ in 0..50 {
-                    let text = whole_text(&own.maps).expect("this process");
+                    let text = read_alone(&own.maps).expect("this process");
                     let torn = text.lines().find(|line| parse_mapping(line).is_none());
                     assert_eq!(torn, None);
                 }

@@ -77,6 +77,9 @@ pub(crate) fn protected(pagemap: &File, address: u64, count: usize) -> io::Resul
     const PROTECTED: u64 = 1 << 57;
     let mut bytes = vec![0; count * 8];
     let got = pagemap.read_at(&mut bytes, (address >> PAGE_SHIFT) * 8)?;
+    if got == 0 {
+        return Err(gone());
+    }
     let words = bytes[..got].chunks_exact(8);
     let mut found: Vec<bool> = words
         .map(|word| u64::from_le_bytes(word.try_into().expect("chunks of eight")))
@@ -173,8 +176,8 @@ fn scan_for(
     is_alive(pagemap)
 }
 
-/// Whether the address space is still there. The kernel scans one that is just being taken down
-/// as well, and one that was: as if nothing had ever been in it.
+/// Whether the address space is still there. Linux 6.8 does not ask before it scans, and finds
+/// nothing in one that is gone; 6.18 says so itself.
 pub(crate) fn is_alive(pagemap: &File) -> io::Result<()> {
     let mut word = [0; 8];
     match pagemap.read_at(&mut word, 0)? {

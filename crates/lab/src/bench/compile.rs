@@ -106,7 +106,7 @@ impl Division {
             Self::Whole => "all memory",
             Self::Fixed => "fixed parts",
             Self::Moving => "moving shares alone",
-            Self::Ballooning => "and self-ballooning",
+            Self::Ballooning => "+ self-ballooning",
             Self::OwnPools => "+ a pool each",
             Self::OnePool => "+ one pool for all",
         }

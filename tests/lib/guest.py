@@ -33,7 +33,8 @@ NODES_MIB = (1024, 256)
 SLOW = ("erms", "fsrm", "avx", "avx2")
 # Without what a kernel does for machines that somebody attacks, with page tables of four levels,
 # and without tests of its ciphers: emulated, each costs much, and no case is about them.
-APPEND = "console=ttyS0 quiet panic=-1 mitigations=off init_on_alloc=0 no5lvl cryptomgr.notests=1"
+APPEND = ("console=ttyS0 quiet panic=-1 mitigations=off init_on_alloc=0 no5lvl "
+          "cryptomgr.notests=1 noreplace-smp")
 # What the programs and the cases call by name.
 COMMANDS = ("/bin/cat", "/bin/true", "/bin/sh")
 # Of python's library: what the suite has no use for.

@@ -156,8 +156,9 @@ def comes_back(run, program, below_bytes):
     run.daemon.wait_until(came_back, "hot pages come back from the node", 60)
 
 
-@case("node-tier", native=False, own_daemon=True, seconds=120)
+@case("node-tier", native=False, own_daemon=True, alone=True, seconds=120)
 def node_tier(run):
+    """Alone: it switches the kernel's own balancing on."""
     with on_node(run, f'node_limit = "{LIMIT_MIB}MiB"\n') as (node, daemon):
         findings, _ = doctor(run)
         if findings["node tier"]["presence"] != "yes" or "NUMA balancing" not in findings:

@@ -57,6 +57,8 @@ fn what_was_leaving_is_where_the_childs_own_memory_says() {
     let own = Entry::Resident { shared: false };
     assert_eq!(first_three(&world), [own, Entry::Resident { shared: true }, own]);
     assert!(!world.space.has_strays.load(Ordering::Acquire));
+    let page = world.id(0).expect("it has a leaf");
+    assert!(lock(&world.tenant.arrivals).contains(&page), "it can leave again");
     for (page, content) in [(0, 7), (1, 2), (2, 3)] {
         world.expect(page, content);
     }

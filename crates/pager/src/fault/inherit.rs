@@ -110,6 +110,7 @@ impl Space {
                 }
                 gate.put_back_unprotected(tenant, address);
                 tenant.map.set(page, Entry::Resident { shared: false });
+                tenant.noticed_resident(page);
             } else {
                 let leaving = tenant.map.get(page);
                 tenant.overwrite(page, leaving, Entry::Resident { shared: true });

@@ -44,27 +44,33 @@ def worker_killed(run):
     run.daemon.settled(before, "the daemon gives back what the tenants cost")
 
 
+def killed_under(run, which):
+    """How many workers died under a program that ended well."""
+    program = run.start(*which, budget="36MiB" if which[0] == "fork" else "24MiB")
+    run.daemon.wait_until(
+        lambda: (s := run.daemon.stats(program.name)) and s["evictions_total"] > 0
+        or not program.quiet(0), "pages are evicted")
+    killed = 0
+    while killed < run.times(4) and program.quiet(0.05):
+        worker = run.daemon.worker()
+        if worker:
+            os.kill(worker, signal.SIGKILL)
+            killed += 1
+            run.daemon.wait_until(
+                lambda: run.daemon.worker() not in (None, worker), "a new worker is there")
+    program.finish()
+    return killed
+
+
 @case("worker-killed-at-fork", native=False, own_daemon=True, seconds=120, takes=30)
 def worker_killed_at_fork(run):
     """While programs fork, map and unmap: events must not be lost with it."""
     before = run.daemon.footprint()
     for which in (("fork", "generations"), ("fork", "wide"), ("mapping", "dont-need"),
                   ("mapping", "remap-move"), ("race", "slots"), ("threads", "come-and-go")):
-        program = run.start(*which, budget="36MiB" if which[0] == "fork" else "24MiB")
-        run.daemon.wait_until(
-            lambda: (s := run.daemon.stats(program.name)) and s["evictions_total"] > 0,
-            "pages are evicted")
-        killed = 0
-        while killed < run.times(4) and program.quiet(0.05):
-            worker = run.daemon.worker()
-            if worker:
-                os.kill(worker, signal.SIGKILL)
-                killed += 1
-                run.daemon.wait_until(
-                    lambda: run.daemon.worker() not in (None, worker), "a new worker is there")
-        if killed == 0:
-            raise Failure(f"{' '.join(which)} ended before anything was killed")
-        program.finish()
+        # On a busy machine one may end before anybody looks.
+        if not any(killed_under(run, which) for _ in range(5)):
+            raise Failure(f"{' '.join(which)} ended five times before anything was killed")
     run.daemon.wait_until(lambda: not run.daemon.tenants(), "strata ps lists none of them")
     run.daemon.settled(before, "the daemon gives back what the tenants cost")
 

@@ -180,9 +180,9 @@ def cut(run, name, here, there, stats=("vm", "stats")):
     here.wait_until(lambda: "which may not have" in here.strata("ps").stdout, "it is lent")
     for daemon, words in ((here, "were lent from here"), (there, "of its memory, which")):
         for command in (("ps",), (*stats, name)):
-            said = daemon.strata(*command).stdout
-            if words not in said:
-                raise Failure(f"{command} does not say {words!r}: {said!r}")
+            daemon.wait_until(lambda daemon=daemon, command=command, words=words:
+                              words in daemon.strata(*command).stdout,
+                              f"{' '.join(command)} says {words!r}")
     refused = ((here, "stop"), (here, "snapshot"), (there, "snapshot"))
     for daemon, command in refused:
         done = daemon.strata(command, name, check=False)

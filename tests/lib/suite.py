@@ -179,10 +179,10 @@ def main():
             return 1
     try:
         build_programs()
-    except (subprocess.CalledProcessError, FileNotFoundError) as error:
+        os.makedirs(os.path.join(BUILD, "logs"), exist_ok=True)
+    except (subprocess.CalledProcessError, OSError) as error:
         print(f"tests/run.sh: building the programs: {error}", file=sys.stderr)
         return 1
-    os.makedirs(os.path.join(BUILD, "logs"), exist_ok=True)
     become_subreaper()
     keep_run_in_memory()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))

@@ -36,8 +36,9 @@ def settled(program):
 
 
 def cost(*programs):
-    stats = [program.stats() for program in programs]
-    return sum(one["compressed_bytes"] + one["file_bytes"] for one in stats)
+    """What the store has for them, in pages: how densely those are packed depends on when there
+    was time for it."""
+    return sum(program.stats()["stored_objects"] for program in programs)
 
 
 def told(program, word):
@@ -59,7 +60,7 @@ def once(run, alone, first, second):
         told = [{part: one[part] for part in parts} for one in
                 (program.stats() for program in (alone, first, second))]
         raise Failure(f"{failure}: alone {told[0]}, the two {told[1:]}") from None
-    run.note(f"alone {cost(alone) // 1024} KiB, both twins {cost(first, second) // 1024} KiB")
+    run.note(f"alone {cost(alone)} pages, both twins {cost(first, second)}")
     if cost(second) > 0.75 * cost(alone):
         raise Failure(f"the second pays {cost(second)} for what is there already, one alone "
                       f"{cost(alone)}")

@@ -5,7 +5,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import time
 
@@ -14,7 +13,7 @@ from guests_failing import LIAR
 from guests_under import directory_of
 from strata import Failure
 from suite import case
-from under import Guest, Line
+from under import Guest, Line, asked_qemu
 
 MIB = 1 << 20
 MEMORY_MIB, FILLED_MIB, BUDGET_MIB, PRESSED_MIB = 192, 64, 400, 150
@@ -24,29 +23,8 @@ KILLS = 5
 
 def monitor(run, name, *commands):
     """What the guest's own monitor answers, between two questions of the worker's."""
-    with socket.socket(socket.AF_UNIX) as talk:
-        talk.settimeout(20 * run.patience)
-        until = time.monotonic() + 20 * run.patience
-        while True:
-            try:
-                talk.connect(os.path.join(directory_of(run, name), "monitor"))
-                break
-            except BlockingIOError:
-                # QEMU lets one wait, and the worker does just now.
-                if time.monotonic() > until:
-                    raise
-                time.sleep(0.05)
-        lines = talk.makefile("rw")
-        lines.readline()
-        answers = []
-        for command in ({"execute": "qmp_capabilities"}, *commands):
-            lines.write(json.dumps(command) + "\n")
-            lines.flush()
-            answer = {}
-            while "return" not in answer and "error" not in answer:
-                answer = json.loads(lines.readline())
-            answers.append(answer)
-    return answers[1:]
+    path = os.path.join(directory_of(run, name), "monitor")
+    return asked_qemu(path, 20 * run.patience, *commands)
 
 
 def snapshots(run):

@@ -188,7 +188,8 @@ class Plain(Line):
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def ask(self, command, **arguments):
-        answer = asked_qemu(self.monitor, SAVED_WITHIN, command, arguments)
+        request = {"execute": command, "arguments": arguments}
+        (answer,) = asked_qemu(self.monitor, SAVED_WITHIN, request)
         if "error" in answer:
             raise self.failure(f"QEMU refuses {command}: {answer['error']}")
         return answer["return"]

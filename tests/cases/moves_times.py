@@ -43,7 +43,8 @@ class Plain(Line):
 
     def ask(self, command, **arguments):
         """One command, one answer."""
-        answer = asked_qemu(self.talks, 20 * self.run.patience, command, arguments)
+        request = {"execute": command, "arguments": arguments}
+        (answer,) = asked_qemu(self.talks, 20 * self.run.patience, request)
         if "error" in answer:
             raise self.failure(f"QEMU refuses {command}: {answer['error']}")
         return answer["return"]

@@ -3,6 +3,7 @@ runs but `guest_memory.c`, heard and told over the serial line."""
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -28,6 +29,7 @@ BALLOON = "virtio_balloon"
 # A line takes some 278 writes of a byte that nobody reads.
 FULL_BYTES = 200
 FOUND_SECONDS = 30
+REQUESTS = itertools.count()
 
 
 def kernel():
@@ -59,21 +61,32 @@ def initramfs(run, of, name="guest_memory", more=()):
     return path
 
 
-def asked_qemu(path, seconds, command, arguments):
-    """What a QEMU answers at its monitor: one command, one conversation."""
+def asked_qemu(path, seconds, *requests):
+    """What a QEMU answers at its monitor in one conversation. Each request has a name of its
+    own: an answer to whoever has hung up before goes to the next one."""
     with socket.socket(socket.AF_UNIX) as talk:
         talk.settimeout(seconds)
-        talk.connect(path)
+        until = time.monotonic() + seconds
+        while True:
+            try:
+                talk.connect(path)
+                break
+            except BlockingIOError:
+                # QEMU lets one wait, and the worker does just now.
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
         lines = talk.makefile("rw")
-        lines.readline()
-        for request in ({"execute": "qmp_capabilities"},
-                        {"execute": command, "arguments": arguments}):
-            lines.write(json.dumps(request) + "\n")
+        answers = []
+        for request in ({"execute": "qmp_capabilities"}, *requests):
+            name = f"test-{os.getpid()}-{next(REQUESTS)}"
+            lines.write(json.dumps({**request, "id": name}) + "\n")
             lines.flush()
             answer = {}
-            while "return" not in answer and "error" not in answer:
+            while answer.get("id") != name:
                 answer = json.loads(lines.readline())
-    return answer
+            answers.append(answer)
+    return answers[1:]
 
 
 class Line:

@@ -32,8 +32,8 @@ mod carry_tests;
 pub(crate) use freeze::Seen;
 
 use strata_store::Put;
-use strata_sys::{Fill, Process, Range};
-use strata_units::{Handle, LeafIndex, PAGE, PAGE_SIZE, PAGES_PER_LEAF, PageId};
+use strata_sys::{Fill, Process, Range, Userfaultfd};
+use strata_units::{Handle, LeafIndex, PAGE, PAGE_SIZE, PAGES_PER_LEAF, PageBuffer, PageId};
 
 use crate::map::address::{add_run, address_of, ids_in, one_page, piece_at};
 use crate::map::entry::Entry;
@@ -42,7 +42,7 @@ use crate::map::page_map::{PageMap, Piece};
 use crate::map::page_set::Bits;
 use crate::tenant::Tenant;
 use crate::tenant::capture::Capture;
-use crate::tenant::space::{Gate, Space};
+use crate::tenant::space::{Gate, Leaving, Space};
 
 /// Pages read at a time: what can be one huge page stays one.
 pub(crate) const RUN_PAGES: usize = PAGES_PER_LEAF;
@@ -113,9 +113,32 @@ impl Gate {
         capture.settle(&tenant.map, page, entry);
     }
 
+    /// Puts what was leaving through `slot` back in place, as `content`, or leaves it to what
+    /// the program has there already.
+    ///
+    /// # Errors
+    /// It cannot be just now: it is in its slot still.
+    pub(crate) fn put_back(
+        &mut self,
+        tenant: &Tenant,
+        uffd: &Userfaultfd,
+        (slot, leaving): (usize, Leaving),
+        content: &PageBuffer,
+    ) -> Result<(), Fill> {
+        match uffd.copy(leaving.address, content) {
+            Fill::Done { .. } => {}
+            Fill::Present => uffd.wake(one_page(leaving.address)),
+            other => return Err(other),
+        }
+        self.slots[slot] = 0;
+        self.put_back_unprotected(tenant, leaving.address);
+        tenant.map.set(leaving.page, Entry::Resident { shared: false });
+        Ok(())
+    }
+
     /// A page was put back to `address`, where nothing protects it: too late, if it
     /// is pending.
-    pub(crate) fn put_back_unprotected(&mut self, tenant: &Tenant, address: u64) {
+    fn put_back_unprotected(&mut self, tenant: &Tenant, address: u64) {
         let Some(capture) = &mut self.capture else { return };
         if let Some(page) = capture.pending_at(&tenant.map, address) {
             capture.tear(&tenant.map, page);

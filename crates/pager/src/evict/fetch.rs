@@ -11,8 +11,8 @@ use std::time::Instant;
 
 use strata_policy::{Level, gap};
 use strata_store::Put;
-use strata_sys::{Fill, Range, ReadOutcome};
-use strata_units::{Handle, PAGE, PAGE_SIZE, PageId};
+use strata_sys::{Range, ReadOutcome};
+use strata_units::{Handle, PAGE, PAGE_SIZE};
 
 use crate::evict::{BatchReport, EBUSY, EINVAL, ENOENT, Evictor, Moved, Stayed};
 use crate::map::address::{add_run, one_page};
@@ -20,7 +20,7 @@ use crate::map::counters::Counter;
 use crate::map::entry::Entry;
 use crate::map::lock;
 use crate::tenant::Tenant;
-use crate::tenant::space::{Agent, Gate, Space};
+use crate::tenant::space::{Agent, Gate, Leaving, Space};
 
 /// Pages packed between two looks for threads that wait: about a tenth of a
 /// millisecond.
@@ -168,7 +168,7 @@ impl Evictor {
         gate: &mut Gate,
         page: Fetched,
     ) -> bool {
-        let waits = settling.leaving(gate, page.slot).is_some_and(|(_, _, waits)| waits);
+        let waits = settling.leaving(gate, page.slot).is_some_and(|leaving| leaving.wanted);
         // A snapshot has the page from the store.
         let to_store = gate.is_pending(&settling.tenant.map, gate.slots[page.slot]);
         if waits && !to_store {
@@ -187,66 +187,52 @@ impl Evictor {
         why: Stayed,
     ) {
         let Fetched { slot, index } = page;
-        let Some((id, address, _)) = settling.leaving(gate, slot) else { return };
+        let Some(leaving) = settling.leaving(gate, slot) else { return };
+        let Settling { space, tenant, .. } = *settling;
         self.page.0.copy_from_slice(&self.buffer[index * PAGE_SIZE..][..PAGE_SIZE]);
-        match settling.space.uffd.copy(address, &self.page) {
-            filled @ (Fill::Done { .. } | Fill::Present) => {
-                if filled == Fill::Present {
-                    settling.space.uffd.wake(Range { start: address, end: address + PAGE });
-                }
-                gate.slots[slot] = 0;
-                gate.put_back_unprotected(settling.tenant, address);
-                settling.tenant.map.set(id, Entry::Resident { shared: false });
-                if why == Stayed::Wanted {
-                    settling.tenant.advisor.left(id, settling.began);
-                    settling.tenant.advisor.returned(id);
-                }
-                settling.report.stayed.push((id, address, why));
-                if why == Stayed::Wanted {
-                    settling.tenant.counters.add(Counter::Faults, 1);
-                    settling.tenant.counters.add(Counter::SoftFaults, 1);
-                }
+        if gate.put_back(tenant, &space.uffd, (slot, leaving), &self.page).is_err() {
+            // One that is wanted goes by way of the store, then.
+            if why == Stayed::StoreFull {
+                space.has_strays.store(true, Ordering::Release);
             }
-            _ if why == Stayed::StoreFull => {
-                settling.space.has_strays.store(true, Ordering::Release);
-            }
-            // By way of the store, then.
-            _ => {}
+            return;
         }
+        if why == Stayed::Wanted {
+            tenant.advisor.left(leaving.page, settling.began);
+            tenant.advisor.returned(leaving.page);
+            tenant.counters.add(Counter::Faults, 1);
+            tenant.counters.add(Counter::SoftFaults, 1);
+        }
+        settling.report.stayed.push((leaving.page, leaving.address, why));
     }
 }
 
 impl Settling<'_> {
-    /// The page that is leaving through `slot`: its id, its address, and whether
-    /// a thread waits for it. None: discarded on its way, or no page of this
-    /// batch; the slot is free then.
-    fn leaving(&self, gate: &mut Gate, slot: usize) -> Option<(PageId, u64, bool)> {
-        let address = gate.slots[slot];
-        let page = (address != 0).then(|| gate.object.page(address)).flatten();
-        match page.map(|page| (page, self.tenant.map.get(page))) {
-            Some((page, Entry::Leaving { wanted, .. })) => Some((page, address, wanted)),
-            _ => {
-                gate.slots[slot] = 0;
-                None
-            }
+    /// The page that is leaving through `slot`. None: discarded on its way, or no page of
+    /// this batch; the slot is free then.
+    fn leaving(&self, gate: &mut Gate, slot: usize) -> Option<Leaving> {
+        let leaving = gate.leaving(&self.tenant.map, slot);
+        if leaving.is_none() {
+            gate.slots[slot] = 0;
         }
+        leaving
     }
 
     /// A page that stayed.
     fn not_moved(&mut self, gate: &mut Gate, slot: usize, reason: i32) {
-        if let Some((page, address, waits)) = self.leaving(gate, slot) {
+        if let Some(leaving) = self.leaving(gate, slot) {
             gate.slots[slot] = 0;
             if reason == ENOENT {
-                gate.captured_by_leaving(self.tenant, slot, address, None);
+                gate.captured_by_leaving(self.tenant, slot, leaving.address, None);
             }
-            stay(self.space, self.tenant, page, address, reason, waits, self.report);
+            stay(self.space, self.tenant, leaving, reason, self.report);
         }
     }
 
     /// A page that is in the store now.
     fn moved(&mut self, gate: &mut Gate, slot: usize, handle: Handle) {
         let tenant = self.tenant;
-        let Some((page, address, waits)) = self.leaving(gate, slot) else {
+        let Some(Leaving { page, address, wanted }) = self.leaving(gate, slot) else {
             tenant.store.release(handle);
             return;
         };
@@ -263,7 +249,7 @@ impl Settling<'_> {
         tenant.counters.add(Counter::Evictions, 1);
         self.report.evicted += 1;
         self.report.left.push(address);
-        if waits {
+        if wanted {
             self.wanted.push(address);
         }
     }
@@ -273,10 +259,8 @@ impl Settling<'_> {
 fn stay(
     space: &Space,
     tenant: &Tenant,
-    page: PageId,
-    address: u64,
+    Leaving { page, address, wanted }: Leaving,
     reason: i32,
-    waits: bool,
     report: &mut BatchReport,
 ) {
     let stayed = match reason {
@@ -296,9 +280,9 @@ fn stay(
             tenant.counters.add(Counter::EvictionsRefused, 1);
         }
     }
-    if waits {
+    if wanted {
         // Its fault was of the moment before; it looks again.
-        space.uffd.wake(Range { start: address, end: address + PAGE });
+        space.uffd.wake(one_page(address));
         if stayed.is_none() {
             space.hand_over([address]);
         }

@@ -8,6 +8,7 @@ use strata_units::PAGE;
 use crate::fault::serve_tests::World;
 use crate::map::entry::Entry;
 use crate::map::lock;
+use crate::map::registry::SpaceAddress;
 use crate::testing;
 
 /// Of the first pages the first has arrived in its slot, as nobody has said yet; the second is in
@@ -66,19 +67,54 @@ fn what_was_leaving_is_where_the_childs_own_memory_says() {
 }
 
 #[test]
-fn nobody_but_the_child_is_asked_what_it_has() {
+fn who_was_found_by_a_number_is_proved() {
     let Some(world) = World::of(testing::tenant()) else { return };
     leave(&world);
-    let mut gate = lock(&world.space.gate);
+    let gate = lock(&world.space.gate);
+    let own = testing::own_process();
     let mut other = std::process::Command::new("sleep").arg("60").spawn().expect("a child");
     let process = Process::open(other.id()).expect("it lives");
-    let mut ask = || world.space.settle_leaving(&world.tenant, &mut gate, &process);
-    let while_it_lives = ask();
+    let ask = |process| world.space.prove_found(&world.tenant, &gate, process);
+    assert_eq!(ask(&own), Ok(()));
+    let while_it_lives = ask(&process);
     other.kill().expect("it sleeps");
     other.wait().expect("it was killed");
-    assert!(while_it_lives.is_err() && ask().is_err(), "another process has none of these pages");
+    assert!(while_it_lives.is_err() && ask(&process).is_err(), "another one has none of the pages");
     drop(gate);
     assert_eq!(first_three(&world), LEAVING);
+    world.end();
+}
+
+/// As of memory that was advised away (`MADV_FREE`), or of a program all of whose pages are
+/// stored.
+#[test]
+fn who_has_no_page_is_proved_by_a_slot_that_nothing_leaves_through() {
+    let Some(world) = World::of(testing::tenant()) else { return };
+    let mut gate = lock(&world.space.gate);
+    let address = world.memory.address(0);
+    let page = gate.object.page_or_new(&world.tenant.map, address).expect("room");
+    gate.slots[0] = address;
+    world.tenant.inherit(page, LEAVING[0]);
+    let own = testing::own_process();
+    world.space.prove_found(&world.tenant, &gate, &own).expect("it is this process");
+    world.space.settle_leaving(&world.tenant, &mut gate, &own).expect("it has its page tables");
+    drop(gate);
+    assert_eq!(world.entry(0), Entry::Resident { shared: true }, "not what the slot has");
+    world.end();
+}
+
+#[test]
+fn whose_transfer_range_is_unknown_is_proved_by_a_page_of_its_own() {
+    let Some(world) = World::of(testing::tenant()) else { return };
+    let transfer = world.tenant.registry.space_address(world.space.id, SpaceAddress::Transfer);
+    transfer.store(0, Ordering::Relaxed);
+    let own = testing::own_process();
+    let ask = || world.space.prove_found(&world.tenant, &lock(&world.space.gate), &own);
+    assert!(ask().is_err(), "nothing is there yet");
+    world.write(3, 4);
+    world.wait_for(3, Entry::Resident { shared: false });
+    assert_eq!(ask(), Ok(()));
+    world.expect(3, 4);
     world.end();
 }
 

@@ -16,7 +16,10 @@ use crate::map::entry::Entry;
 use crate::map::lock;
 use crate::map::registry::SpaceAddress;
 use crate::tenant::Tenant;
-use crate::tenant::space::{Gate, Space, slots_with_a_page};
+use crate::tenant::space::{Gate, Leaving, Space, slots_with_a_page};
+
+/// Pages that are looked for in a process to tell whose memory it is, at most.
+const MOST_WITNESSES: usize = 4096;
 
 impl Space {
     /// The child's space with a copy of this one's page map, until it is
@@ -81,55 +84,75 @@ impl Space {
         gate: &mut Gate,
         process: &Process,
     ) -> Result<(), String> {
-        let leaving = self.leaving(tenant, gate);
-        if leaving.is_empty() {
-            self.has_strays.store(false, Ordering::Release);
-            return Ok(());
-        }
-        let transfer = tenant.registry.space_address(self.id, SpaceAddress::Transfer);
-        let transfer = transfer.load(Ordering::Relaxed);
-        let slot_at = |slot: usize| transfer + slot as u64 * PAGE;
-        let gone = |error: io::Error| format!("its page tables: {error}");
-        let moved = slots_with_a_page(process, transfer, 0..gate.slots.len()).map_err(gone)?;
-        // It was found by its number: and who this is gets its bytes.
-        let witness = match leaving.iter().find(|&&(slot, ..)| moved[slot]) {
-            Some(&(slot, ..)) => slot_at(slot),
-            None => leaving[0].1,
-        };
-        process.prove_by(&self.uffd, witness).map_err(|disproof| disproof.to_string())?;
-        let mut content = PageBuffer::zeroed();
-        for (slot, address, page) in leaving {
-            if moved[slot] {
-                if process.read(slot_at(slot), &mut content.0) < PAGE_SIZE {
+        let slots = 0..gate.slots.len();
+        let leaving: Vec<(usize, Leaving)> =
+            slots.filter_map(|slot| Some((slot, gate.leaving(&tenant.map, slot)?))).collect();
+        if !leaving.is_empty() {
+            let transfer = self.transfer(tenant);
+            let moved = slots_with_a_page(process, transfer, 0..gate.slots.len())
+                .map_err(|error| format!("its page tables: {error}"))?;
+            let mut content = PageBuffer::zeroed();
+            for (slot, leaving) in leaving {
+                if !moved[slot] {
+                    let page = leaving.page;
+                    tenant.overwrite(page, tenant.map.get(page), Entry::Resident { shared: true });
+                    self.has_shared.store(true, Ordering::Release);
+                    gate.slots[slot] = 0;
+                    self.uffd.wake(one_page(leaving.address));
+                    continue;
+                }
+                if process.read(transfer + slot as u64 * PAGE, &mut content.0) < PAGE_SIZE {
                     return Err("its memory cannot be read".into());
                 }
-                match self.uffd.copy(address, &content) {
-                    // Present: what the program has gone on with.
-                    Fill::Done { .. } | Fill::Present => {}
-                    other => return Err(format!("a page cannot be put in place: {other:?}")),
-                }
-                gate.put_back_unprotected(tenant, address);
-                tenant.map.set(page, Entry::Resident { shared: false });
-                tenant.noticed_resident(page);
-            } else {
-                let leaving = tenant.map.get(page);
-                tenant.overwrite(page, leaving, Entry::Resident { shared: true });
-                self.has_shared.store(true, Ordering::Release);
+                gate.put_back(tenant, &self.uffd, (slot, leaving), &content)
+                    .map_err(|why| format!("a page cannot be put in place: {why:?}"))?;
+                tenant.noticed_resident(leaving.page);
             }
-            gate.slots[slot] = 0;
-            self.uffd.wake(one_page(address));
         }
         self.has_strays.store(false, Ordering::Release);
         Ok(())
     }
 
-    /// What is leaving: by slot, address and page.
-    fn leaving(&self, tenant: &Tenant, gate: &Gate) -> Vec<(usize, u64, PageId)> {
-        let slots = gate.slots.iter().enumerate().filter(|&(_, &address)| address != 0);
-        slots
-            .filter_map(|(slot, &address)| Some((slot, address, gate.object.page(address)?)))
-            .filter(|&(.., page)| matches!(tenant.map.get(page), Entry::Leaving { .. }))
-            .collect()
+    /// Shows that this is the memory of `process`, which was found by a number: by a page of
+    /// its transfer range, which nobody writes to while it has no agent. Where it has none
+    /// there one is put into a slot through which nothing leaves; where the range is not this
+    /// userfaultfd's, as in a process that was restored, a page of the program's own will do.
+    ///
+    /// # Errors
+    /// Why that is not shown.
+    pub(crate) fn prove_found(
+        &self,
+        tenant: &Tenant,
+        gate: &Gate,
+        process: &Process,
+    ) -> Result<(), String> {
+        let gone = |error: io::Error| format!("its page tables: {error}");
+        let transfer = self.transfer(tenant);
+        let slot_at = |slot: usize| transfer + slot as u64 * PAGE;
+        let there = slots_with_a_page(process, transfer, 0..gate.slots.len()).map_err(gone)?;
+        let proved = |page| process.prove_by(&self.uffd, page).map_err(|why| why.to_string());
+        if let Some(slot) = there.iter().position(|&there| there) {
+            return proved(slot_at(slot));
+        }
+        if let Some(slot) = gate.slots.iter().position(|&address| address == 0)
+            && matches!(self.uffd.copy(slot_at(slot), &PageBuffer::zeroed()), Fill::Done { .. })
+        {
+            return proved(slot_at(slot));
+        }
+        let pages = gate.object.pages().filter(|&(_, page)| {
+            let entry = tenant.map.get(page);
+            entry.is_resident() || matches!(entry, Entry::Leaving { .. })
+        });
+        for (address, _) in pages.take(MOST_WITNESSES) {
+            if process.is_page_present(address).map_err(gone)? {
+                return proved(address);
+            }
+        }
+        Err("it has no page by which its userfaultfd can be told".into())
+    }
+
+    fn transfer(&self, tenant: &Tenant) -> u64 {
+        tenant.registry.space_address(self.id, SpaceAddress::Transfer).load(Ordering::Relaxed)
     }
 }
 

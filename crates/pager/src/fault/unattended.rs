@@ -5,7 +5,8 @@
 //! advised so is empty in it (`MADV_WIPEONFORK`) or not there (`MADV_DONTFORK`), and a page
 //! that was on its way out is in its place or in the transfer range. The fork's message does
 //! not say so, nor which process it is. So before the first page that is away comes, its
-//! process is looked for and asked.
+//! process is looked for by a number, which may be another's in another namespace: proved by
+//! the userfaultfd, and asked.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -48,31 +49,28 @@ impl Space {
             looked.replace(Instant::now())
         };
         let parent = self.parent(tenant);
-        let found = self.find_process(tenant, parent.as_deref(), asker.thread(), address);
-        let Some((process, mut flags)) = found else { return };
-        let wiped = |mapping: &MappingFlags| mapping.registered && mapping.wiped_on_fork;
-        if flags.iter().any(wiped)
-            && let Some(of_parent) = parent.and_then(|parent| parent.mapping_flags().ok())
-        {
-            // Advised in the child itself, by now, that says nothing of this fork.
-            for mapping in flags.iter_mut().filter(|mapping| wiped(mapping)) {
-                let at = mapping.range.start;
-                mapping.wiped_on_fork =
-                    of_parent.iter().any(|other| other.range.contains(at) && other.wiped_on_fork);
-            }
-        }
-        let mut gate = lock(&self.gate);
-        if self.is_unadjusted() {
-            drop_what_was_not_inherited(tenant, &mut gate, &flags);
-            let pid = process.pid();
-            if let Err(why) = self.settle_leaving(tenant, &mut gate, &process) {
-                if before.is_none() {
-                    tenant.log(&format!("process {pid} has no agent and waits: {why}"));
-                }
+        for (process, mut flags) in candidates(tenant, parent.as_deref(), asker.thread(), address) {
+            not_of_this_fork(&mut flags, parent.as_deref());
+            let mut gate = lock(&self.gate);
+            if !self.is_unadjusted() {
                 return;
             }
-            self.unadjusted.store(false, Ordering::Release);
-            tenant.log(&format!("process {pid} has no agent: it is served, and keeps its pages"));
+            let pid = process.pid();
+            let adjusted = self.prove_found(tenant, &gate, &process).and_then(|()| {
+                drop_what_was_not_inherited(tenant, &mut gate, &flags);
+                self.settle_leaving(tenant, &mut gate, &process)
+            });
+            match adjusted {
+                Ok(()) => {
+                    self.unadjusted.store(false, Ordering::Release);
+                    let served = "it is served, and keeps its pages";
+                    return tenant.log(&format!("process {pid} has no agent: {served}"));
+                }
+                Err(why) if before.is_none() => {
+                    tenant.log(&format!("process {pid} has no agent and waits: {why}"));
+                }
+                Err(_) => {}
+            }
         }
     }
 
@@ -81,32 +79,44 @@ impl Space {
         let parent = parent.load(Ordering::Relaxed).checked_sub(1)?;
         tenant.space(SpaceId(parent))?.process()
     }
+}
 
-    fn find_process(
-        &self,
-        tenant: &Tenant,
-        parent: Option<&Process>,
-        tid: u32,
-        address: u64,
-    ) -> Option<(Process, Vec<MappingFlags>)> {
-        let attended: Vec<u32> = tenant.space_list().iter().filter_map(|s| s.pid()).collect();
-        let is_it = |pid: u32| {
-            if attended.contains(&pid) {
-                return None;
-            }
-            let process = Process::open(pid).ok()?;
-            let flags = process.mapping_flags().ok()?;
-            let here = |mapping: &MappingFlags| mapping.range.contains(address);
-            let is_here = flags.iter().any(|mapping| here(mapping) && mapping.registered);
-            is_here.then_some((process, flags))
-        };
-        if tid == 0 {
-            // The kind of userfaultfd that CRIU makes names no thread; and who has lost
-            // its parent is nobody's child here.
-            let children =
-                parent.and_then(|parent| parent.by_number(children_of)).unwrap_or_default();
-            return children.into_iter().chain(all_processes()).find_map(is_it);
+/// The processes that may be the one whose thread of that number waits at `address`, and their
+/// mappings.
+fn candidates(
+    tenant: &Tenant,
+    parent: Option<&Process>,
+    tid: u32,
+    address: u64,
+) -> impl Iterator<Item = (Process, Vec<MappingFlags>)> {
+    let attended: Vec<u32> = tenant.space_list().iter().filter_map(|s| s.pid()).collect();
+    let pids: Box<dyn Iterator<Item = u32>> = if tid == 0 {
+        // The kind of userfaultfd that CRIU makes names no thread; and who has lost
+        // its parent is nobody's child here.
+        let children = parent.and_then(|parent| parent.by_number(children_of)).unwrap_or_default();
+        Box::new(children.into_iter().chain(all_processes()))
+    } else {
+        Box::new(processes_with_thread(tid))
+    };
+    pids.filter(move |pid| !attended.contains(pid)).filter_map(move |pid| {
+        let process = Process::open(pid).ok()?;
+        let flags = process.mapping_flags().ok()?;
+        let here = |mapping: &MappingFlags| mapping.range.contains(address);
+        let is_here = flags.iter().any(|mapping| here(mapping) && mapping.registered);
+        is_here.then_some((process, flags))
+    })
+}
+
+/// What was advised in the child itself, by now, says nothing of its fork.
+fn not_of_this_fork(flags: &mut [MappingFlags], parent: Option<&Process>) {
+    let wiped = |mapping: &MappingFlags| mapping.registered && mapping.wiped_on_fork;
+    if flags.iter().any(wiped)
+        && let Some(of_parent) = parent.and_then(|parent| parent.mapping_flags().ok())
+    {
+        for mapping in flags.iter_mut().filter(|mapping| wiped(mapping)) {
+            let at = mapping.range.start;
+            mapping.wiped_on_fork =
+                of_parent.iter().any(|other| other.range.contains(at) && other.wiped_on_fork);
         }
-        processes_with_thread(tid).find_map(is_it)
     }
 }

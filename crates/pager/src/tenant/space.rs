@@ -14,10 +14,12 @@ use std::time::Instant;
 
 use strata_sys::{ControlBlock, Disproof, EventFd, Process, Range, SeqPacket, Userfaultfd};
 use strata_units::wire::TRANSFER_PAGES;
-use strata_units::{PAGE, SpaceId};
+use strata_units::{PAGE, PageId, SpaceId};
 
+use crate::map::entry::Entry;
 use crate::map::lock;
 use crate::map::object::Object;
+use crate::map::page_map::PageMap;
 use crate::map::page_set::PageSet;
 use crate::map::registry::{PROCESS_FIELDS, Registry, SpaceAddress, SpaceField};
 use crate::map::settings::Settings;
@@ -125,6 +127,15 @@ pub struct Space {
     pub(crate) held: MemoryHold,
 }
 
+/// A page on its way out through a slot of the transfer range.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Leaving {
+    pub(crate) page: PageId,
+    pub(crate) address: u64,
+    /// A thread waits for it.
+    pub(crate) wanted: bool,
+}
+
 impl Gate {
     fn new(id: SpaceId) -> Self {
         Self {
@@ -143,6 +154,14 @@ impl Gate {
             zero_pages: 0,
             settings: Settings::default(),
         }
+    }
+
+    /// What is leaving through `slot`. None: nothing is, or it was discarded on its way.
+    pub(crate) fn leaving(&self, map: &PageMap, slot: usize) -> Option<Leaving> {
+        let address = self.slots[slot];
+        let page = (address != 0).then(|| self.object.page(address)).flatten()?;
+        let Entry::Leaving { wanted, .. } = map.get(page) else { return None };
+        Some(Leaving { page, address, wanted })
     }
 
     /// Remembers that `range` is registered.

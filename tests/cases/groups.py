@@ -41,6 +41,13 @@ def cost(*programs):
     return sum(program.stats()["stored_objects"] for program in programs)
 
 
+def bytes_each(*programs):
+    """What a stored page costs them in DRAM and in the file."""
+    stats = [program.stats() for program in programs]
+    cost_bytes = sum(one["compressed_bytes"] + one["file_bytes"] for one in stats)
+    return cost_bytes / sum(one["stored_objects"] for one in stats)
+
+
 def told(program, word):
     program.answer(word)
     program.gate("ready")
@@ -54,13 +61,17 @@ def once(run, alone, first, second):
     try:
         run.daemon.wait_until(lambda: cost(first, second) < 1.4 * cost(alone),
                               "two of a group cost what one costs")
+        # Nor is a page that is there once charged twice, however densely it is packed by now.
+        run.daemon.wait_until(lambda: bytes_each(first, second) < 1.5 * bytes_each(alone),
+                              "a page costs two of a group what it costs one")
     except Failure as failure:
         parts = ("stored_bytes", "staged_bytes", "compressed_bytes", "file_bytes", "stored_objects",
                  "deduplicated_pages")
         told = [{part: one[part] for part in parts} for one in
                 (program.stats() for program in (alone, first, second))]
         raise Failure(f"{failure}: alone {told[0]}, the two {told[1:]}") from None
-    run.note(f"alone {cost(alone)} pages, both twins {cost(first, second)}")
+    run.note(f"alone {cost(alone)} pages of {bytes_each(alone):.0f} bytes, both twins "
+             f"{cost(first, second)} of {bytes_each(first, second):.0f}")
     if cost(second) > 0.75 * cost(alone):
         raise Failure(f"the second pays {cost(second)} for what is there already, one alone "
                       f"{cost(alone)}")

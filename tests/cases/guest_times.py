@@ -16,7 +16,7 @@ from guest_snapshots import MIB, reborn, snapshots
 from guests_under import directory_of
 from strata import Failure
 from suite import case
-from under import CPU, Guest, Line, asked_qemu, initramfs, kernel
+from under import CPU, Guest, Line, initramfs, kernel
 
 NAME = "first"
 SIZES_MIB = (512, 2048, 8192)
@@ -188,11 +188,7 @@ class Plain(Line):
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def ask(self, command, **arguments):
-        request = {"execute": command, "arguments": arguments}
-        (answer,) = asked_qemu(self.monitor, SAVED_WITHIN, request)
-        if "error" in answer:
-            raise self.failure(f"QEMU refuses {command}: {answer['error']}")
-        return answer["return"]
+        return self.qemu_says(self.monitor, SAVED_WITHIN, command, arguments)
 
     def end(self):
         if self.process.poll() is None:

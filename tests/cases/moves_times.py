@@ -10,7 +10,7 @@ from moment import Moment, need_criu
 from moves_hosts import another, move
 from strata import Failure
 from suite import case
-from under import CPU, Guest, Line, asked_qemu, initramfs, kernel
+from under import CPU, Guest, Line, initramfs, kernel
 
 MEMORY = "320MiB"
 MOVES = 4
@@ -42,12 +42,7 @@ class Plain(Line):
         self.line = self.connect(serial)
 
     def ask(self, command, **arguments):
-        """One command, one answer."""
-        request = {"execute": command, "arguments": arguments}
-        (answer,) = asked_qemu(self.talks, 20 * self.run.patience, request)
-        if "error" in answer:
-            raise self.failure(f"QEMU refuses {command}: {answer['error']}")
-        return answer["return"]
+        return self.qemu_says(self.talks, 20 * self.run.patience, command, arguments)
 
     def until(self, condition, what):
         end = time.monotonic() + 60 * self.run.patience

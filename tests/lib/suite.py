@@ -66,7 +66,6 @@ def register_units(path):
 
 def build_programs():
     """Compiles what is older than its sources, on all processors."""
-    os.makedirs(os.path.join(BUILD, "scratch"), exist_ok=True)
     helper = os.path.join(ROOT, "tests", "lib", "t")
 
     def build(source):
@@ -178,8 +177,11 @@ def main():
             print(f"tests/run.sh: {why}", file=sys.stderr)
             return 1
     try:
+        for place in (os.path.join(BUILD, name) for name in ("logs", "scratch")):
+            os.makedirs(place, exist_ok=True)
+            if not os.access(place, os.W_OK):
+                raise OSError(f"{place} is another user's; make it yours, or set CARGO_TARGET_DIR")
         build_programs()
-        os.makedirs(os.path.join(BUILD, "logs"), exist_ok=True)
     except (subprocess.CalledProcessError, OSError) as error:
         print(f"tests/run.sh: building the programs: {error}", file=sys.stderr)
         return 1

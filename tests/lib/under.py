@@ -189,6 +189,14 @@ class Line:
             raise self.failure("strata stats does not know it")
         return stats
 
+    def qemu_says(self, monitor, seconds, command, arguments):
+        """What the guest's QEMU answers to one command at its monitor."""
+        request = {"execute": command, "arguments": arguments}
+        (answer,) = asked_qemu(monitor, seconds, request)
+        if "error" in answer:
+            raise self.failure(f"QEMU refuses {command}: {answer['error']}")
+        return answer["return"]
+
     def wait_until(self, condition, what):
         """Polls, and hears the guest meanwhile: nobody else empties its line."""
         end = time.monotonic() + 20 * self.run.patience

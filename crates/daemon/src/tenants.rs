@@ -95,7 +95,8 @@ enum Taken {
     HasSnapshots,
 }
 
-/// A program is about to become the tenant's: it does not end before.
+/// A program, or the memory of a snapshot, is about to become the tenant's: it does not end
+/// before.
 pub(crate) struct Arriving {
     pub(crate) tenant: Arc<Tenant>,
     count: Arc<AtomicUsize>,
@@ -277,7 +278,7 @@ impl Tenants {
         Ok(())
     }
 
-    /// Has `tenant` wait for a program. None: it has been taken down.
+    /// Has `tenant` wait for a program, or for memory. None: it has been taken down.
     pub(crate) fn await_program(&self, tenant: Arc<Tenant>) -> Option<Arriving> {
         let known = self.lock();
         let entry = known.by_key.get(&Key::of(&tenant))?;

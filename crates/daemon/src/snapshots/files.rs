@@ -138,8 +138,10 @@ impl Snapshots {
         info: &SnapshotInfo,
         fill: impl FnOnce(&Tenant) -> Result<(), String>,
     ) -> Result<Arc<Tenant>, String> {
-        if let Some(tenant) = self.tenants.get(info.uid, &info.tenant) {
-            return fill(&tenant).map(|()| tenant);
+        // One that has ended is taken down at any moment, unless something is to come to it.
+        let there = self.tenants.get(info.uid, &info.tenant);
+        if let Some(kept) = there.and_then(|tenant| self.tenants.await_program(tenant)) {
+            return fill(&kept.tenant).map(|()| Arc::clone(&kept.tenant));
         }
         let (tenant, _) = self.tenants.create(wish_of(info, &info.tenant))?;
         if let Err(why) = fill(&tenant) {

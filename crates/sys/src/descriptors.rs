@@ -4,6 +4,8 @@
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
 use crate::kin::all_processes;
 use crate::process::Pidfd;
@@ -34,6 +36,18 @@ pub fn descriptors_of(pid: u32) -> io::Result<Vec<OpenThere>> {
     }
     open.sort_unstable_by_key(|one| one.number);
     Ok(open)
+}
+
+/// Whether a process has the very file open that is called `path` now.
+///
+/// # Errors
+/// There is none of that name, the process has ended, or may not be looked at.
+pub fn has_open(pid: u32, path: &Path) -> io::Result<bool> {
+    let file = |path: &Path| fs::metadata(path).map(|found| (found.dev(), found.ino()));
+    let wanted = file(path)?;
+    let entries = fs::read_dir(format!("/proc/{pid}/fd"))?;
+    // One that is closed meanwhile is none.
+    Ok(entries.flatten().any(|entry| file(&entry.path()).is_ok_and(|found| found == wanted)))
 }
 
 /// A copy of a descriptor of another process: what it does to the open file, it does there
@@ -150,6 +164,23 @@ mod tests {
         assert!(copy_descriptor(&pidfd, 699).is_err(), "it has no such");
         end(child);
         assert!(copy_descriptor(&pidfd, 0).is_err(), "it has ended");
+    }
+
+    #[test]
+    fn a_file_is_open_whatever_it_is_called_by_now() {
+        let path = std::env::temp_dir().join(format!("strata-open-{}", std::process::id()));
+        fs::write(&path, "one").expect("a file");
+        let child = child_with(path.to_str().expect("text"));
+        assert!(has_open(child.id(), &path).expect("looked at"));
+        let moved = path.with_extension("moved");
+        fs::rename(&path, &moved).expect("another name");
+        fs::write(&path, "one").expect("another file of that name");
+        assert!(!has_open(child.id(), &path).expect("looked at"));
+        assert!(has_open(child.id(), &moved).expect("looked at"));
+        fs::remove_file(&path).expect("clean up");
+        assert!(has_open(child.id(), &path).is_err(), "there is none");
+        fs::remove_file(&moved).expect("clean up");
+        end(child);
     }
 
     #[test]

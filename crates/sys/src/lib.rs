@@ -58,7 +58,7 @@ pub use damon::{
     DAMON_PERIOD, DAMON_RANGES, DAMON_SAMPLES, Damon, DamonOwner, DamonRange, DamonRefusal,
 };
 pub use descriptors::{
-    OpenThere, copy_descriptor, descriptors_of, move_above, put_at, shares_descriptors,
+    OpenThere, copy_descriptor, descriptors_of, has_open, move_above, put_at, shares_descriptors,
     sharing_descriptors_with,
 };
 pub use directory::{Access, Directory, open_plain_file, who_may_replace};

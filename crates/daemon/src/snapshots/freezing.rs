@@ -10,10 +10,11 @@ use std::time::{Duration, Instant};
 use strata_api::{GuestDisk, GuestSpec, Launch};
 use strata_guest::moment::Taken;
 use strata_pager::{Freeze, Only, SnapshotError, SnapshotRequest, Stand, Standing, Tenant};
-use strata_sys::Range;
+use strata_sys::peer::peer_of;
+use strata_sys::{Range, has_open};
 use strata_units::SpaceId;
 use strata_vm::disks::WrittenDisk;
-use strata_vm::{Networks, OtherDisk, OtherDomain, PoolDisk, served};
+use strata_vm::{Networks, OtherDisk, OtherDomain, PoolDisk, served, socket_name};
 
 use super::guest::GuestPart;
 use super::guest_disks::{FrozenDisk, Image, OwnDisk, others, own_disk, sum};
@@ -113,20 +114,37 @@ impl Snapshots {
             return Err(format!("it is paused, and would run on: let it run first ({how})"));
         }
         let range = memory_at(tenant, pid, footing.memory_start, footing.memory_bytes)?;
-        let image = |path: &String| Image::of(&launch.directory, path);
-        let mut files: Vec<_> = footing.files.iter().map(image).collect::<Result<_, _>>()?;
-        for disk in pooled.iter().filter(|disk| disk.image_is_read_only()) {
-            files.push(image(&disk.image)?);
+        let guest = self.guests.directory(tenant);
+        let image = |path: &String, readers: &[u32]| {
+            is_open(readers, &launch.directory, path)?;
+            Image::of(&launch.directory, path)
+        };
+        let mut files = Vec::new();
+        for path in &footing.files {
+            files.push(image(path, &[pid])?);
+        }
+        let mut servers = Vec::new();
+        for (index, disk) in pooled.iter().enumerate() {
+            let server = server_of(&guest, index, tenant.record().uid)
+                .map_err(|why| format!("its disk {} is not served: {why}", disk.image))?;
+            if disk.image_is_read_only() {
+                files.push(image(&disk.image, &[server])?);
+            }
+            servers.push(server);
         }
         let (mut own, mut written) = (Vec::new(), footing.disks);
         for disk in &mut written {
-            own.push(own_disk(spec, &launch.directory, disk, &pooled)?);
+            let found = own_disk(spec, &launch.directory, disk, &pooled)?;
+            let is_served = found.is_pooled && found.disk.layers.is_empty();
+            let readers: &[u32] = if is_served { &servers } else { &[pid] };
+            is_open(readers, "/", &found.disk.path)?;
+            own.push(found);
         }
         // What no guest could come of is of no use.
         let disks: Vec<GuestDisk> = own.iter().map(|own| own.disk.clone()).collect();
-        can_come(spec, &tenant.record().name, &self.guests.directory(tenant), &disks)?;
+        can_come(spec, &tenant.record().name, &guest, &disks)?;
         let stoppable = Arc::new(Mutex::new(stoppable));
-        let swap = launch.swap_bytes.map(|bytes| (self.guests.directory(tenant), bytes));
+        let swap = launch.swap_bytes.map(|bytes| (guest, bytes));
         Ok(Freezable { stoppable, pid, range, files, own, written, swap, alone })
     }
 }
@@ -231,6 +249,28 @@ impl Freezable<'_> {
             in_place: None,
         }
     }
+}
+
+/// Refuses an image that is another file by now than that which one of its `readers` has open:
+/// a copy of it, or whoever reads it under that name later, would not have the guest's bytes.
+fn is_open(readers: &[u32], directory: &str, path: &str) -> Result<(), String> {
+    let whole = Path::new(directory).join(path);
+    for &reader in readers {
+        match has_open(reader, &whole) {
+            Ok(true) => return Ok(()),
+            Ok(false) => {}
+            Err(why) => return Err(format!("its drive's file {path} cannot be looked at: {why}")),
+        }
+    }
+    Err(format!(
+        "{path} is not the file any more that the guest has open: it was replaced while the guest ran (put that one back, or start the guest anew)"
+    ))
+}
+
+/// Who serves the disk of that number to a guest whose files are in `directory`.
+fn server_of(directory: &Path, index: usize, uid: u32) -> Result<u32, String> {
+    let stream = guest_swap::connected(&directory.join(socket_name(index)), uid)?;
+    peer_of(&stream).map(|peer| peer.pid).map_err(|error| error.to_string())
 }
 
 /// The disks of a guest that are read through pools, as it has them now.

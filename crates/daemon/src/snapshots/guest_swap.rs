@@ -9,6 +9,7 @@
 //! A disk that has not got all of them is no guest's: whatever fails, the guest does not run.
 
 use std::io;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
@@ -39,24 +40,28 @@ pub(super) fn size_bytes(spec: &GuestSpec) -> Option<u64> {
     spec.launch.as_ref().and_then(|launch: &Launch| launch.swap_bytes)
 }
 
-/// Whoever serves the swap disk of a guest whose files are in `directory`: a process of the
-/// user `uid`. What is in that directory is that user's, and may lead elsewhere.
-fn connected(directory: &Path, uid: u32) -> Result<std::os::unix::net::UnixStream, String> {
-    let stream = connect_now(&directory.join(SWAP_MOMENTS_NAME)).map_err(|error| failed(&error))?;
-    let peer = peer_of(&stream).map_err(|error| failed(&error))?;
-    if peer.uid != uid {
-        return Err(failed(&"another user's process answers in its place"));
+/// Whoever serves a disk of a guest at `socket`, in its directory: a process of the user `uid`.
+/// What is in that directory is that user's, and may lead elsewhere.
+pub(super) fn connected(socket: &Path, uid: u32) -> Result<UnixStream, String> {
+    let told = |error: io::Error| error.to_string();
+    let stream = connect_now(socket).map_err(told)?;
+    if peer_of(&stream).map_err(told)?.uid != uid {
+        return Err("another user's process answers in its place".to_owned());
     }
     stream
         .set_read_timeout(Some(ANSWERED_WITHIN))
         .and_then(|()| stream.set_write_timeout(Some(ANSWERED_WITHIN)))
-        .map_err(|error| failed(&error))?;
+        .map_err(told)?;
     Ok(stream)
+}
+
+fn moments_of(directory: &Path, uid: u32) -> Result<UnixStream, String> {
+    connected(&directory.join(SWAP_MOMENTS_NAME), uid).map_err(|why| failed(&why))
 }
 
 /// Its pages of now, when the guest stands still.
 pub(super) fn taken(directory: &Path, uid: u32, size_bytes: u64) -> Result<Taken, String> {
-    let stream = connected(directory, uid)?;
+    let stream = moments_of(directory, uid)?;
     moment::take(stream, size_bytes).map_err(|error| failed(&error))
 }
 
@@ -97,7 +102,7 @@ pub(super) fn given(
         (Some(_), Some(process)) => process.memory.ok_or("its swap disk is not loaded")?,
         _ => return Err("it contradicts itself: the guest's swap disk".to_owned()),
     };
-    let stream = connected(directory, uid)?;
+    let stream = moments_of(directory, uid)?;
     stream.set_read_timeout(Some(TAKEN_WITHIN)).map_err(|error| failed(&error))?;
     let given = moment::give(&stream, |each| {
         holder

@@ -1,0 +1,120 @@
+"""Files of snapshots of guests whose disks are read through a pool, and swap disks in memory:
+they come to life where neither the guest nor the pool is. And images that are replaced while
+a guest has them."""
+
+import os
+import shutil
+
+from guest_snapshots import refused
+from moves_hosts import another, at
+from pool_guests import make_image
+from pool_snapshots import (BASE_MIB, FILL_MIB, NAME, OWN_MIB, SWAPS, begun_with_swap, checked,
+                            filled, reborn, right, wrote)
+from strata import Failure
+from suite import case
+from under import Guest, initramfs, kernel
+
+COPIES = ("own.img", "over.qcow2")
+
+
+def exported(run, name):
+    file = os.path.join(run.directory, "exported")
+    run.daemon.strata("snapshot", name, "--label", "taken")
+    run.daemon.strata("snapshot", "export", f"{name}@taken", file)
+    return file
+
+
+def ended(daemon, line):
+    line.end()
+    daemon.wait_until(lambda: not (daemon.stats(line.name) or {"pids": []})["pids"], "it has ended")
+
+
+def taken_in(run, file):
+    id = run.daemon.strata("snapshot", "import", file).stdout.strip()
+    return id, run.daemon.strata("restore", id).stderr
+
+
+@case("pool-files", native=False, own_daemon=True, computes=True, seconds=200, takes=12)
+def pool_files(run):
+    """The pages of its swap disk, and an overlay over an image."""
+    one = begun_with_swap(run)
+    try:
+        file = exported(run, SWAPS)
+        filled(one, FILL_MIB // 2, 2)
+        wrote(one, 6, "vda")
+        ended(run.daemon, one)
+        os.unlink(os.path.join(run.directory, COPIES[1]))
+        with another(run) as there:
+            id, said = taken_in(at(run, there), file)
+            if "is read without the pool shared" not in said:
+                raise Failure(f"a pool that is not there is not missed: {said}")
+            line = reborn(at(run, there), SWAPS, SWAPS)
+            checked(line, FILL_MIB)
+            right(line, "vda")
+            wrote(line, 7, "vda")
+            ended(there, line)
+            there.strata("snapshot", "rm", id)
+        # At once, while the tenant of that name, of which nothing is left, is taken down.
+        run.daemon.strata("snapshot", "rm", f"{SWAPS}@taken")
+        id = run.daemon.strata("snapshot", "import", file).stdout.strip()
+        run.daemon.strata("clone", id, "--name", "twin")
+        line = reborn(run, "twin", SWAPS)
+        checked(line, FILL_MIB)
+        right(line, "vda")
+        line.end()
+    finally:
+        one.kill()
+
+
+def begun(run):
+    """A guest with an overlay and an image of its own, read through a pool, and a plain disk."""
+    run.tool("qemu-img")
+    base, own, plain = paths = [os.path.join(run.directory, name)
+                                for name in ("base.img", "own.img", "plain.img")]
+    for path, mib in zip(paths, (BASE_MIB, OWN_MIB, 1)):
+        make_image(path, mib)
+    initramfs(run, kernel(), "guest_disk")
+    run.daemon.strata("pool", "create", "shared", "--limit", "64MiB", "--admit", "first")
+    over = os.path.join(run.directory, "over.qcow2")
+    one = Guest(run, NAME, ["--memory", "96MiB", "--dram", "160MiB",
+                            "--disk", f"{base},cache=shared,overlay={over}",
+                            "--disk", f"{own},cache=shared"],
+                ["-machine", "q35", "-drive", f"file={plain},format=raw,if=virtio"])
+    return one, (base, own, over, plain)
+
+
+@case("pool-files-raw", native=False, own_daemon=True, computes=True, seconds=150, takes=8)
+def pool_files_raw(run):
+    """An image that it writes to, read through a pool: it goes into the file; and the other
+    host has a base with the same content, under another number."""
+    one, (base, *images) = begun(run)
+    try:
+        one.hear(r"^up\n")
+        wrote(one, 5, "vda", "vdb")
+        # It is a copy of none of them while another file has its name.
+        for path in (base, *images):
+            os.rename(path, path + ".first")
+            shutil.copy(path + ".first", path)
+            refused(run, f"{path} is not the file any more", "snapshot", NAME)
+            os.rename(path + ".first", path)
+        file = exported(run, NAME)
+        wrote(one, 6, "vda", "vdb")
+        ended(run.daemon, one)
+        for path in images:
+            os.unlink(path)
+        shutil.copy(base, base + ".there")
+        os.rename(base + ".there", base)
+        with another(run) as there:
+            there.strata("pool", "create", "shared", "--limit", "64MiB", "--admit", "first")
+            id, _ = taken_in(at(run, there), file)
+            line = reborn(at(run, there), NAME)
+            right(line, "vda", "vdb")
+            wrote(line, 7, "vda", "vdb")
+            there.strata("snapshot", NAME)
+            there.strata("rollback", NAME, "1")
+            line.line.close()
+            line = reborn(at(run, there), NAME)
+            right(line, "vda", "vdb")
+            ended(there, line)
+    finally:
+        one.kill()

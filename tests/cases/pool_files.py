@@ -45,6 +45,10 @@ def pool_files(run):
         ended(run.daemon, one)
         os.unlink(os.path.join(run.directory, COPIES[1]))
         with another(run) as there:
+            asks = there.strata("snapshot", "import", file, "--dry-run").stdout
+            for word in ("base.img,cache=shared,overlay=", "a swap disk of 96.0 MiB"):
+                if word not in asks:
+                    raise Failure(f"a dry run says nothing of {word}: {asks}")
             id, said = taken_in(at(run, there), file)
             if "is read without the pool shared" not in said:
                 raise Failure(f"a pool that is not there is not missed: {said}")

@@ -370,7 +370,7 @@ impl Reception {
             }
             // Else it was taken down just now: the program before has ended. A rule
             // makes it anew.
-            if let Some(arriving) = self.tenants.await_program(tenant) {
+            if let Some(arriving) = self.tenants.await_arrival(tenant) {
                 return Ok(Belongs::To(arriving, required));
             }
         }

@@ -279,7 +279,7 @@ impl Tenants {
     }
 
     /// Has `tenant` wait for a program, or for memory. None: it has been taken down.
-    pub(crate) fn await_program(&self, tenant: Arc<Tenant>) -> Option<Arriving> {
+    pub(crate) fn await_arrival(&self, tenant: Arc<Tenant>) -> Option<Arriving> {
         let known = self.lock();
         let entry = known.by_key.get(&Key::of(&tenant))?;
         if !Arc::ptr_eq(&entry.tenant, &tenant) {

@@ -140,7 +140,7 @@ impl Snapshots {
     ) -> Result<Arc<Tenant>, String> {
         // One that has ended is taken down at any moment, unless something is to come to it.
         let there = self.tenants.get(info.uid, &info.tenant);
-        if let Some(kept) = there.and_then(|tenant| self.tenants.await_program(tenant)) {
+        if let Some(kept) = there.and_then(|tenant| self.tenants.await_arrival(tenant)) {
             return fill(&kept.tenant).map(|()| Arc::clone(&kept.tenant));
         }
         let (tenant, _) = self.tenants.create(wish_of(info, &info.tenant))?;

@@ -15,6 +15,7 @@ use std::path::Path;
 use serde::Deserialize;
 use strata_api::{Claim, GuestSpec, Progress, SnapshotId, Unit};
 use strata_snapshot::archive::Reader;
+use strata_units::ByteSize;
 
 use super::disk::Known;
 use super::guest::GuestPart;
@@ -318,6 +319,12 @@ impl GuestPart {
         let mut claim = |text: String| claims.push(Claim { text, is_beyond: owner.is_some() });
         if let Some(launch) = &self.spec.launch {
             claim(format!("starts, in {}: {}", launch.directory, launch.command.join(" ")));
+            for disk in &launch.disks {
+                claim(format!("has the disk {disk}"));
+            }
+            if let Some(bytes) = launch.swap_bytes {
+                claim(format!("has a swap disk of {}", ByteSize(bytes)));
+            }
         }
         for disk in &self.disks {
             claim(format!("makes a copy of a disk beside {}", disk.said()));

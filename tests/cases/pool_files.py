@@ -6,7 +6,7 @@ import os
 import shutil
 
 from guest_snapshots import refused
-from moves_hosts import another, at
+from moves_hosts import another, at, host
 from pool_guests import make_image
 from pool_snapshots import (BASE_MIB, FILL_MIB, NAME, OWN_MIB, SWAPS, begun_with_swap, checked,
                             filled, reborn, right, wrote)
@@ -119,6 +119,7 @@ def pool_files_raw(run):
             line.line.close()
             line = reborn(at(run, there), NAME)
             right(line, "vda", "vdb")
+            refused(at(run, there), "strata snapshot export", "move", NAME, host(run.daemon))
             ended(there, line)
     finally:
         one.kill()

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use strata_pager::Tenant;
 use strata_sys::{SIGCONT, SIGSTOP};
 use strata_units::SpaceId;
+use strata_vm::PoolDisk;
 
 use super::super::disk::Known;
 use super::super::freezing::{Freezable, Manner};
@@ -209,10 +210,17 @@ impl Snapshots {
             spec.disks.iter().find(|disk| disk.temporary || disk.opened != disk.path)
             && away.is_none()
         {
-            return Err(format!(
-                "its disk {} was made for it here: have it copied there (--copy-disks)",
-                disk.path
-            ));
+            let is_written = |text: &String| {
+                PoolDisk::parse(text, |_| false).is_ok_and(|disk| disk.written().is_some())
+            };
+            let todo = match spec.launch.iter().flat_map(|launch| &launch.disks).any(is_written) {
+                // These are not copied.
+                true => {
+                    "and it writes to disks that are read through a pool: strata snapshot export writes a file that travels"
+                }
+                false => "have it copied there (--copy-disks)",
+            };
+            return Err(format!("its disk {} was made for it here: {todo}", disk.path));
         }
         let guest = self.freezable(tenant, &spec, ASKED_WITHIN)?;
         if let Some(OwnDisk { disk, .. }) =

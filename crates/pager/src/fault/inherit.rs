@@ -134,10 +134,12 @@ impl Space {
         if let Some(slot) = there.iter().position(|&there| there) {
             return proved(slot_at(slot));
         }
-        if let Some(slot) = gate.slots.iter().position(|&address| address == 0)
-            && matches!(self.uffd.copy(slot_at(slot), &PageBuffer::zeroed()), Fill::Done { .. })
-        {
-            return proved(slot_at(slot));
+        if let Some(slot) = gate.slots.iter().position(|&address| address == 0) {
+            // Present: put there for another candidate, which so is not this one.
+            let filled = self.uffd.copy(slot_at(slot), &PageBuffer::zeroed());
+            if matches!(filled, Fill::Done { .. } | Fill::Present) {
+                return proved(slot_at(slot));
+            }
         }
         let pages = gate.object.pages().filter(|&(_, page)| {
             let entry = tenant.map.get(page);

@@ -8,13 +8,10 @@ import shutil
 from guest_snapshots import refused
 from moves_hosts import another, at, host
 from pool_guests import make_image
-from pool_snapshots import (BASE_MIB, FILL_MIB, NAME, OWN_MIB, SWAPS, begun_with_swap, checked,
-                            filled, reborn, right, wrote)
+from pool_snapshots import (FILL_MIB, NAME, SWAPS, begun, begun_with_swap, checked, filled,
+                            reborn, right, wrote)
 from strata import Failure
 from suite import case
-from under import Guest, initramfs, kernel
-
-COPIES = ("own.img", "over.qcow2")
 
 
 def exported(run, name):
@@ -43,7 +40,7 @@ def pool_files(run):
         filled(one, FILL_MIB // 2, 2)
         wrote(one, 6, "vda")
         ended(run.daemon, one)
-        os.unlink(os.path.join(run.directory, COPIES[1]))
+        os.unlink(os.path.join(run.directory, "over.qcow2"))
         with another(run) as there:
             asks = there.strata("snapshot", "import", file, "--dry-run").stdout
             for word in ("base.img,cache=shared,overlay=", "a swap disk of 96.0 MiB"):
@@ -70,28 +67,14 @@ def pool_files(run):
         one.kill()
 
 
-def begun(run):
-    """A guest with an overlay and an image of its own, read through a pool, and a plain disk."""
-    run.tool("qemu-img")
-    base, own, plain = paths = [os.path.join(run.directory, name)
-                                for name in ("base.img", "own.img", "plain.img")]
-    for path, mib in zip(paths, (BASE_MIB, OWN_MIB, 1)):
-        make_image(path, mib)
-    initramfs(run, kernel(), "guest_disk")
-    run.daemon.strata("pool", "create", "shared", "--limit", "64MiB", "--admit", "first")
-    over = os.path.join(run.directory, "over.qcow2")
-    one = Guest(run, NAME, ["--memory", "96MiB", "--dram", "160MiB",
-                            "--disk", f"{base},cache=shared,overlay={over}",
-                            "--disk", f"{own},cache=shared"],
-                ["-machine", "q35", "-drive", f"file={plain},format=raw,if=virtio"])
-    return one, (base, own, over, plain)
-
-
 @case("pool-files-raw", native=False, own_daemon=True, computes=True, seconds=150, takes=8)
 def pool_files_raw(run):
     """An image that it writes to, read through a pool: it goes into the file; and the other
     host has a base with the same content, under another number."""
-    one, (base, *images) = begun(run)
+    plain = os.path.join(run.directory, "plain.img")
+    make_image(plain, 1)
+    one, base, *images = begun(run, ["-drive", f"file={plain},format=raw,if=virtio"])
+    images.append(plain)
     try:
         one.hear(r"^up\n")
         wrote(one, 5, "vda", "vdb")

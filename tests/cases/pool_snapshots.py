@@ -68,18 +68,25 @@ def wrote(one, version, *disks):
 
 
 
-@case("pool-snapshots", native=False, own_daemon=True, computes=True, seconds=150, takes=15)
-def pool_snapshots(run):
+def begun(run, words=()):
+    """A guest with an overlay over an image, and an image that it writes to itself, both read
+    through a pool; and the three files."""
     run.tool("qemu-img")
-    base, own = (os.path.join(run.directory, name) for name in ("base.img", "own.img"))
+    base, own, over = (os.path.join(run.directory, name)
+                       for name in ("base.img", "own.img", "over.qcow2"))
     make_image(base, BASE_MIB)
     make_image(own, OWN_MIB)
     initramfs(run, kernel(), "guest_disk")
     run.daemon.strata("pool", "create", "shared", "--limit", "64MiB", "--admit", "first")
-    over = os.path.join(run.directory, "over.qcow2")
     one = Guest(run, NAME, ["--memory", "96MiB", "--dram", "160MiB",
                             "--disk", f"{base},cache=shared,overlay={over}",
-                            "--disk", f"{own},cache=shared"], ["-machine", "q35"])
+                            "--disk", f"{own},cache=shared"], ["-machine", "q35", *words])
+    return one, base, own, over
+
+
+@case("pool-snapshots", native=False, own_daemon=True, computes=True, seconds=150, takes=15)
+def pool_snapshots(run):
+    one, base, own, _ = begun(run)
     try:
         check(run, one, base, own)
     finally:

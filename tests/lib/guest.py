@@ -32,9 +32,10 @@ NODES_MIB = (1024, 256)
 # the wide registers' instructions are calls, where the C library has others without them.
 SLOW = ("erms", "fsrm", "avx", "avx2")
 # Without what a kernel does for machines that somebody attacks, with page tables of four levels,
-# and without tests of its ciphers: emulated, each costs much, and no case is about them.
+# without IPv6, and without tests of its ciphers and random numbers: emulated, each costs much, and
+# no case is about them.
 APPEND = ("console=ttyS0 quiet panic=-1 mitigations=off init_on_alloc=0 no5lvl "
-          "cryptomgr.notests=1 noreplace-smp")
+          "cryptomgr.notests=1 initcall_blacklist=jent_mod_init ipv6.disable=1 noreplace-smp")
 # What the programs and the cases call by name.
 COMMANDS = ("/bin/cat", "/bin/true", "/bin/sh")
 # Of python's library: what the suite has no use for.

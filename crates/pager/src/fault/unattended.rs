@@ -49,6 +49,7 @@ impl Space {
             looked.replace(Instant::now())
         };
         let parent = self.parent(tenant);
+        let mut refused = None;
         for (process, mut flags) in candidates(tenant, parent.as_deref(), asker.thread(), address) {
             not_of_this_fork(&mut flags, parent.as_deref());
             let mut gate = lock(&self.gate);
@@ -66,11 +67,11 @@ impl Space {
                     let served = "it is served, and keeps its pages";
                     return tenant.log(&format!("process {pid} has no agent: {served}"));
                 }
-                Err(why) if before.is_none() => {
-                    tenant.log(&format!("process {pid} has no agent and waits: {why}"));
-                }
-                Err(_) => {}
+                Err(why) => refused = Some(format!("process {pid} is not shown to be it: {why}")),
             }
+        }
+        if let (None, Some(why)) = (before, refused) {
+            tenant.log(&format!("a process without an agent waits, and {why}"));
         }
     }
 

@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 use strata_pager::Tenant;
 use strata_sys::{SIGCONT, SIGSTOP};
 use strata_units::SpaceId;
-use strata_vm::PoolDisk;
 
 use super::super::disk::Known;
 use super::super::freezing::{Freezable, Manner};
@@ -206,14 +205,12 @@ impl Snapshots {
     ) -> Result<(Known, Option<StandingGuest<'a>>), String> {
         let stay = once.is_some();
         let mut spec = self.guests.spec(tenant).ok_or("it is no guest")?;
+        let guest = self.freezable(tenant, &spec, ASKED_WITHIN)?;
         if let Some(disk) =
             spec.disks.iter().find(|disk| disk.temporary || disk.opened != disk.path)
             && away.is_none()
         {
-            let is_written = |text: &String| {
-                PoolDisk::parse(text, |_| false).is_ok_and(|disk| disk.written().is_some())
-            };
-            let todo = match spec.launch.iter().flat_map(|launch| &launch.disks).any(is_written) {
+            let todo = match guest.own.iter().any(|own| own.is_pooled) {
                 // These are not copied.
                 true => {
                     "and it writes to disks that are read through a pool: strata snapshot export writes a file that travels"
@@ -222,7 +219,6 @@ impl Snapshots {
             };
             return Err(format!("its disk {} was made for it here: {todo}", disk.path));
         }
-        let guest = self.freezable(tenant, &spec, ASKED_WITHIN)?;
         if let Some(OwnDisk { disk, .. }) =
             guest.own.iter().find(|own| own.is_pooled && own.disk.layers.is_empty())
         {
